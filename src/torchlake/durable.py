@@ -1,0 +1,133 @@
+"""Files that are whole or absent: temporary name, fsync, rename, fsync of the folder; and their sha256.
+
+The order is the one databases use: the bytes reach the disk before the name does, and the name before anything that
+refers to it. A reader never sees half a file; a crash leaves at most a `*.tmp`, which the next run removes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torchlake.errors import DataError, StorageError, UnsafeError
+from torchlake.failpoints import failpoint
+
+MANIFEST = "manifest.json"
+
+
+def write_bytes(path: Path, content: bytes, *, site: str) -> None:
+    """Write `content` to `path` atomically and durably. `site` names the failpoints on the way.
+
+    Raises StorageError with the free space left when the disk is full or the folder is gone.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        failpoint(f"{site}.write")
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint(f"{site}.rename")
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise storage_error(error, path, needed=len(content)) from error
+    failpoint(f"{site}.done")
+
+
+def write_json(path: Path, value: Any, *, site: str) -> None:
+    """Write `value` as indented JSON, atomically and durably; see `write_bytes`."""
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(), site=site)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`. Raises DataError naming the file when it is missing, torn or too deep."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON ({error})") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
+    """`error` as a sentence: the path, the cause, and the bytes needed and free when they are known."""
+    existing = next((parent for parent in [path, *path.parents] if parent.exists()), Path("/"))
+    free = shutil.disk_usage(existing).free
+    size = "" if needed is None else f" {needed:,} bytes were to be written,"
+    return StorageError(
+        f"{path}: {error.strerror or error};{size} {free:,} bytes are free there. "
+        "Make room (or restore the folder) and run the same command again: finished work is kept."
+    )
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
+    """Record the size and sha256 of every file under `folder` in its `manifest.json`, written last; returns it."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST and not path.name.endswith(".tmp")
+    }
+    manifest = {**fields, "files": files}
+    write_json(folder / MANIFEST, manifest, site=site)
+    return manifest
+
+
+def check_manifest(folder: Path) -> dict[str, Any]:
+    """Hold every file of `folder` against its manifest; returns the manifest.
+
+    Raises DataError naming the first file that is missing, of another size or of another sha256.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise DataError(f"{folder / MANIFEST}: not a manifest")
+    for name, expected in manifest["files"].items():
+        path = inside(folder, name)
+        if not path.is_file():
+            raise DataError(f"{path}: missing, but listed in {MANIFEST}")
+        if path.stat().st_size != expected["bytes"]:
+            raise DataError(f"{path}: {path.stat().st_size:,} bytes, {MANIFEST} says {expected['bytes']:,}")
+        if sha256_file(path) != expected["sha256"]:
+            raise DataError(f"{path}: its sha256 is not the one in {MANIFEST}; the file is corrupt or was edited")
+    return manifest
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder / name`, refusing names that lead out of the folder. Raises UnsafeError."""
+    path = folder / name
+    if os.path.isabs(name) or ".." in Path(name).parts or not path.resolve().is_relative_to(folder.resolve()):
+        raise UnsafeError(f"{folder}: the name {name!r} leads out of the folder; refused")
+    return path
+
+
+def fingerprint(value: Any) -> str:
+    """The sha256 of a plain value's canonical JSON, in hexadecimal: equal values, equal fingerprints."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files and folders, whatever they are; absent ones are fine."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
