@@ -1,0 +1,237 @@
+"""The plan: a table cut into chunks, fixed ranges of rows, before any work starts.
+
+The cut depends on the table alone, never on processes or engine, so a job that is run again, on anything, finds the
+same chunks. Chunks lie inside one file; in Parquet and Arrow files a big row group is split evenly and small ones are
+joined, in text files the cut falls between records. Price: one pass over text files, the footers of others, and one
+sha256 of every local file; memory 16 bytes per 256 text records.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake.errors import DataError
+from torchlake.tables.files import content_id, is_url, stat
+from torchlake.tables.formats import Pieces, pieces_of
+from torchlake.tables.lines import Segment
+from torchlake.tables.table import Table, missing_column
+
+CHUNKS = 64
+MIN_ROWS, MAX_ROWS = 1024, 32768
+MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One file of the input, as it was when the job was planned."""
+
+    path: str
+    name: str
+    "Relative to the folder the user gave: stays when the folder moves."
+    size: int
+    mtime_ns: int
+    "0 where the storage keeps no time."
+    sha256: str
+    rows: int
+    checksums: bool | None
+    "Whether its pages carry checksums; None where the format has none."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Rows `first_row` to `first_row + rows` of a file, and all a worker needs to read them."""
+
+    index: int
+    "Its number in the job; numbers may have gaps once files left the input."
+    file: str
+    name: str
+    "The file's name relative to the folder that was given."
+    format: str
+    row_groups: tuple[int, int]
+    "First row group (or record batch) and how many; (0, 0) for text."
+    first_row: int
+    rows: int
+    offset: int = 0
+    schema: bytes
+    "The Arrow schema of the plan's columns, serialised."
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be read, fixed: the files and their chunks. Equal `id`, equal rows in equal chunks."""
+
+    inputs: tuple[InputFile, ...]
+    chunks: tuple[Chunk, ...]
+    schema: pa.Schema
+    "Of the columns to be read."
+    rows: int
+
+    @cached_property
+    def id(self) -> str:
+        """The sha256 of what is read: names, content and rows of the files, columns, and the chunks' ranges."""
+        value = plan_to_json(self)
+        files = [value["inputs"][field] for field in ("name", "sha256", "rows")]
+        content = json.dumps([files, value["schema"], value["chunks"]], separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @cached_property
+    def sha256_of(self) -> dict[str, str]:
+        """The content of each input, by the file's name."""
+        return {one.name: one.sha256 for one in self.inputs}
+
+
+def plan_chunks(
+    table: Table, *, columns: Sequence[str], chunk_rows: int | None = None, known: Sequence[InputFile] = ()
+) -> Plan:
+    """Cut `table` into chunks of `chunk_rows` rows: by default 1/64 of it, from 1,024 to 32,768; 16 MiB at most.
+
+    The sha256 of a local file that is in `known` with the same path, size and time is taken from there.
+    Raises TableError when a column is missing or a file cannot be read.
+    """
+    for name in columns:
+        if name not in table.schema.names:
+            raise missing_column(table.source, name, table.schema)
+    schema = pa.schema([table.schema.field(name) for name in columns])
+    serialised = schema.serialize().to_pybytes()
+    pieces = [pieces_of(file, table.format, columns, chunk_rows) for file in table.files]
+    rows = [sum(segment.rows for segment in one.segments) for one in pieces]
+    size = chunk_rows or min(max(sum(rows) // CHUNKS, MIN_ROWS), MAX_ROWS)
+    trusted = {(one.path, one.size, one.mtime_ns): one.sha256 for one in known if not is_url(one.path)}
+    inputs: list[InputFile] = []
+    chunks: list[Chunk] = []
+    for file, name, one, count in zip(table.files, table.names, pieces, rows, strict=True):
+        length, mtime_ns = stat(file)
+        sha256 = trusted.get((file, length, mtime_ns)) or content_id(file)
+        inputs.append(
+            InputFile(
+                path=file, name=name, size=length, mtime_ns=mtime_ns, sha256=sha256, rows=count, checksums=one.checksums
+            )
+        )
+        text = table.format in ("csv", "jsonl")
+        for first_row, taken, groups, offset, length in cut_text(one, size) if text else cut_groups(one.segments, size):
+            chunks.append(
+                Chunk(
+                    index=len(chunks),
+                    file=file,
+                    name=name,
+                    format=table.format,
+                    row_groups=groups,
+                    first_row=first_row,
+                    rows=taken,
+                    offset=offset,
+                    bytes=length,
+                    schema=serialised,
+                )
+            )
+    return Plan(inputs=tuple(inputs), chunks=tuple(chunks), schema=schema, rows=sum(rows))
+
+
+Cut = tuple[int, int, tuple[int, int], int, int]
+"""first row, rows, (first row group, count), offset, bytes"""
+
+
+def cut_groups(groups: Sequence[Segment], size: int) -> Iterator[Cut]:
+    """Row groups to chunks: big ones split evenly, small neighbours joined while they fit."""
+    first_row = first = joined = joined_bytes = 0
+    for place, group in enumerate(groups):
+        whole = group.rows <= size and group.bytes <= MAX_BYTES
+        if joined and (not whole or joined + group.rows > size or joined_bytes + group.bytes > MAX_BYTES):
+            yield first_row, joined, (first, place - first), 0, 0
+            first_row, first, joined, joined_bytes = first_row + joined, place, 0, 0
+        if whole:
+            joined, joined_bytes = joined + group.rows, joined_bytes + group.bytes
+        else:
+            count = min(group.rows, max(_over(group.rows, size), _over(group.bytes, MAX_BYTES)))
+            for part in range(count):
+                start, stop = group.rows * part // count, group.rows * (part + 1) // count
+                yield first_row + start, stop - start, (place, 1), 0, 0
+            first_row, first = first_row + group.rows, place + 1
+    if joined:
+        yield first_row, joined, (first, len(groups) - first), 0, 0
+
+
+def cut_text(pieces: Pieces, size: int) -> Iterator[Cut]:
+    """Segments of a text file to chunks of about equal rows, none above `size` rows or, but for one segment, 16 MiB."""
+    total, total_bytes = (sum(column) for column in zip(*pieces.segments, strict=True)) if pieces.segments else (0, 0)
+    target = _over(total, max(_over(total, size), _over(total_bytes, MAX_BYTES))) if total else 0
+    first_row, offset, rows, length = 0, pieces.start, 0, 0
+    for segment in pieces.segments:
+        if rows and (rows + segment.rows > size or length + segment.bytes > MAX_BYTES or rows >= target):
+            yield first_row, rows, (0, 0), offset, length
+            first_row, offset, rows, length = first_row + rows, offset + length, 0, 0
+        rows, length = rows + segment.rows, length + segment.bytes
+    if rows:
+        yield first_row, rows, (0, 0), offset, length
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, in columns: quick and small for 100,000 chunks."""
+    place = {one.name: number for number, one in enumerate(plan.inputs)}
+    chunks = plan.chunks
+    return {
+        "format": 1,
+        "rows": plan.rows,
+        "schema": base64.b64encode(plan.schema.serialize().to_pybytes()).decode(),
+        "inputs": {field: [getattr(one, field) for one in plan.inputs] for field in InputFile.__slots__},
+        "chunks": {
+            "index": [chunk.index for chunk in chunks],
+            "input": [place[chunk.name] for chunk in chunks],
+            "format": chunks[0].format if chunks else "",
+            "row_groups": [chunk.row_groups for chunk in chunks],
+            "first_row": [chunk.first_row for chunk in chunks],
+            "rows": [chunk.rows for chunk in chunks],
+            "offset": [chunk.offset for chunk in chunks],
+            "bytes": [chunk.bytes for chunk in chunks],
+        },
+    }
+
+
+def plan_from_json(value: Any) -> Plan:
+    """The plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
+    try:
+        if value["format"] != 1:
+            raise DataError(f"this plan has format {value['format']}; this version reads format 1")
+        fields = value["inputs"]
+        inputs = tuple(
+            InputFile(**dict(zip(InputFile.__slots__, row, strict=True)))
+            for row in zip(*(fields[field] for field in InputFile.__slots__), strict=True)
+        )
+        serialised = base64.b64decode(value["schema"])
+        columns = value["chunks"]
+        ranges = zip(
+            *(columns[field] for field in ("index", "input", "row_groups", "first_row", "rows", "offset", "bytes")),
+            strict=True,
+        )
+        chunks = tuple(
+            Chunk(
+                index=index,
+                file=inputs[place].path,
+                name=inputs[place].name,
+                format=columns["format"],
+                row_groups=(groups[0], groups[1]),
+                first_row=first_row,
+                rows=rows,
+                offset=offset,
+                bytes=length,
+                schema=serialised,
+            )
+            for index, place, groups, first_row, rows, offset, length in ranges
+        )
+        schema = pa.ipc.read_schema(pa.py_buffer(serialised))
+        return Plan(inputs=inputs, chunks=chunks, schema=schema, rows=value["rows"])
+    except (KeyError, TypeError, IndexError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"not a plan: {error!r}") from error
+
+
+def _over(amount: int, size: int) -> int:
+    """`amount / size`, rounded up, at least 1."""
+    return max(1, -(-amount // size))

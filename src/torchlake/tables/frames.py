@@ -1,0 +1,64 @@
+"""Frames in memory: pyarrow, pandas and polars in and out, so that `predict` gives back the kind it was given.
+
+pandas and polars are recognised without being imported: who has such a frame has imported the library.
+"""
+
+import sys
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake.errors import TableError
+
+
+def is_frame(value: Any) -> bool:
+    """Whether `value` is a pyarrow Table or RecordBatch, a pandas DataFrame or a polars DataFrame."""
+    return isinstance(value, pa.Table | pa.RecordBatch) or _is(value, "pandas") or _is(value, "polars")
+
+
+def to_arrow(frame: Any) -> pa.Table:
+    """The frame's columns as an Arrow table; a pandas index is left out (`like` puts it back).
+
+    Raises TableError naming the column that Arrow cannot hold, or that is there twice.
+    """
+    if isinstance(frame, pa.RecordBatch):
+        frame = pa.Table.from_batches([frame])
+    if not isinstance(frame, pa.Table):
+        names = [str(name) for name in frame.columns]
+        _refuse_twice(names)
+        try:
+            if _is(frame, "polars"):
+                return frame.to_arrow()
+            if not all(isinstance(name, str) for name in frame.columns):
+                frame = frame.set_axis(names, axis="columns")
+            return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise TableError(f"the frame cannot be read as an Arrow table: {error}") from error
+    _refuse_twice(frame.column_names)
+    return frame
+
+
+def like(frame: Any, table: pa.Table) -> Any:
+    """`table` as a frame of the kind of `frame`; a pandas frame gets its index back. Rows must be in the same order."""
+    if isinstance(frame, pa.RecordBatch):
+        batches = table.combine_chunks().to_batches()
+        return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+    if isinstance(frame, pa.Table):
+        return table
+    if _is(frame, "polars"):
+        return sys.modules["polars"].from_arrow(table)
+    result = table.to_pandas()
+    assert len(result) == len(frame), "a frame comes back with as many rows as it had"
+    result.index = frame.index
+    return result
+
+
+def _is(value: Any, library: str) -> bool:
+    module = sys.modules.get(library)
+    return module is not None and isinstance(value, module.DataFrame)
+
+
+def _refuse_twice(names: list[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise TableError(f"the frame has two columns named {twice!r}; rename one.")

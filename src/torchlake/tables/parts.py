@@ -1,0 +1,85 @@
+"""A part is one chunk's result: a Parquet file whose name is a hash of everything that decides its bytes.
+
+So a second attempt at a chunk, by a retry, a speculative copy or a zombie, writes the same bytes under the same name.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlake import durable
+from torchlake.tables.chunks import Chunk, Plan
+
+TABLE = "table"
+"The folder of the staging that becomes the output."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A chunk's file: its rows, how many of them have an `error`, and what identifies its bytes."""
+
+    name: str
+    chunk: int
+    rows: int
+    failed: int
+    sha256: str
+    bytes: int
+
+
+def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
+    """The file name of a chunk's part, "part-00012-<16 hex digits>.parquet".
+
+    It depends on the content of the chunk's file, the chunk's range and the fingerprint, not on the rest of the plan:
+    a part stays valid when files are added to the input.
+    """
+    value = [
+        plan.sha256_of[chunk.name],
+        chunk.name,
+        chunk.row_groups,
+        chunk.first_row,
+        chunk.rows,
+        chunk.offset,
+        chunk.bytes,
+        plan.schema.names,
+        fingerprint,
+    ]
+    return f"part-{chunk.index:05d}-{durable.fingerprint(value)[:16]}.parquet"
+
+
+def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part:
+    """Write a chunk's rows durably into the staging folder, with page checksums. Called in workers.
+
+    Raises StorageError when the disk is full or the folder is gone.
+    """
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    content = sink.getvalue().to_pybytes()
+    durable.write_bytes(staging / TABLE / name, content, site="part")
+    return _part(name, chunk, table, content)
+
+
+def read_part(path: Path, chunk: Chunk) -> Part | None:
+    """The part in `path`, every page verified; None when it is damaged or has not the chunk's rows."""
+    content = path.read_bytes()
+    try:
+        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError):
+        return None
+    return _part(path.name, chunk.index, table, content) if table.num_rows == chunk.rows else None
+
+
+def _part(name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
+    failed = table.num_rows - table["error"].null_count if "error" in table.column_names else 0
+    return Part(
+        name=name,
+        chunk=chunk,
+        rows=table.num_rows,
+        failed=failed,
+        sha256=hashlib.sha256(content).hexdigest(),
+        bytes=len(content),
+    )

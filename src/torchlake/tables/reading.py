@@ -1,0 +1,272 @@
+"""A chunk's rows as an Arrow table, exactly as many as the plan says, with the unreadable ones named and nulled.
+
+Parquet and Arrow files are streamed with a forward cursor: a worker that is given a later chunk of the same row group
+goes on where it stopped, so nothing is decoded twice and a row group of any size takes constant memory. Page checksums
+are verified. Strings are validated a column at a time; only a column that fails is searched for its bad rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake.errors import TableError
+from torchlake.tables import values
+from torchlake.tables.chunks import Chunk
+from torchlake.tables.formats import is_random, open_arrow, open_parquet, plain, reading
+from torchlake.tables.lines import Bad, csv_header, read_records
+from torchlake.tables.table import missing_column, same_type
+
+BATCH_ROWS = 4096
+BAD_UTF8 = "bad_utf8"
+
+
+class ChunkReader:
+    """Reads chunks, best in ascending order; `columns` are the columns to read, of those that were planned."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self.columns = tuple(columns)
+        self._cursor: _Cursor | None = None
+        self._headers: dict[str, list[str]] = {}
+        self._schemas: dict[bytes, pa.Schema] = {}
+
+    def read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
+        """The chunk's rows, `chunk.rows` of them, and {row in the chunk: reason} for those that cannot be read.
+
+        What cannot be read is null. Reasons: `bad_utf8`, `bad_csv: ...`, `bad_json: ...`.
+        Raises TableError naming file and rows when the file is damaged or is no longer the one that was planned.
+        """
+        schema = self._schema(chunk)
+        if chunk.format == "csv":
+            table, errors = self._read_csv(chunk, schema)
+        elif chunk.format == "jsonl":
+            table, errors = _read_json(chunk, schema)
+        else:
+            table, errors = _isolate_bad_text(self._read_binary(chunk, schema))
+        if table.num_rows != chunk.rows:
+            raise TableError(
+                f"{chunk.file}: {table.num_rows:,} rows where {chunk.rows:,} were planned from row {chunk.first_row:,} "
+                "on; the file has changed since."
+            )
+        return table, dict(sorted(errors.items()))
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._cursor is not None:
+            self._cursor.close()
+        self._cursor = None
+
+    def _schema(self, chunk: Chunk) -> pa.Schema:
+        if chunk.schema not in self._schemas:
+            planned = pa.ipc.read_schema(pa.py_buffer(chunk.schema))
+            self._schemas[chunk.schema] = pa.schema([planned.field(name) for name in self.columns])
+        return self._schemas[chunk.schema]
+
+    def _read_csv(self, chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
+        if chunk.file not in self._headers:
+            self._headers = {chunk.file: csv_header(chunk.file)}
+        header = self._headers[chunk.file]
+        places = [_place(chunk.file, header, field) for field in schema]
+        records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes))
+        errors: dict[int, str] = {}
+        for row, record in enumerate(records):
+            if isinstance(record, Bad):
+                errors[row] = str(record)
+            elif len(record) != len(header):
+                errors[row] = f"bad_csv: {len(record)} fields, expected {len(header)}"
+        columns = [
+            _text_column([None if row in errors else record[place] for row, record in enumerate(records)])
+            for place in places
+        ]
+        for _, bad in columns:
+            errors.update(dict.fromkeys(bad, BAD_UTF8))
+        arrays = [array.cast(field.type) for (array, _), field in zip(columns, schema, strict=True)]
+        return pa.table(arrays, schema=schema) if arrays else _no_columns(len(records)), errors
+
+    def _read_binary(self, chunk: Chunk, schema: pa.Schema) -> pa.Table:
+        where = f": rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}"
+        try:
+            with reading(chunk.file, where):
+                if self._cursor is None or not self._cursor.reaches(chunk):
+                    self.close()
+                    self._cursor = _Cursor(chunk, self.columns)
+                batches = self._cursor.take(chunk)
+        except TableError:
+            self.close()
+            raise
+        table = pa.Table.from_batches(batches) if batches else schema.empty_table()
+        return pa.table([_as_planned(chunk.file, table[field.name], field) for field in schema], schema=schema)
+
+
+class _Cursor:
+    """A file open at one run of row groups, moving forward through its rows."""
+
+    def __init__(self, chunk: Chunk, columns: tuple[str, ...]) -> None:
+        self.file, self.row_groups = chunk.file, chunk.row_groups
+        self.row = 0
+        self.left: pa.RecordBatch | None = None
+        self._open = ExitStack()
+        first, count = chunk.row_groups
+        try:
+            if chunk.format == "parquet":
+                self._open_parquet(first, count, columns)
+            else:
+                self._open_arrow(first, count, columns)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def reaches(self, chunk: Chunk) -> bool:
+        return (chunk.file, chunk.row_groups) == (self.file, self.row_groups) and self.row <= chunk.first_row
+
+    def take(self, chunk: Chunk) -> list[pa.RecordBatch]:
+        """The chunk's rows; rows before it are passed over. Fewer when the file ends."""
+        stop, taken = chunk.first_row + chunk.rows, []
+        while self.row < stop:
+            batch = self.left if self.left is not None else next(self.batches, None)
+            self.left = None
+            if batch is None:
+                break
+            begin = max(0, chunk.first_row - self.row)
+            end = min(batch.num_rows, stop - self.row)
+            if begin < end:
+                taken.append(batch.slice(begin, end - begin))
+            if end < batch.num_rows:
+                self.left = batch.slice(end)
+            self.row += end
+        return taken
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _open_parquet(self, first: int, count: int, columns: tuple[str, ...]) -> None:
+        parquet = self._open.enter_context(open_parquet(self.file))
+        metadata = parquet.metadata
+        self.row = sum(metadata.row_group(group).num_rows for group in range(min(first, metadata.num_row_groups)))
+        groups = range(first, min(first + count, metadata.num_row_groups))
+        names = parquet.schema_arrow.names
+        for name in columns:
+            if name not in names:
+                raise missing_column(self.file, name, parquet.schema_arrow)
+        self.batches: Iterator[pa.RecordBatch] = iter(
+            parquet.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=list(columns), use_threads=False)
+            if groups
+            else ()
+        )
+
+    def _open_arrow(self, first: int, count: int, columns: tuple[str, ...]) -> None:
+        reader = self._open.enter_context(open_arrow(self.file))
+        for name in columns:
+            if name not in reader.schema.names:
+                raise missing_column(self.file, name, reader.schema)
+        if is_random(reader):
+            self.row = sum(reader.get_batch(group).num_rows for group in range(min(first, reader.num_record_batches)))
+            batches: Iterator[pa.RecordBatch] = (
+                reader.get_batch(i) for i in range(first, min(first + count, reader.num_record_batches))
+            )
+        else:
+            self.row = sum(batch.num_rows for batch in islice(reader, first))
+            batches = islice(reader, count)
+        self.batches = (batch.select(list(columns)) for batch in batches)
+
+
+def row_ids(chunk: Chunk) -> pa.Array:
+    """Each row's generated id, "<file name>:<row number in the file>", as strings; names are relative to the table."""
+    numbers = pa.array(np.arange(chunk.first_row, chunk.first_row + chunk.rows)).cast(pa.string())
+    return pc.binary_join_element_wise(pa.scalar(chunk.name), numbers, ":")
+
+
+def _place(file: str, header: list[str], field: pa.Field) -> int:
+    if field.name not in header:
+        raise missing_column(file, field.name, pa.schema([pa.field(name, pa.string()) for name in header]))
+    return header.index(field.name)
+
+
+def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:
+    """A string array, and the rows that are not UTF-8, which are null in it."""
+    try:
+        return pa.array(texts, pa.string()), []
+    except UnicodeEncodeError:
+        fitted, errors = _fit_column(texts, pa.string())
+        return pa.array(fitted, pa.string()), list(errors)
+
+
+def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[int, str]]:
+    """Every value as `kind` takes it, None for those that do not fit, and {row: reason} for these."""
+    fitted, errors = [], {}
+    for row, item in enumerate(items):
+        try:
+            fitted.append(values.fit(item, kind))
+        except UnicodeEncodeError:
+            fitted.append(None)
+            errors[row] = BAD_UTF8
+        except (ValueError, RecursionError) as error:
+            fitted.append(None)
+            errors[row] = str(error)
+    return fitted, errors
+
+
+def _read_json(chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
+    records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes))
+    errors = {row: str(record) for row, record in enumerate(records) if isinstance(record, Bad)}
+    arrays = []
+    for field in schema:
+        items = [None if row in errors else record.get(field.name) for row, record in enumerate(records)]
+        fitted, bad = _fit_column(items, field.type)
+        arrays.append(pa.array(fitted, field.type))
+        for row, reason in bad.items():
+            errors.setdefault(row, reason if reason == BAD_UTF8 else f"bad_json: column {field.name!r}: {reason}")
+    return pa.table(arrays, schema=schema) if arrays else _no_columns(len(records)), errors
+
+
+def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    """The column as the plan types it: encodings undone, an all-null column made one of nulls. Values never change."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+    if column.type == field.type:
+        return column
+    if not same_type(plain(column.type), field.type):
+        raise TableError(f"{file}: the column {field.name!r} is {column.type} now; it was {field.type} when planned.")
+    return column.cast(field.type)
+
+
+def _isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
+    """Null the values that are not UTF-8, and name their rows."""
+    errors: dict[int, str] = {}
+    for place, field in enumerate(table.schema):
+        if pa.types.is_primitive(field.type) or pa.types.is_null(field.type):
+            continue
+        chunks, start, found = [], 0, False
+        for array in table.column(place).chunks:
+            bad = _bad_rows(array)
+            if bad:
+                found = True
+                keep = pa.array(np.arange(len(array)), mask=np.isin(np.arange(len(array)), bad))
+                array = array.take(keep)
+                errors.update({start + row: BAD_UTF8 for row in bad})
+            start += len(array)
+            chunks.append(array)
+        if found:
+            table = table.set_column(place, field, pa.chunked_array(chunks, field.type))
+    return table, errors
+
+
+def _bad_rows(array: pa.Array, start: int = 0) -> list[int]:
+    """The rows that do not validate, by halving; a sound array costs one validation."""
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        if len(array) == 1:
+            return [start]
+        half = len(array) // 2
+        return _bad_rows(array.slice(0, half), start) + _bad_rows(array.slice(half), start + half)
+    return []
+
+
+def _no_columns(rows: int) -> pa.Table:
+    """A table without columns still has rows: pyarrow keeps their number in a column that is dropped again."""
+    return pa.table({"": pa.nulls(rows)}).select([])

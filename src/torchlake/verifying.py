@@ -1,0 +1,195 @@
+"""`verify`: does an output hold what its commit record says, every row once, nothing else?
+
+Everything is looked at again, from the bytes up: sha256 of each part, every page's checksum, rows against the plan,
+row ids or keys one by one, files that the record does not know. Price: one read of the output, and one of the input's
+key column where there is a key. Memory is constant.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlake import durable
+from torchlake.errors import DataError, TableError, UnsafeError
+from torchlake.tables import files
+from torchlake.tables.chunks import Chunk, Plan, plan_from_json
+from torchlake.tables.committed import FOLDER, PLAN, output_path, read_commit
+from torchlake.tables.extensions import check_parquet
+from torchlake.tables.keys import Keys, key_problem
+from torchlake.tables.reading import ChunkReader, row_ids
+
+
+@dataclass(kw_only=True)
+class Verification:
+    """What `verify` found; the output is sound when `problems` is empty."""
+
+    rows_in: int
+    rows_out: int = 0
+    rows_failed: int = 0
+    "Rows whose `error` is not null."
+    parts: int = 0
+    problems: list[str] = field(default_factory=list)
+    "One sentence each."
+    notes: list[str] = field(default_factory=list)
+    "What is worth knowing and no fault: an input that changed or is gone, one without page checksums."
+
+
+def verify(output: str | Path) -> Verification:
+    """Hold a finished output against its commit record and plan. Raises TableError when there is no finished output."""
+    out = output_path(output)
+    record = read_commit(out)
+    plan = plan_from_json(durable.read_json(out / PLAN))
+    found = Verification(rows_in=plan.rows)
+    if plan.id != record["plan"]:
+        found.problems.append(f"{PLAN} is not the plan that was committed: one of the two was edited.")
+    chunks = {chunk.index: chunk for chunk in plan.chunks}
+    sound: list[tuple[Path, Chunk]] = []
+    for part in record["parts"]:
+        path = _check_part(out, part, chunks.get(part["chunk"]), record["schema"], found)
+        if path is not None and part["chunk"] in chunks:
+            sound.append((path, chunks[part["chunk"]]))
+    _check_sums(record, plan, found)
+    _find_aliens(out, {part["name"] for part in record["parts"]}, found)
+    unchanged = _look_at_inputs(plan, found)
+    key = record["fingerprint"].get("key")
+    if isinstance(key, str) and key in record["schema"]:
+        _check_keys(sound, key, unchanged, found)
+    elif "row_id" in record["schema"]:
+        _check_row_ids(sound, found)
+    return found
+
+
+def _check_part(
+    out: Path, part: dict[str, Any], chunk: Chunk | None, schema: dict[str, str], found: Verification
+) -> Path | None:
+    """Look at one part down to its pages; its path when it can be read and has the columns of the record."""
+    name = part["name"]
+    try:
+        path = durable.inside(out, name)
+    except UnsafeError:
+        found.problems.append(f"{name!r} leads out of the output; not read.")
+        return None
+    if path.is_symlink() or not path.is_file():
+        found.problems.append(f"{name}: {'a symbolic link; not read' if path.is_symlink() else 'missing'}.")
+        return None
+    if durable.sha256_file(path) != part["sha256"]:
+        found.problems.append(f"{name}: its sha256 is not the one that was committed: damaged, or edited.")
+    try:
+        check_parquet(str(path))
+        with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as parquet:
+            columns = {column.name: str(column.type) for column in parquet.schema_arrow}
+            rows = failed = 0
+            for batch in parquet.iter_batches():
+                rows += batch.num_rows
+                failed += batch.num_rows - batch["error"].null_count if "error" in columns else 0
+    except (pa.ArrowException, OSError, DataError, UnsafeError) as error:
+        found.problems.append(f"{name}: cannot be read: {error}")
+        return None
+    found.parts, found.rows_out, found.rows_failed = found.parts + 1, found.rows_out + rows, found.rows_failed + failed
+    expected = chunk.rows if chunk is not None else 0
+    if rows != expected:
+        found.problems.append(f"{name}: {rows:,} rows, the plan has {expected:,}.")
+    if columns != schema:
+        found.problems.append(f"{name}: its columns are {columns}, the record says {schema}.")
+        return None
+    return path
+
+
+def _check_sums(record: dict[str, Any], plan: Plan, found: Verification) -> None:
+    made = sorted(part["chunk"] for part in record["parts"])
+    planned = sorted(chunk.index for chunk in plan.chunks) or [0]
+    if made != planned:
+        missing, extra = sorted(set(planned) - set(made))[:3], sorted(set(made) - set(planned))[:3]
+        doubled = sorted({one for one, other in pairwise(made) if one == other})[:3]
+        found.problems.append(
+            f"Parts and chunks do not match one to one (missing: {missing}, unplanned: {extra}, doubled: {doubled})."
+        )
+    if found.rows_out != plan.rows:
+        found.problems.append(f"{found.rows_out:,} rows out, {plan.rows:,} rows in.")
+    if (record["rows"], record["failed"]) != (found.rows_out, found.rows_failed):
+        found.problems.append(
+            f"The record says {record['rows']:,} rows and {record['failed']:,} failed; there are {found.rows_out:,} "
+            f"and {found.rows_failed:,}."
+        )
+
+
+def _find_aliens(out: Path, names: set[str], found: Verification) -> None:
+    """Files that a reader of the folder would take for rows, though the record does not know them."""
+    for folder, folders, listed in os.walk(out):
+        folders[:] = [name for name in folders if Path(folder, name) != out / FOLDER]
+        for name in sorted(listed):
+            path = Path(folder, name).relative_to(out)
+            if str(path) in names or name.startswith((".", "_")):
+                continue
+            if name.endswith(".parquet"):
+                found.problems.append(
+                    f"{path}: a Parquet file that the record does not list; readers take it for rows."
+                )
+            else:
+                found.notes.append(f"{path}: a file that the record does not list.")
+
+
+def _look_at_inputs(plan: Plan, found: Verification) -> set[str]:
+    """Note inputs that changed, are gone or have no checksums; returns the names of those that are as planned."""
+    unchanged = set()
+    for one in plan.inputs:
+        try:
+            same = files.stat(one.path) == (one.size, one.mtime_ns) or files.content_id(one.path) == one.sha256
+        except TableError:
+            found.notes.append(f"{one.path}: the input is gone; its rows cannot be looked at again.")
+            continue
+        if same:
+            unchanged.add(one.name)
+        else:
+            found.notes.append(f"{one.path}: the input has changed since the output was committed.")
+    bare = sum(one.checksums is False for one in plan.inputs)
+    if bare:
+        found.notes.append(f"{bare:,} of {len(plan.inputs):,} input files have no checksums in their pages.")
+    return unchanged
+
+
+def _check_row_ids(sound: list[tuple[Path, Chunk]], found: Verification) -> None:
+    for path, chunk in sound:
+        ids = _read(path, ["row_id"])["row_id"].combine_chunks()
+        if ids.type != pa.string() or not ids.equals(row_ids(chunk)):
+            found.problems.append(
+                f"{path.name}: its row ids are not those of {chunk.name} from row {chunk.first_row:,}."
+            )
+
+
+def _check_keys(sound: list[tuple[Path, Chunk]], key: str, unchanged: set[str], found: Verification) -> None:
+    """Keys are unique over all parts, and in each part those of its chunk while the input is still the same."""
+
+    def read() -> Iterator[Keys]:
+        for path, _ in sound:
+            rows = _read(path, [key, "error"])
+            failed = _not_null(rows["error"]) if "error" in rows.column_names else frozenset()
+            yield Keys(path.name, 0, rows[key].to_pylist(), failed)
+
+    problem = key_problem(read, found.rows_out)
+    if problem is not None:
+        found.problems.append(f"The key {key!r} {problem}.")
+    reader = ChunkReader([key])
+    for path, chunk in sound:
+        if chunk.name not in unchanged:
+            continue
+        expected = reader.read(chunk)[0][key]
+        keys = _read(path, [key])[key]
+        if keys.to_pylist() != expected.to_pylist():
+            found.problems.append(f"{path.name}: its keys are not those of {chunk.name} from row {chunk.first_row:,}.")
+    reader.close()
+
+
+def _read(path: Path, columns: list[str]) -> pa.Table:
+    with pq.ParquetFile(path) as parquet:
+        return parquet.read(columns=columns)
+
+
+def _not_null(column: pa.ChunkedArray) -> frozenset[int]:
+    return frozenset(row for row, reason in enumerate(column.to_pylist()) if reason is not None)

@@ -1,0 +1,112 @@
+"""One writer at a time: a live lease locks, a dead or expired one is taken over, and its holder notices."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchlake.errors import LeaseLost, Locked, OutputError
+from torchlake.tables.lease import acquire, locked
+
+
+def edit(staging: Path, **fields: Any) -> None:
+    path = staging / "lease.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def read(staging: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((staging / "lease.json").read_text())
+    return value
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Path:
+    return tmp_path / ".scored.staging"
+
+
+def test_a_live_lease_locks_and_a_released_one_does_not(staging: Path) -> None:
+    lease = acquire(staging, 60)
+    with pytest.raises(Locked, match=rf"scored: being written by pid {os.getpid()} on \S+ since 20\d\d-"):
+        acquire(staging, 60)
+    lease.release()
+    again = acquire(staging, 60)
+    assert read(staging)["epoch"] == 2
+    again.release()
+
+
+def test_an_expired_lease_is_taken_over_and_its_holder_is_refused(staging: Path) -> None:
+    zombie = acquire(staging, 60)
+    edit(staging, renewed=time.time() - 61)
+    lease = acquire(staging, 60)
+    with locked(staging), pytest.raises(LeaseLost, match="taken over by pid"):
+        zombie.check()
+    with locked(staging):
+        lease.check()
+    before = read(staging)
+    zombie.release()
+    assert read(staging) == before, "a lease that is no longer ours is left alone"
+    lease.release()
+
+
+def test_a_dead_process_on_this_machine_holds_nothing(staging: Path) -> None:
+    script = (
+        "import os; from pathlib import Path; from torchlake.tables.lease import acquire; "
+        f"acquire(Path({str(staging)!r}), 600); os._exit(0)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert read(staging)["epoch"] == 1
+    acquire(staging, 60).release()
+    assert read(staging)["epoch"] == 2
+
+
+def test_a_process_id_that_was_given_to_another_process_holds_nothing(staging: Path) -> None:
+    lease = acquire(staging, 60)
+    edit(staging, created=1.0)
+    lease.stop()
+    acquire(staging, 60).release()
+
+
+def test_a_lease_of_another_machine_holds_until_it_expires(staging: Path) -> None:
+    acquire(staging, 60).stop()
+    edit(staging, machine="elsewhere", host="elsewhere", pid=2**22 + 1)
+    with pytest.raises(Locked, match="on elsewhere"):
+        acquire(staging, 60)
+    edit(staging, renewed=time.time() - 61)
+    acquire(staging, 60).release()
+
+
+def test_a_lease_is_renewed_until_it_is_lost(staging: Path) -> None:
+    lease = acquire(staging, 0.04)
+    first = read(staging)["renewed"]
+    deadline = time.monotonic() + 20
+    while read(staging)["renewed"] == first:
+        assert time.monotonic() < deadline
+    with locked(staging):
+        edit(staging, token="another's")
+    lease._thread.join(20)
+    assert not lease._thread.is_alive(), "the thread of a lost lease ends"
+    assert read(staging)["token"] == "another's"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"epoch": 3}'])
+def test_a_damaged_lease_is_nobodys(staging: Path, content: str) -> None:
+    staging.mkdir()
+    (staging / "lease.json").write_text(content)
+    acquire(staging, 60).release()
+
+
+def test_a_folder_that_is_gone_is_lost_and_one_that_cannot_be_made_is_an_output_error(tmp_path: Path) -> None:
+    with pytest.raises(LeaseLost, match="gone"), locked(tmp_path / "none"):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be created"):
+        acquire(tmp_path / "file" / ".x.staging", 60)
+    with pytest.raises(OutputError, match="cannot be created"):
+        acquire(Path("/proc/none/.x.staging"), 60)

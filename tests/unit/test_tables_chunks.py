@@ -1,0 +1,159 @@
+"""The plan covers every row once, in chunks that depend on the table alone."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchlake import durable
+from torchlake.errors import DataError, TableError
+from torchlake.tables import chunks as planning
+from torchlake.tables.chunks import (
+    MAX_BYTES,
+    Chunk,
+    Cut,
+    InputFile,
+    Plan,
+    cut_groups,
+    cut_text,
+    plan_chunks,
+    plan_from_json,
+    plan_to_json,
+)
+from torchlake.tables.formats import Pieces
+from torchlake.tables.lines import Segment
+from torchlake.tables.table import open_table
+
+SEGMENTS = st.lists(
+    st.builds(Segment, st.integers(1, 5000), st.integers(0, 40 << 20)) | st.just(Segment(0, 0)), max_size=40
+)
+
+
+def covers(cuts: list[Cut], rows: int) -> None:
+    at = 0
+    for first_row, taken, *_ in cuts:
+        assert first_row == at
+        assert taken > 0
+        at += taken
+    assert at == rows
+
+
+@given(groups=SEGMENTS, size=st.integers(1, 3000))
+def test_row_groups_are_covered_once(groups: list[Segment], size: int) -> None:
+    cuts = list(cut_groups(groups, size))
+    covers(cuts, sum(group.rows for group in groups))
+    starts = [sum(group.rows for group in groups[:place]) for place in range(len(groups) + 1)]
+    for first_row, taken, (first, count), _, _ in cuts:
+        assert taken <= size
+        assert starts[first] <= first_row
+        assert first_row + taken <= starts[first + count]
+        if count > 1:
+            assert first_row == starts[first]
+            assert sum(group.bytes for group in groups[first : first + count]) <= MAX_BYTES
+
+
+@given(
+    segments=st.lists(st.builds(Segment, st.integers(1, 256), st.integers(1, 3 << 20)), max_size=60),
+    size=st.integers(1, 3000),
+    start=st.integers(0, 9),
+)
+def test_text_segments_are_covered_once(segments: list[Segment], size: int, start: int) -> None:
+    cuts = list(cut_text(Pieces(segments, start, None), size))
+    covers(cuts, sum(segment.rows for segment in segments))
+    at = start
+    for _, taken, groups, offset, length in cuts:
+        assert groups == (0, 0)
+        assert offset == at
+        assert taken <= max(size, 256)
+        assert length <= MAX_BYTES
+        at += length
+    assert at == start + sum(segment.bytes for segment in segments)
+
+
+def test_a_big_group_is_cut_evenly() -> None:
+    cuts = [cut[1] for cut in cut_groups([Segment(10_001, 0)], 1024)]
+    assert len(cuts) == 10
+    assert max(cuts) - min(cuts) <= 1
+
+
+@pytest.mark.parametrize(("rows", "size"), [(10, 1024), (64 * 2000, 2000), (64 * 40_000, 32768)])
+def test_the_chunk_size_comes_from_the_table(tmp_path: Path, rows: int, size: int) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"n": pa.nulls(rows, pa.int8())}), path, row_group_size=rows)
+    plan = plan_chunks(open_table(path), columns=["n"])
+    assert plan.rows == rows
+    assert max(chunk.rows for chunk in plan.chunks) <= size
+    assert len(plan.chunks) == -(-rows // size)
+
+
+def test_an_explicit_size_is_met_exactly(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a\n" + "x\n" * 10)
+    assert [c.rows for c in plan_chunks(open_table(tmp_path), columns=["a"], chunk_rows=4).chunks] == [4, 4, 2]
+
+
+def test_the_plan_is_the_same_after_a_move(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.csv").write_text("a\n1\n")
+    (tmp_path / "one" / "b.csv").write_text("a\n2\n")
+    before = plan_chunks(open_table(tmp_path / "one"), columns=["a"])
+    shutil.move(tmp_path / "one", tmp_path / "two")
+    after = plan_chunks(open_table(tmp_path / "two"), columns=["a"])
+    assert after.id == before.id
+    (tmp_path / "two" / "b.csv").write_text("a\n3\n")
+    assert plan_chunks(open_table(tmp_path / "two"), columns=["a"]).id != before.id
+
+
+def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a\n1\n")
+    plan = plan_chunks(open_table(path), columns=["a"])
+    hashed: list[str] = []
+    monkeypatch.setattr(planning, "content_id", lambda file: hashed.append(file) or "0" * 64)
+    assert plan_chunks(open_table(path), columns=["a"], known=plan.inputs).id == plan.id
+    assert hashed == []
+    path.write_text("a\n12\n")
+    plan_chunks(open_table(path), columns=["a"], known=plan.inputs)
+    assert hashed == [str(path)]
+
+
+def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text,label\nx,1\n")
+    with pytest.raises(TableError, match=r"no column 'txt'. Did you mean 'text'\? It has: text, label"):
+        plan_chunks(open_table(tmp_path / "t.csv"), columns=["txt"])
+
+
+def test_a_plan_of_100_000_chunks_goes_through_json_quickly() -> None:
+    schema = pa.schema([pa.field("text", pa.string())])
+    serialised = schema.serialize().to_pybytes()
+    one = InputFile(path="/f", name="f", size=1, mtime_ns=1, sha256="0", rows=100_000, checksums=True)
+    chunk = Chunk(
+        index=0, file="/f", name="f", format="parquet", row_groups=(0, 1), first_row=0, rows=1, schema=serialised
+    )
+    chunks = tuple(replace(chunk, index=place, first_row=place) for place in range(100_000))
+    plan = Plan(inputs=(one,), chunks=chunks, schema=schema, rows=100_000)
+    began = time.perf_counter()
+    again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
+    seconds = time.perf_counter() - began
+    assert again == plan
+    assert again.id == plan.id
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("value", [{}, [], None, {"format": 2}, {"format": 1, "inputs": {}}])
+def test_what_is_no_plan_is_refused(value: object) -> None:
+    with pytest.raises(DataError):
+        plan_from_json(value)
+
+
+def test_the_plan_survives_a_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2], "b": [["x"], None]}), tmp_path / "t.parquet")
+    plan = plan_chunks(open_table(tmp_path), columns=["b", "a"])
+    durable.write_json(tmp_path / "plan.json", plan_to_json(plan), site="test")
+    assert plan_from_json(durable.read_json(tmp_path / "plan.json")) == plan
