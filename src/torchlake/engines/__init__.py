@@ -1,0 +1,71 @@
+"""Engines: where Python runs. They schedule processes and never learn what a model is; none of them imports torch.
+
+Every verb is a chunk job or a launch, so an engine has two duties, and a third for those who live inside it:
+
+    run_chunks   each chunk at least once, on any process, in any order (tables/commit.py makes it exactly once)
+    launch       one function as N ranks at the same time, with the variables that torchrun sets
+    map_frame    the engine's own frame in, the engine's own frame out
+
+The promise that all engines keep is `tests/conformance/test_engines.py`; a new file here is held to it unasked.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+Worker = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+class Engine(ABC):
+    """Where Python runs. `processes` is the engine's own number of processes, None where a job may choose."""
+
+    processes: int | None
+
+    @abstractmethod
+    def run_chunks(
+        self,
+        make_worker: Callable[[], Worker],
+        chunks: Iterable[Any],
+        *,
+        processes: int | None = None,
+        gpus_per_process: int | None = 0,
+        memory_per_process: int = 0,
+    ) -> Generator[Any, None, None]:
+        """Run every chunk at least once and yield the results as they complete, in any order.
+
+        `make_worker()` runs once per process and returns the worker: a function from an iterator of chunks to an
+        iterator of results, one result per chunk, in the chunks' order. A chunk is handed out when the worker pulls it,
+        so a slow process gets fewer; the worker may pull one chunk ahead, also from a thread of its own. `make_worker`,
+        chunks and results must be picklable.
+
+        `gpus_per_process=None` gives each process one GPU while there are any, and starts no more processes than GPUs.
+        An engine that chooses the number of processes itself starts no more of them than fit into the machine's free
+        memory at `memory_per_process` bytes each.
+
+        A process that dies is replaced and its unfinished chunks run again. Closing the iterator, or an exception in
+        the thread that consumes it, kills the processes: consume it inside `contextlib.closing`.
+
+        Raises the TorchlakeError that a worker raised as itself; RankFailed, with the traceback, for any other
+        exception of a worker, for a chunk whose processes keep dying, and when no worker can be started; UsageError
+        for impossible numbers of processes or GPUs.
+        """
+
+    @abstractmethod
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        processes: int | None = None,
+        gpus_per_process: int = 0,
+        grace_s: float = 30.0,
+    ) -> Any:
+        """Run `fn(*args)` as that many ranks at the same time and return rank 0's value.
+
+        The first rank to fail (in time) is the error: the TorchlakeError it raised as itself, else RankFailed with its
+        traceback or the signal that killed it; the other ranks are stopped. Interrupted or KeyboardInterrupt in the
+        calling thread sends SIGTERM to every rank, leaves them `grace_s` seconds to finish, and raises Interrupted.
+        """
+
+    @abstractmethod
+    def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
+        """Apply `make_worker()`, a function from Arrow table to Arrow table of `schema`, to the engine's own frame."""

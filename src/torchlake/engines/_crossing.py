@@ -1,0 +1,152 @@
+"""What crosses between processes: functions by cloudpickle, failures as plain text, both over a private socket.
+
+A function of a module that the other process can import crosses by name, one of a script, a notebook or a module
+loaded from elsewhere by value. Exceptions never cross as objects (unpickling one runs its class, which the parent may
+not have): they cross as a `Failure` and TorchlakeErrors are rebuilt from it by name.
+"""
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from torchlake import errors
+from torchlake.errors import RankFailed, TorchlakeError, UsageError
+
+_OURS = ("torchlake.engines._child", "torchlake.launching", "runpy")
+_registering = threading.Lock()  # cloudpickle's list of modules to pickle by value is one per process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An exception as plain values. `when` is time.monotonic() of the moment it was caught, one clock per machine."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    when: float = field(default_factory=time.monotonic)
+
+
+def pack(*values: Any) -> bytes:
+    """The tuple `values` as bytes for `pickle.loads`. Raises UsageError when one cannot leave this process."""
+    foreign = [module for module in _modules(values) if not _importable(module)]
+    with _registering:
+        for module in foreign:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            return bytes(cloudpickle.dumps(values))
+        except Exception as error:
+            raise UsageError(
+                f"{getattr(values[0], '__qualname__', repr(values[0]))} cannot be sent to another process: {error}. "
+                "Pass plain values and file names, and open sessions, files and locks inside the function."
+            ) from error
+        finally:
+            for module in foreign:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _modules(values: Iterable[Any]) -> Iterator[ModuleType]:
+    """The modules that define `values`, the parts of partial functions and the owners of methods; each once."""
+    seen: dict[str, ModuleType] = {}
+    queue = list(values)
+    while queue:
+        value = queue.pop()
+        if isinstance(value, functools.partial):
+            queue += [value.func, *value.args, *value.keywords.values()]
+        elif hasattr(value, "__self__") and not isinstance(value.__self__, ModuleType):
+            queue.append(value.__self__)
+        name = getattr(value, "__module__", None)
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is not None and name not in ("__main__", "builtins"):
+            seen[module.__name__] = module
+    return iter(seen.values())
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether `import` elsewhere, with this process's sys.path, would find this very module."""
+    spec = find_spec(module.__name__)
+    file = getattr(module, "__file__", None)
+    if spec is None or file is None or spec.origin is None or not spec.has_location:  # built in or frozen
+        return spec is not None
+    return bool(os.path.realpath(file) == os.path.realpath(spec.origin))
+
+
+def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
+    """Where `import name` would find the module, searching `path` (default: sys.path) and importing nothing."""
+    parts = name.split(".")
+    spec: ModuleSpec | None = None
+    for end in range(1, len(parts) + 1):
+        part = ".".join(parts[:end])
+        found = (finder.find_spec(part, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((one for one in found if one is not None), None)
+        if spec is None or (end < len(parts) and spec.submodule_search_locations is None):
+            return None
+        path = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    return spec
+
+
+def describe(error: BaseException) -> Failure:
+    """`error` as a Failure; its traceback begins at the user's first frame."""
+    known = next((cls.__name__ for cls in type(error).__mro__ if _known(cls.__name__) is cls), type(error).__name__)
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_globals.get("__name__") in _OURS:
+        inner = inner.tb_next
+    plain = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | None)}
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be shown)"
+    return Failure(
+        kind=known,
+        message=message,
+        traceback="".join(traceback.format_exception(type(error), error, inner)),
+        fields=plain,
+    )
+
+
+def rebuild(failure: Failure, *, rank: int, who: str) -> TorchlakeError:
+    """The exception to raise for `failure`: a TorchlakeError as itself, anything else as RankFailed."""
+    cls = _known(failure.kind)
+    if cls is not None:
+        error = cls.__new__(cls, failure.message)
+        error.args = (failure.message,)
+        vars(error).update(failure.fields)
+        return error
+    if failure.kind == "SystemExit":
+        message = f"{who} {rank} called sys.exit({failure.message})"
+    else:
+        message = f"{who} {rank} failed with {failure.kind}: {failure.message}\n\n{failure.traceback}".rstrip()
+    return RankFailed(message, rank=rank, traceback=failure.traceback)
+
+
+def _known(name: str) -> type[TorchlakeError] | None:
+    cls = getattr(errors, name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, TorchlakeError) else None
+
+
+def ending(code: int) -> str:
+    """How a process ended, for people: "was killed by SIGKILL (...)" or "ended with exit code 3"."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hints = {
+        signal.SIGKILL: " (out of memory? see the kernel log)",
+        signal.SIGSEGV: " (a crash in native code; its stack is on stderr)",
+        signal.SIGABRT: " (native code gave up; its reason is on stderr)",
+        signal.SIGBUS: " (a crash in native code, or /dev/shm is full)",
+    }
+    return f"was killed by {name}{hints.get(-code, '')}"  # type: ignore[call-overload]

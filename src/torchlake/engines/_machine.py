@@ -1,0 +1,127 @@
+"""What this machine has (cores, GPUs, a free port) and the environment that a child process starts with.
+
+Thread counts and device lists have to be in the environment before the child's interpreter starts: OpenMP, MKL and
+CUDA read them once, when their libraries load.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from torchlake.errors import UsageError
+
+_RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHLAKE_MASTER_FD",
+)
+
+
+def cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def most_processes(memory_per_process: int) -> int:
+    """One process per core, but no more than half of the free memory holds at `memory_per_process` bytes each."""
+    if memory_per_process == 0:
+        return cores()
+    return max(1, min(cores(), psutil.virtual_memory().available // 2 // memory_per_process))
+
+
+def gpus() -> list[str]:
+    """The GPUs this process may use, in CUDA's own words; found without torch and without opening a device."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(_count_gpus())]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    negative = next((index for index, name in enumerate(names) if name.startswith("-")), len(names))
+    return names[:negative]  # CUDA ignores what follows a negative number
+
+
+def _count_gpus() -> int:
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        folder = Path("/proc/driver/nvidia/gpus")
+        return len(list(folder.iterdir())) if folder.is_dir() else 0
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+def share_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None:
+    """Each process's GPUs; None when it asks for none, and then the environment is left as it is.
+
+    Raises UsageError when the machine has fewer than `processes` x `gpus_per_process`.
+    """
+    if gpus_per_process == 0:
+        return None
+    if gpus_per_process < 0:
+        raise UsageError(f"gpus_per_process is {gpus_per_process}; it has to be 0 or more.")
+    found = gpus()
+    if len(found) < processes * gpus_per_process:
+        raise UsageError(
+            f"{processes} processes with {gpus_per_process} GPUs each need {processes * gpus_per_process} GPUs; "
+            f"{len(found)} found (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). "
+            "Ask for fewer processes or fewer GPUs for each."
+        )
+    return [
+        found[first : first + gpus_per_process] for first in range(0, processes * gpus_per_process, gpus_per_process)
+    ]
+
+
+def environment(processes: int, devices: list[str] | None, ranks: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for one of `processes` children; thread counts that the user set stay.
+
+    `ranks` are the variables of a launched rank, empty for a worker, which must not take itself for one.
+    """
+    result = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    threads = max(1, cores() // processes)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        result.setdefault(name, str(threads))
+    result.setdefault("TOKENIZERS_PARALLELISM", "true" if threads > 1 else "false")
+    if devices is not None:
+        result["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {**result, **ranks}
+
+
+def rank_variables(rank: int, processes: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets, for a group on one machine."""
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return variables | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+
+
+@contextmanager
+def held_port() -> Iterator[socket.socket]:
+    """A socket that holds a free port of 127.0.0.1 without listening on it, so that rank 0 can listen there.
+
+    While it is bound the kernel gives the port to nobody who asks for any free one, yet lets a socket that names it,
+    with SO_REUSEADDR as torch's store sets it, listen: there is no moment at which the port could be lost. Rank 0
+    inherits the socket as the open file TORCHLAKE_MASTER_FD and may listen on it itself (`master_listen_fd` of torch's
+    TCPStore): that store is reached from this machine alone, while the one that `env://` makes listens everywhere.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder

@@ -1,0 +1,106 @@
+"""A launched group: wait for N ranks, find out which one failed first, stop the others.
+
+When a rank fails, its peers fail too, because it left: their errors are noise. So failures are ordered by the moment
+they happened (an exception carries the rank's own clock, one clock per machine), and a death by a signal that no peer's
+leaving can cause goes before any exception that arrives with it.
+"""
+
+import signal
+import time
+from dataclasses import dataclass, field
+from queue import Empty
+from typing import Any
+
+from torchlake.engines._crossing import ending, rebuild
+from torchlake.engines._processes import Children
+from torchlake.errors import Interrupted, RankFailed, TorchlakeError
+
+SETTLE_S = 0.2  # after a failure, to hear from a rank that failed earlier but was slower to say so
+DUMP_S = 0.3  # for a rank to write its stacks to stderr, before it is asked to end
+STOP_S = 5.0  # from SIGTERM to SIGKILL for the ranks beside a failed one
+EXIT_S = 60.0  # for ranks that handed in their values: exit handlers may have something to upload
+_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failed:
+    error: TorchlakeError
+    when: float
+    cause: bool = False  # certainly not a consequence of another rank's failure
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """What is known of the ranks; `listen` keeps it up to date."""
+
+    children: Children
+    running: set[int]
+    values: dict[int, Any] = field(default_factory=dict)
+    failures: list[_Failed] = field(default_factory=list)
+
+    def listen(self, deadline: float | None = None) -> bool:
+        """Take in one event, waiting until `deadline` for it. False when there was none."""
+        try:
+            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            child, kind, value = self.children.events.get(timeout=wait_s)
+        except Empty:
+            return False
+        rank = child.number
+        if kind == "value":
+            self.values[rank] = value
+        elif kind == "error":
+            self.values[rank] = None
+            self.failures.append(_Failed(error=rebuild(value, rank=rank, who="rank"), when=value.when))
+        elif kind == "exit":
+            self.running.discard(rank)
+            if rank not in self.values:
+                self.failures.append(_death(rank, value))
+        return True
+
+    def listen_for(self, seconds: float) -> None:
+        """Take in events until all ranks ended or the time is over."""
+        deadline = time.monotonic() + seconds
+        while self.running and self.listen(deadline):
+            pass
+
+
+def run_ranks(
+    payload: bytes, environments: list[dict[str, str]], children: Children, *, master: int, grace_s: float
+) -> Any:
+    """Start one rank per environment on `payload` and return rank 0's value; see `Engine.launch` for what it raises.
+
+    Rank 0 inherits the open file `master`, the socket that holds MASTER_PORT.
+    """
+    group = _Group(children=children, running=set(range(len(environments))))
+    with children:
+        try:
+            for rank, variables in enumerate(environments):
+                children.start(rank, "rank", payload, variables, descriptors=(master,) if rank == 0 else ())
+            while not group.failures and len(group.values) < len(environments):
+                group.listen()
+            group.listen_for(SETTLE_S if group.failures else EXIT_S)
+        except (KeyboardInterrupt, Interrupted) as stop:
+            children.signal(signal.SIGTERM)
+            group.listen_for(grace_s)
+            raise _interrupted(group, stop) from stop
+        if not group.failures:
+            return group.values[0]
+        first = min(group.failures, key=lambda failed: (not failed.cause, failed.when))
+        for number, seconds in ((signal.SIGUSR1, DUMP_S), (signal.SIGTERM, STOP_S)):
+            children.signal(number)
+            group.listen_for(seconds)
+        raise first.error
+
+
+def _death(rank: int, code: int) -> _Failed:
+    """A rank that ended without a value and without an error."""
+    error = RankFailed(f"rank {rank} {ending(code)} before it returned", rank=rank, signal=-code if code < 0 else None)
+    return _Failed(error=error, when=time.monotonic(), cause=-code in _CAUSES)
+
+
+def _interrupted(group: _Group, stop: KeyboardInterrupt | Interrupted) -> Interrupted:
+    """The signal that stopped this process, in the words of a rank that had some (what it saved, how to go on)."""
+    signum = stop.exit_code - 128 if isinstance(stop, Interrupted) else int(signal.SIGINT)
+    said = next((str(failed.error) for failed in group.failures if isinstance(failed.error, Interrupted)), None)
+    own = str(stop) or f"stopped by {signal.Signals(signum).name}"
+    return Interrupted(said or own, signum=signum)

@@ -1,0 +1,106 @@
+"""launch: the user's own torch code as N ranks, on any engine. What torchrun starts, this starts.
+
+    launch(train, 1e-3, processes=2)                          a function; rank 0's value comes back
+    launch_script("train.py", ["--lr", "0.1"], processes=2)   a script, run as `python train.py --lr 0.1` in every rank
+    launch_script("package.module:function", ["0.1"])         a function found by name, called with the words as strings
+
+Each rank finds RANK, WORLD_SIZE, MASTER_ADDR and the others in its environment, so that
+`torch.distributed.init_process_group()` needs no arguments.
+"""
+
+import functools
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torchlake.engines import Engine
+from torchlake.engines._crossing import find_spec
+from torchlake.engines.local import Local
+from torchlake.errors import UsageError
+
+
+def launch(
+    target: Callable[..., Any],
+    *args: Any,
+    engine: Engine | None = None,
+    processes: int | None = None,
+    gpus_per_process: int = 0,
+) -> Any:
+    """Run `target(*args)` as that many ranks at the same time and return rank 0's value.
+
+    Every engine's `launch` (see `Engine.launch`) says what this raises: RankFailed with the first failing rank's
+    traceback, a rank's own TorchlakeError, Interrupted, UsageError.
+    """
+    if not callable(target):
+        raise UsageError(f"launch takes a function, not {target!r}; for a script or a name, use launch_script.")
+    return (engine or Local()).launch(target, *args, processes=processes, gpus_per_process=gpus_per_process)
+
+
+def launch_script(
+    target: str,
+    args: Sequence[str] = (),
+    *,
+    engine: Engine | None = None,
+    processes: int | None = None,
+    gpus_per_process: int = 0,
+    stdout_to_stderr: bool = False,
+) -> Any:
+    """Run "script.py" or "package.module:function" as that many ranks; the value of rank 0's function, None of scripts.
+
+    `stdout_to_stderr` is the default engine's; an engine that is given was told when it was made.
+    A script that ends with sys.exit(0) succeeded; another status is a RankFailed naming the rank. Raises UsageError
+    when there is no such script, module or function, and what `launch` raises.
+    """
+    module, colon, function = target.partition(":")
+    if colon and module and function and not os.path.exists(target):
+        _check_module(module)
+        job = functools.partial(_call_by_name, module, function, os.getcwd())
+    else:
+        job = functools.partial(_run_script, _check_script(target))
+    engine = engine or Local(stdout_to_stderr=stdout_to_stderr)
+    return launch(job, *map(str, args), engine=engine, processes=processes, gpus_per_process=gpus_per_process)
+
+
+def _check_script(target: str) -> str:
+    if not Path(target).is_file():
+        hint = "it is a folder" if Path(target).is_dir() else f"there is no such file in {os.getcwd()}"
+        raise UsageError(
+            f"{target}: {hint}. Name a script (train.py) or a function of a module (package.module:function)."
+        )
+    return target
+
+
+def _check_module(name: str) -> None:
+    if find_spec(name, [os.getcwd(), *sys.path]) is None:
+        raise UsageError(
+            f"{name}: no such module in {os.getcwd()} nor among the installed packages. Run from the folder that holds "
+            "it, or install it."
+        )
+
+
+def _run_script(path: str, *args: str) -> None:
+    """In a rank: run `path` as `python path *args` would, but for its exit."""
+    sys.argv = [path, *args]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    runpy.run_path(path, run_name="__main__")
+
+
+def _call_by_name(module: str, function: str, folder: str, *args: str) -> Any:
+    """In a rank: import the function as `python -m` in `folder` would find it, and call it."""
+    sys.argv = [f"{module}:{function}", *args]
+    sys.path.insert(0, folder)
+    value: Any = importlib.import_module(module)
+    for name in function.split("."):
+        if not hasattr(value, name):
+            close = get_close_matches(name, dir(value), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"{module}:{function}: there is no {name!r} in it.{hint}")
+        value = getattr(value, name)
+    if not callable(value):
+        raise UsageError(f"{module}:{function} is not a function but {value!r}.")
+    return value(*args)

@@ -1,0 +1,349 @@
+"""The promise of an engine: what every file in `engines/` keeps, whatever starts its processes."""
+
+import json
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pids import wait_for
+from torchlake import plugins
+from torchlake.engines import Engine
+from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, UsageError
+
+
+@pytest.fixture(params=plugins.names("engines"))
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """The engine under test, with two processes."""
+    made: Engine = getattr(plugins.load("engines", request.param), request.param.title())(processes=2)
+    return made
+
+
+def test_every_chunk_has_one_result(engine: Engine) -> None:
+    with closing(engine.run_chunks(_squares, range(25))) as results:
+        assert sorted(results) == [chunk * chunk for chunk in range(25)]
+
+
+def test_there_may_be_no_chunks(engine: Engine) -> None:
+    assert list(engine.run_chunks(_no_worker, [])) == []
+
+
+def test_there_may_be_more_processes_than_chunks(engine: Engine) -> None:
+    assert list(engine.run_chunks(_squares, [3], processes=2)) == [9]
+
+
+def test_chunks_and_results_may_be_any_picklable_value(engine: Engine) -> None:
+    chunks = [{"file": Path("a.parquet"), "rows": (0, 10)}, None, "", b"\x00" * 3_000_000]
+    results = list(engine.run_chunks(lambda: lambda chunks: ([chunk] for chunk in chunks), chunks))
+    assert sorted(map(repr, results)) == sorted(repr([chunk]) for chunk in chunks)
+
+
+def test_a_worker_is_made_once_per_process(engine: Engine, tmp_path: Path) -> None:
+    made_in = list(engine.run_chunks(partial(_counting, tmp_path), range(12)))
+    makers = [path.name for path in tmp_path.iterdir()]
+    assert {pid for pid, _ in made_in} <= {int(name.split("-")[0]) for name in makers}
+    assert {made for _, made in made_in} == {1}
+    assert str(os.getpid()) not in {name.split("-")[0] for name in makers}
+
+
+def test_chunks_are_handed_out_when_they_are_pulled(engine: Engine, tmp_path: Path) -> None:
+    # Chunk 0 ends after all others did: whoever works on it cannot hold another one.
+    results = engine.run_chunks(partial(_last_is_zero, tmp_path, 10), range(10))
+    assert list(results)[-1] == 0
+
+
+def test_results_come_while_others_are_worked_on(engine: Engine, tmp_path: Path) -> None:
+    # Chunk 1 ends only after the consumer has seen the result of chunk 0.
+    with closing(engine.run_chunks(partial(_one_after_seen, tmp_path / "seen"), range(2))) as results:
+        assert next(results) == 0
+        (tmp_path / "seen").touch()
+        assert list(results) == [1]
+
+
+def test_a_worker_may_pull_one_ahead_from_a_thread(engine: Engine) -> None:
+    assert sorted(engine.run_chunks(_prefetching, range(11))) == [chunk * chunk for chunk in range(11)]
+
+
+def test_a_worker_ends_in_order(engine: Engine, tmp_path: Path) -> None:
+    assert sorted(engine.run_chunks(partial(_with_an_end, tmp_path), range(4), processes=1)) == [0, 1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["ended"]
+
+
+def test_a_worker_that_dies_is_replaced(engine: Engine, tmp_path: Path) -> None:
+    results = list(engine.run_chunks(partial(_dies_once_each, tmp_path, {2, 5, 7}), range(10)))
+    assert set(results) == set(range(10))
+    assert sorted(results) == sorted(set(results)), "a result was handed over, so its chunk must not run again"
+
+
+def test_a_chunk_that_keeps_killing_ends_the_job(engine: Engine) -> None:
+    with pytest.raises(RankFailed, match=r"'poison'.*SIGKILL") as caught:
+        list(engine.run_chunks(_poisoned, ["a", "poison", "b"]))
+    assert caught.value.signal == signal.SIGKILL
+
+
+def test_workers_that_cannot_start_end_the_job(engine: Engine) -> None:
+    with pytest.raises(RankFailed, match="SIGKILL") as caught:
+        list(engine.run_chunks(_dies_at_start, range(3)))
+    assert caught.value.signal == signal.SIGKILL
+
+
+def test_an_exception_in_a_worker_brings_its_traceback(engine: Engine) -> None:
+    with pytest.raises(RankFailed, match="ZeroDivisionError") as caught:
+        list(engine.run_chunks(_dividing, [1, 0]))
+    assert "in _dividing_worker" in caught.value.traceback
+    assert caught.value.signal is None
+
+
+def test_an_error_of_ours_in_a_worker_comes_back_as_itself(engine: Engine) -> None:
+    with pytest.raises(TooManyErrors, match=r"^9 of 10 rows$"):
+        list(engine.run_chunks(_gives_up, [1, 0]))
+
+
+def test_an_exception_while_making_the_worker_is_not_retried(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="no model here"):
+        list(engine.run_chunks(partial(_fails_to_make, tmp_path), range(3), processes=1))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("spoil", ["few", "many", "early"])
+def test_one_result_per_chunk_is_enforced(engine: Engine, spoil: str) -> None:
+    with pytest.raises(RankFailed, match="results for"):
+        list(engine.run_chunks(partial(_miscounting, spoil), range(3), processes=1))
+
+
+def test_launch_returns_the_value_of_rank_0(engine: Engine) -> None:
+    assert engine.launch(lambda a, b: (os.environ["RANK"], a + b), 2, 3) == ("0", 5)
+
+
+def test_ranks_have_the_variables_of_torchrun(engine: Engine, tmp_path: Path) -> None:
+    engine.launch(_write_environment, tmp_path)
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in "01")
+    for rank, variables in enumerate((zero, one)):
+        assert variables["RANK"] == str(rank)
+        assert variables["WORLD_SIZE"] == "2"
+        assert int(variables["LOCAL_RANK"]) < int(variables["LOCAL_WORLD_SIZE"])
+        assert int(variables["GROUP_RANK"]) >= 0
+        assert int(variables["OMP_NUM_THREADS"]) >= 1
+    assert zero["MASTER_ADDR"] == one["MASTER_ADDR"]
+    assert zero["MASTER_PORT"] == one["MASTER_PORT"]
+
+
+def test_ranks_run_at_the_same_time(engine: Engine, tmp_path: Path) -> None:
+    assert engine.launch(_meet, tmp_path) == "met"
+
+
+def test_the_first_rank_to_fail_is_the_error(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed with KeyError: 'the cause'") as caught:
+        engine.launch(_rank_1_fails_first, tmp_path)
+    assert caught.value.rank == 1
+    assert "in _rank_1_fails_first" in caught.value.traceback
+
+
+def test_a_rank_that_fails_stops_those_that_wait_for_it(engine: Engine) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 0 failed"):
+        engine.launch(_rank_0_fails)
+    assert time.monotonic() - began < 60
+
+
+def test_a_killed_rank_is_named_with_its_signal(engine: Engine) -> None:
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL") as caught:
+        engine.launch(_rank_1_is_killed)
+    assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
+
+
+def test_an_error_of_ours_in_a_rank_comes_back_as_itself(engine: Engine) -> None:
+    with pytest.raises(Diverged, match=r"^the loss is not finite$"):
+        engine.launch(_raises, Diverged("the loss is not finite"))
+    with pytest.raises(Interrupted) as caught:
+        engine.launch(_raises, Interrupted("saved", signum=signal.SIGINT))
+    assert caught.value.exit_code == 130
+
+
+def test_functions_that_cannot_travel_are_refused(engine: Engine) -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match="cannot be sent to another process"):
+        engine.launch(lambda: lock)
+    with pytest.raises(UsageError, match="cannot be sent to another process"):
+        list(engine.run_chunks(partial(_holding, lock), range(3)))
+
+
+def test_a_number_of_processes_below_one_is_refused(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="processes is 0"):
+        engine.launch(os.getpid, processes=0)
+    with pytest.raises(UsageError, match="processes is -1"):
+        list(engine.run_chunks(_squares, range(3), processes=-1))
+
+
+Chunks = Iterator[Any]
+
+
+def _squares() -> Callable[[Chunks], Iterator[int]]:
+    return lambda chunks: (chunk * chunk for chunk in chunks)
+
+
+def _holding(lock: Any) -> Callable[[Chunks], Iterator[int]]:
+    raise AssertionError("a lock cannot travel")
+
+
+def _no_worker() -> Callable[[Chunks], Iterator[int]]:
+    raise AssertionError("without chunks no worker is needed")
+
+
+def _counting(folder: Path) -> Callable[[Chunks], Iterator[tuple[int, int]]]:
+    (folder / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+    made = len(list(folder.glob(f"{os.getpid()}-*")))
+    return lambda chunks: ((os.getpid(), made) for _ in chunks)
+
+
+def _last_is_zero(folder: Path, number: int) -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        for chunk in chunks:
+            if chunk == 0:
+                wait_for(lambda: len(list(folder.iterdir())) == number - 1)
+            else:
+                (folder / str(chunk)).touch()
+            yield chunk
+
+    return worker
+
+
+def _one_after_seen(seen: Path) -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        for chunk in chunks:
+            if chunk == 1:
+                wait_for(seen.exists)
+            yield chunk
+
+    return worker
+
+
+def _prefetching() -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        ahead: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+        def pull() -> None:
+            for chunk in chunks:
+                ahead.put((chunk,))
+            ahead.put(None)
+
+        thread = threading.Thread(target=pull)
+        thread.start()
+        while (item := ahead.get()) is not None:
+            yield item[0] * item[0]
+        thread.join()
+
+    return worker
+
+
+def _with_an_end(folder: Path) -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        yield from chunks
+        (folder / "ended").touch()
+
+    return worker
+
+
+def _dies_once_each(folder: Path, deadly: set[int]) -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        for chunk in chunks:
+            if chunk in deadly and not (folder / str(chunk)).exists():
+                (folder / str(chunk)).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield chunk
+
+    return worker
+
+
+def _poisoned() -> Callable[[Chunks], Iterator[str]]:
+    def worker(chunks: Chunks) -> Iterator[str]:
+        for chunk in chunks:
+            if chunk == "poison":
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield chunk
+
+    return worker
+
+
+def _dies_at_start() -> Callable[[Chunks], Iterator[int]]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("dead by now")
+
+
+def _dividing() -> Callable[[Chunks], Iterator[float]]:
+    def _dividing_worker(chunks: Chunks) -> Iterator[float]:
+        for chunk in chunks:
+            yield 1 / chunk
+
+    return _dividing_worker
+
+
+def _gives_up() -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        for chunk in chunks:
+            if chunk == 0:
+                raise TooManyErrors("9 of 10 rows")
+            yield chunk
+
+    return worker
+
+
+def _fails_to_make(folder: Path) -> Callable[[Chunks], Iterator[int]]:
+    (folder / str(time.monotonic_ns())).touch()
+    raise FileNotFoundError("no model here")
+
+
+def _miscounting(spoil: str) -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        for chunk in chunks:
+            if spoil != "few" or chunk != 1:
+                yield chunk
+            if spoil == "many":
+                yield chunk
+            if spoil == "early":
+                return
+
+    return worker
+
+
+def _write_environment(folder: Path) -> None:
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
+
+
+def _meet(folder: Path) -> str:
+    (folder / os.environ["RANK"]).touch()
+    wait_for(lambda: {path.name for path in folder.iterdir()} == {"0", "1"})
+    return "met"
+
+
+def _rank_1_fails_first(folder: Path) -> None:
+    if os.environ["RANK"] == "1":
+        (folder / "failing").touch()
+        raise KeyError("the cause")
+    wait_for((folder / "failing").exists)
+    time.sleep(0.05)  # as a peer does, it fails a moment later
+    raise RuntimeError("connection closed by peer")
+
+
+def _rank_0_fails() -> None:
+    if os.environ["RANK"] == "0":
+        raise ValueError("first")
+    threading.Event().wait()
+
+
+def _rank_1_is_killed() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def _raises(error: Exception) -> None:
+    raise error

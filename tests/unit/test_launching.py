@@ -1,0 +1,169 @@
+"""launch and launch_script: what torchrun starts, they start; and what cannot be started is said before."""
+
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchlake.engines.local import Local
+from torchlake.errors import ConfigError, RankFailed, UsageError
+from torchlake.launching import launch, launch_script
+
+TWO = Local(processes=2)
+
+
+def test_a_function_returns_rank_0s_value() -> None:
+    assert launch(_place, "a", processes=2) == ("0", "2", "a")
+    assert launch(_place, "a", engine=TWO) == ("0", "2", "a")
+    assert launch(_place, "a") == ("0", "1", "a")
+
+
+def test_only_functions_are_launched() -> None:
+    with pytest.raises(UsageError, match=r"launch takes a function, not 'train.py'; .*launch_script"):
+        launch("train.py")  # type: ignore[arg-type]
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    _write(
+        folder / "train.py",
+        """
+        import json, os, pickle, sys
+        import beside
+
+        class Kept:
+            pass
+
+        assert type(pickle.loads(pickle.dumps(Kept()))) is Kept
+        seen = {"name": __name__, "argv": sys.argv, "file": __file__, "first": sys.path[0], "beside": beside.NAME,
+                "cwd": os.getcwd(), "world": os.environ["WORLD_SIZE"]}
+        with open(f"rank_{os.environ['RANK']}.json", "w") as file:
+            json.dump(seen, file)
+        """,
+    )
+    monkeypatch.chdir(tmp_path)
+    assert launch_script("project/train.py", ["--lr", "0.1", ""], engine=TWO) is None
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank_{rank}.json").read_text()) == {
+            "name": "__main__",
+            "argv": ["project/train.py", "--lr", "0.1", ""],
+            "file": "project/train.py",
+            "first": str(folder),
+            "beside": "beside",
+            "cwd": str(tmp_path),
+            "world": "2",
+        }
+
+
+@pytest.mark.parametrize("leaving", ["sys.exit()", "sys.exit(0)", "raise SystemExit"])
+def test_a_script_may_leave_with_status_0(tmp_path: Path, leaving: str) -> None:
+    assert launch_script(str(_write(tmp_path / "fine.py", f"import sys\n{leaving}\n"))) is None
+
+
+def test_a_script_that_fails_names_rank_line_and_cause(tmp_path: Path) -> None:
+    script = _write(tmp_path / "broken.py", "import os\nif os.environ['RANK'] == '1':\n    {}['absent']\n")
+    with pytest.raises(RankFailed, match="rank 1 failed with KeyError: 'absent'") as caught:
+        launch_script(str(script), engine=TWO)
+    assert 'broken.py", line 3, in <module>' in caught.value.traceback
+    assert "runpy" not in caught.value.traceback
+
+
+def test_a_script_that_leaves_with_another_status_fails(tmp_path: Path) -> None:
+    script = _write(tmp_path / "status.py", "import os, sys\nsys.exit(int(os.environ['RANK']) * 3)\n")
+    with pytest.raises(RankFailed, match=r"rank 1 called sys.exit\(3\)") as caught:
+        launch_script(str(script), engine=TWO)
+    assert caught.value.rank == 1
+
+
+def test_a_function_is_found_by_name_and_called_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    _write(package / "jobs.py", "class Jobs:\n    @staticmethod\n    def train(*args):\n        return list(args)\n")
+    monkeypatch.chdir(tmp_path)
+    assert launch_script("my_package.jobs:Jobs.train", ["--lr", "0.1"]) == ["--lr", "0.1"]
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(tmp_path / "my_jobs.py", "rate = 1\ndef train():\n    pass\n")
+    refused = {
+        "trian.py": "trian.py: there is no such file",
+        str(tmp_path): "it is a folder",
+        "no_such_module:train": "no_such_module: no such module",
+        "my_jobs.inner:train": "my_jobs.inner: no such module",
+        "my_jobs:": "there is no such file",
+        "my_jobs:trian": "there is no 'trian' in it. Did you mean 'train'",
+        "my_jobs:rate": "my_jobs:rate is not a function but 1",
+    }
+    for target, message in refused.items():
+        with pytest.raises(UsageError, match=message):
+            launch_script(target)
+
+
+def test_a_module_that_lacks_a_module_of_its_own_is_not_a_missing_module(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(tmp_path / "needs_more.py", "import no_such_library\n")
+    with pytest.raises(RankFailed, match="No module named 'no_such_library'"):
+        launch_script("needs_more:train")
+
+
+def test_an_error_of_ours_comes_back_as_itself() -> None:
+    with pytest.raises(ConfigError, match=r"job.yaml:3: no such key"):
+        launch(_refuse)
+
+
+def test_a_script_for_torchrun_trains(tmp_path: Path) -> None:
+    script = _write(
+        tmp_path / "ddp.py",
+        """
+        import argparse
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        def main():
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--lr", type=float, required=True)
+            parser.add_argument("--out", required=True)
+            args = parser.parse_args()
+            dist.init_process_group("gloo")
+            rank, world = dist.get_rank(), dist.get_world_size()
+            model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+            torch.nn.init.ones_(model.module.weight)
+            optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+            model(torch.full((1, 2), float(rank + 1))).sum().backward()
+            optimizer.step()
+            total = torch.tensor([float(rank + 1)])
+            dist.all_reduce(total)
+            if rank == 0:
+                with open(args.out, "w") as file:
+                    file.write(f"{world} {total.item()} {model.module.weight[0, 0].item():.3f}")
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            main()
+        """,
+    )
+    launch_script(str(script), ["--lr", "0.1", "--out", str(tmp_path / "out")], engine=TWO)
+    assert (tmp_path / "out").read_text() == "2 3.0 0.850"  # 1 - 0.1 * mean(1, 2)
+
+
+def _write(path: Path, source: str) -> Path:
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def _place(word: str) -> tuple[str, str, str]:
+    assert "pytest" not in sys.argv[0]
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], word
+
+
+def _refuse() -> None:
+    raise ConfigError("job.yaml:3: no such key")

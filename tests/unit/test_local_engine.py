@@ -1,0 +1,404 @@
+"""The local engine: what it gives its processes, and what it does with them when a job ends early."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+
+from pids import gone, note, pid, wait_for
+from torchlake.engines import _crossing, _machine, local
+from torchlake.engines.local import Local
+from torchlake.errors import RankFailed, UsageError
+
+ROOT = Path(__file__).parents[2]
+Chunks = Iterator[Any]
+
+
+def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.delenv(name, raising=False)
+    cores = _machine.cores()
+    for processes in (1, 2, 100 * cores):
+        made = _machine.environment(processes, None, {})
+        threads = max(1, cores // processes)
+        assert {made[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "RAYON")} == {str(threads)}
+        assert made["TOKENIZERS_PARALLELISM"] == ("true" if threads > 1 else "false")
+
+
+def test_thread_counts_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert _machine.environment(2, None, {})["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_worker_does_not_take_itself_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not {"RANK", "WORLD_SIZE"} & _machine.environment(1, None, {}).keys()
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("0,1", ["0", "1"]),
+        ("3", ["3"]),
+        ("", []),
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("GPU-8d, GPU-9e", ["GPU-8d", "GPU-9e"]),
+    ],
+)
+def test_visible_gpus_are_read_as_cuda_reads_them(visible: str, found: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _machine.gpus() == found
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = "GPU 0: H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: H200 (UUID: GPU-2)\n"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listing}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _machine.gpus() == ["0", "1"]
+
+
+def test_each_worker_sees_its_own_gpus_and_each_rank_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    seen = set(Local().run_chunks(_visible_gpus, range(8), processes=2, gpus_per_process=2))
+    assert seen <= {"4,5", "6,7"}
+    assert Local().launch(os.getenv, "CUDA_VISIBLE_DEVICES", processes=2, gpus_per_process=2) == "4,5,6,7"
+
+
+def test_chunk_jobs_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), gpus_per_process=None)) == {"4"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), gpus_per_process=None)) == {""}
+
+
+def test_no_more_processes_than_memory_holds() -> None:
+    total = psutil.virtual_memory().total
+    assert _machine.most_processes(total) == 1
+    assert _machine.most_processes(1) == _machine.most_processes(0) == _machine.cores()
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UsageError, match=r"2 processes with 1 GPUs each need 2 GPUs; 1 found"):
+        Local().launch(os.getpid, processes=2, gpus_per_process=1)
+    with pytest.raises(UsageError, match="1 found"):
+        Local().run_chunks(_visible_gpus, range(8), processes=2, gpus_per_process=1)
+
+
+def test_the_master_port_is_held_and_rank_0_may_listen_on_it() -> None:
+    assert Local().launch(_listen_on_the_held_port)
+
+
+def test_the_number_of_processes_is_the_engines_own_unless_the_call_says(tmp_path: Path) -> None:
+    assert Local().launch(os.getenv, "WORLD_SIZE") == "1"
+    assert Local(processes=2).launch(os.getenv, "WORLD_SIZE") == "2"
+    assert Local(processes=2).launch(os.getenv, "WORLD_SIZE", processes=1) == "1"
+
+
+def test_the_main_module_is_not_imported_again(tmp_path: Path) -> None:
+    # No `if __name__ == "__main__"`: importing this script in a child would start children without end.
+    output = _run_script(
+        tmp_path,
+        """
+        from dataclasses import dataclass
+        from torchlake.engines.local import Local
+
+        print("began")
+
+        @dataclass
+        class Point:
+            x: int
+
+        def shift(point, by):
+            return Point(point.x + by)
+
+        moved = Local(processes=2).launch(shift, Point(1), 2)
+        print(moved, isinstance(moved, Point))
+        """,
+    )
+    assert output == "began\nPoint(x=3) True\n"
+
+
+def test_modules_loaded_from_elsewhere_travel_by_value(tmp_path: Path) -> None:
+    path = tmp_path / "hidden_from_import.py"
+    path.write_text("FACTOR = 3\ndef triple(x):\n    return helper(x)\ndef helper(x):\n    return FACTOR * x\n")
+    spec = importlib.util.spec_from_file_location("hidden_from_import", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+        assert Local().launch(module.triple, 5) == 15
+        assert Local().launch(partial(module.triple, x=6)) == 18
+    finally:
+        del sys.modules[spec.name]
+
+
+def test_children_import_what_the_parent_can_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("def where():\n    return __name__\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here  # type: ignore[import-not-found]
+
+    assert Local().launch(only_here.where) == "only_here"
+
+
+def test_modules_of_python_itself_travel_by_name() -> None:
+    for function in (os.getenv, importlib.util.find_spec, textwrap.dedent, len):
+        assert len(_crossing.pack(function)) < 100
+
+
+def test_specs_are_found_without_importing(tmp_path: Path) -> None:
+    package = tmp_path / "loud_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "inner.py").touch()
+    path = [str(tmp_path), *sys.path]
+    spec = _crossing.find_spec("loud_package.inner", path)
+    assert spec is not None
+    assert spec.origin == str(package / "inner.py")
+    assert _crossing.find_spec("loud_package.absent", path) is None
+    assert _crossing.find_spec("loud_package.inner.deeper", path) is None
+
+
+def test_the_engine_loads_no_torch(tmp_path: Path) -> None:
+    output = _run_script(
+        tmp_path,
+        """
+        import sys
+        from torchlake.engines.local import Local
+
+        heavy = lambda: sorted({"torch", "transformers", "pyspark", "ray", "pandas"} & set(sys.modules))
+        print(heavy(), Local().launch(heavy))
+        """,
+    )
+    assert output == "[] []\n"
+
+
+def test_stdout_of_children_can_go_to_stderr(tmp_path: Path) -> None:
+    source = """
+        import sys
+        from torchlake.engines.local import Local
+
+        def make():
+            print("from a worker")
+            return lambda chunks: chunks
+
+        engine = Local(stdout_to_stderr=sys.argv[1] == "yes")
+        engine.launch(lambda: print("from a rank"))
+        list(engine.run_chunks(make, [1]))
+        """
+    assert _run_script(tmp_path, source, "yes") == ""
+    assert _run_script(tmp_path, source, "no") == "from a rank\nfrom a worker\n"
+
+
+def test_leaving_with_status_0_is_a_return_and_another_is_not() -> None:
+    assert Local().launch(sys.exit) is None
+    assert Local().launch(sys.exit, 0) is None
+    with pytest.raises(RankFailed, match=r"rank 0 called sys.exit\(3\)"):
+        Local().launch(sys.exit, 3)
+    with pytest.raises(RankFailed, match=r"rank 0 called sys.exit\(no data\)"):
+        Local().launch(sys.exit, "no data")
+    with pytest.raises(RankFailed, match="rank 0 ended with exit code 7 before it returned"):
+        Local().launch(os._exit, 7)
+    with pytest.raises(RankFailed, match="rank 0 ended with exit code 0 before it returned"):
+        Local().launch(os._exit, 0)
+
+
+def test_errors_that_look_like_a_lost_parent_are_reported() -> None:
+    for kind in (EOFError, ConnectionResetError, BrokenPipeError, KeyboardInterrupt):
+        with pytest.raises(RankFailed, match=f"{kind.__name__}: from the user"):
+            Local().launch(_raise, kind("from the user"))
+
+
+def test_values_that_cannot_come_back_are_an_error() -> None:
+    with pytest.raises(RankFailed, match=r"cannot pickle .*lock"):
+        Local().launch(threading.Lock)
+
+
+def test_only_the_value_of_rank_0_travels() -> None:
+    assert (
+        Local(processes=2).launch(lambda: os.environ["RANK"] if os.environ["RANK"] == "0" else threading.Lock()) == "0"
+    )
+
+
+def test_closing_the_iterator_kills_the_workers(tmp_path: Path) -> None:
+    results = Local(processes=2).run_chunks(partial(_stuck_after_first, tmp_path), range(4))
+    assert next(results) == "first"
+    numbers = [pid(tmp_path, "stuck"), pid(tmp_path, "grandchild")]
+    results.close()
+    wait_for(lambda: all(map(gone, numbers)), seconds=5)
+
+
+def test_an_exception_in_the_consumer_kills_the_workers(tmp_path: Path) -> None:
+    def consume() -> None:
+        with closing(Local(processes=2).run_chunks(partial(_stuck_after_first, tmp_path), range(4))) as results:
+            for _ in results:
+                pid(tmp_path, "stuck")
+                raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        consume()
+    number = pid(tmp_path, "stuck")
+    wait_for(lambda: gone(number), seconds=5)
+
+
+def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
+    assert Local().launch(_start_sleeper, tmp_path) == "left"
+    number = pid(tmp_path, "sleeper")
+    wait_for(lambda: gone(number), seconds=5)
+
+
+def test_workers_that_ended_in_order_are_not_counted_as_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "MAX_DEATHS", 1)
+    make_worker = partial(_zero_dies_when_others_ended, tmp_path, 2)
+    assert sorted(Local(processes=3).run_chunks(make_worker, range(3))) == [0, 1, 2]
+
+
+def test_a_child_of_a_dead_rank_does_not_hide_its_death(tmp_path: Path) -> None:
+    # The forked child holds the rank's end of the socket, so there is no end of file.
+    with pytest.raises(RankFailed, match="ended with exit code 9"):
+        Local().launch(_fork_and_die, tmp_path)
+    number = pid(tmp_path, "forked")
+    wait_for(lambda: gone(number), seconds=5)
+
+
+def test_launch_and_chunks_work_in_any_thread() -> None:
+    values: list[Any] = []
+    results = Local(processes=2).run_chunks(_visible_gpus, range(4))
+
+    def first_half() -> None:
+        values.append(Local(processes=2).launch(os.getenv, "RANK"))
+        values.append(next(results))
+
+    thread = threading.Thread(target=first_half)
+    thread.start()
+    thread.join()
+    # The thread that started the workers has ended; they live on.
+    assert len(list(results)) == 3
+    assert values[0] == "0"
+
+
+def test_no_process_and_no_open_file_is_left(tmp_path: Path) -> None:
+    Local(processes=2).launch(os.getpid)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        Local(processes=2).launch(os.getpid)
+        list(Local(processes=2).run_chunks(_visible_gpus, range(3)))
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_a_frame_is_mapped_in_this_process() -> None:
+    frame = pa.table({"n": [1, 2, 3]})
+    schema = pa.schema([("n", pa.int64()), ("here", pa.int64())])
+
+    def make_worker() -> Callable[[pa.Table], pa.Table]:
+        return lambda table: table.append_column("here", pa.array([os.getpid()] * table.num_rows))
+
+    mapped = Local(processes=2).map_frame(frame, make_worker, schema)
+    assert mapped.to_pydict() == {"n": [1, 2, 3], "here": [os.getpid()] * 3}
+
+
+def _run_script(folder: Path, source: str, *args: str) -> str:
+    """What a script prints to stdout."""
+    script = folder / "user_script.py"
+    script.write_text(textwrap.dedent(source))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, str(script), *args], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _visible_gpus() -> Callable[[Chunks], Iterator[str | None]]:
+    return lambda chunks: (os.environ.get("CUDA_VISIBLE_DEVICES") for _ in chunks)
+
+
+def _listen_on_the_held_port() -> bool:
+    import socket
+
+    port = int(os.environ["MASTER_PORT"])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.socket() as named:
+        named.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        named.bind(("", port))
+        named.listen()
+    with socket.socket(fileno=int(os.environ["TORCHLAKE_MASTER_FD"])) as inherited:
+        inherited.listen()
+        return bool(inherited.getsockname() == ("127.0.0.1", port))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _stuck_after_first(folder: Path) -> Callable[[Chunks], Iterator[str]]:
+    def worker(chunks: Chunks) -> Iterator[str]:
+        for chunk in chunks:
+            if chunk == 0:
+                wait_for((folder / "stuck.pid").exists)
+                yield "first"
+            else:
+                subprocess.Popen([sys.executable, "-c", _SLEEPER.format(folder=str(folder), name="grandchild")])
+                wait_for((folder / "grandchild.pid").exists)
+                note(folder, "stuck")
+                threading.Event().wait()
+
+    return worker
+
+
+def _zero_dies_when_others_ended(folder: Path, others: int) -> Callable[[Chunks], Iterator[int]]:
+    def worker(chunks: Chunks) -> Iterator[int]:
+        for chunk in chunks:
+            if chunk == 0 and not (folder / "zero.pid").exists():
+                wait_for(lambda: len(list(folder.glob("ended*"))) == others)
+                note(folder, "zero")
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield chunk
+        if not (folder / "zero.pid").exists():
+            (folder / f"ended{os.getpid()}").touch()
+            wait_for(lambda: gone(pid(folder, "zero")))
+
+    return worker
+
+
+_SLEEPER = """
+import os, pathlib, threading
+path = pathlib.Path({folder!r}) / ".{name}"
+path.write_text(str(os.getpid()))
+path.rename(path.with_name("{name}.pid"))
+threading.Event().wait()
+"""
+
+
+def _start_sleeper(folder: Path) -> str:
+    subprocess.Popen([sys.executable, "-c", _SLEEPER.format(folder=str(folder), name="sleeper")])
+    wait_for((folder / "sleeper.pid").exists)
+    return "left"
+
+
+def _fork_and_die(folder: Path) -> None:
+    if os.fork() == 0:
+        note(folder, "forked")
+        threading.Event().wait()
+    wait_for((folder / "forked.pid").exists)
+    os._exit(9)
