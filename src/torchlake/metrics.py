@@ -1,0 +1,181 @@
+"""Metrics with bootstrap intervals: the formulas are scikit-learn's and scipy's.
+
+Ours are the expected calibration error and the bootstrap: draw row numbers with replacement, ask scikit-learn again,
+take percentiles. (`scipy.stats.bootstrap` does the same, but refuses a table of one row and has no interval as soon as
+one resample is undefined.) Price per resample: about 5 ms, and 0.3 microseconds for each row and class; 1,000
+resamples of 1,000 rows and two classes take a few seconds on one core.
+
+Rows are put into an order of their own first: the numbers do not depend on the order of the table.
+A metric is NaN where it is undefined (AUC of one class); such resamples are left out and counted.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+ECE_BINS = 15
+THRESHOLD = 0.5
+MAX_RANKED_CLASSES = 100
+"AUC sorts the rows once per class; with more classes than this it is not computed."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric and its percentile bootstrap interval, widened to the value where the bootstrap is biased."""
+
+    value: float
+    low: float
+    high: float
+    undefined: int = 0
+    "Resamples in which the metric does not exist, left out of the interval."
+
+
+def evaluate_metrics(
+    probabilities: np.ndarray,
+    targets: np.ndarray,
+    problem: str,
+    labels: Sequence[Any],
+    *,
+    resamples: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[dict[str, Metric], np.ndarray | None]:
+    """Every metric of the problem, and the confusion matrix (C, C) int64 (true class, predicted class) or None.
+
+    `probabilities` (N, C); `targets` (N,) class numbers, (N, C) of 0 and 1, or (N,) numbers; N >= 1.
+    """
+    from sklearn.metrics import confusion_matrix
+
+    assert len(probabilities) == len(targets) > 0
+    order = np.lexsort((*probabilities.T, *np.atleast_2d(targets.T)))
+    scores, targets = probabilities[order].astype(np.float64), targets[order]
+    generator = np.random.default_rng(seed)
+    with _undefined_allowed():
+        values = _estimate(scores, targets, problem)
+        drawn = {name: np.empty(resamples) for name in values}
+        for resample in range(resamples):
+            rows = generator.integers(0, len(scores), len(scores))
+            for name, number in _estimate(scores[rows], targets[rows], problem).items():
+                drawn[name][resample] = number
+        metrics = {name: _interval(value, drawn[name], confidence) for name, value in values.items()}
+        if problem != "single_label":
+            return metrics, None
+        return metrics, confusion_matrix(targets, scores.argmax(axis=1), labels=range(len(labels)))
+
+
+def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: str) -> dict[str, float]:
+    """The metrics that need no sorting, without intervals; shapes as in `evaluate_metrics`."""
+    assert len(probabilities) == len(targets) > 0
+    with _undefined_allowed():
+        return _estimate(probabilities.astype(np.float64), targets, problem, ranked=False)
+
+
+@contextmanager
+def _undefined_allowed() -> Iterator[None]:
+    """No warning for what a small table or a resample lacks (a class, a spread), and NaN in, NaN out.
+
+    A model that diverges in training has NaN for probabilities: its validation must say so, not end the job.
+    """
+    import sklearn
+    from scipy.stats import DegenerateDataWarning
+
+    with sklearn.config_context(assume_finite=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        yield
+
+
+def _interval(value: float, drawn: np.ndarray, confidence: float) -> Metric:
+    defined = drawn[np.isfinite(drawn)]
+    undefined = len(drawn) - len(defined)
+    if not np.isfinite(value) or len(defined) == 0:
+        return Metric(value=value, low=value, high=value, undefined=undefined)
+    low, high = np.quantile(defined, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Metric(value=value, low=min(float(low), value), high=max(float(high), value), undefined=undefined)
+
+
+def _estimate(scores: np.ndarray, targets: np.ndarray, problem: str, *, ranked: bool = True) -> dict[str, float]:
+    if problem == "single_label":
+        metrics = _single_label(scores, targets.astype(np.int64), ranked)
+    elif problem == "multi_label":
+        metrics = _multi_label(scores, targets.astype(np.int64), ranked)
+    else:
+        metrics = _regression(scores[:, 0], targets.astype(np.float64), ranked)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _single_label(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[str, Any]:
+    from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, log_loss
+
+    predicted = scores.argmax(axis=1)
+    metrics = {
+        "accuracy": accuracy_score(targets, predicted),
+        "balanced_accuracy": balanced_accuracy_score(targets, predicted),
+        "macro_f1": f1_score(targets, predicted, average="macro", zero_division=0),
+        "log_loss": log_loss(targets, scores, labels=range(scores.shape[1])),
+        "ece": _calibration_error(scores.max(axis=1), predicted == targets),
+    }
+    if ranked and scores.shape[1] <= MAX_RANKED_CLASSES:
+        metrics["auc"] = _auc(scores, targets)
+    return metrics
+
+
+def _multi_label(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[str, Any]:
+    from sklearn.metrics import accuracy_score, average_precision_score, f1_score, hamming_loss
+
+    chosen = (scores >= THRESHOLD).astype(np.int64)
+    # One column alone is to scikit-learn a choice between two classes, 0 and 1: only 1 is a label here.
+    only = [1] if targets.shape[1] == 1 else None
+    metrics = {
+        "micro_f1": f1_score(targets, chosen, labels=only, average="micro", zero_division=0),
+        "macro_f1": f1_score(targets, chosen, labels=only, average="macro", zero_division=0),
+        "subset_accuracy": accuracy_score(targets, chosen),
+        "hamming_loss": hamming_loss(targets, chosen),
+    }
+    if ranked:
+        # A label that no row has has no precision either; scikit-learn would count it as 0.
+        occurs = targets.any(axis=0)
+        precision = average_precision_score(targets[:, occurs], scores[:, occurs]) if occurs.any() else np.nan
+        metrics["mean_average_precision"] = precision
+    return metrics
+
+
+def _regression(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[str, Any]:
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+    # Targets that are all the same have nothing to explain; scikit-learn would call that 0 or 1.
+    varied = bool((targets != targets[0]).any())
+    metrics = {
+        "rmse": root_mean_squared_error(targets, scores),
+        "mae": mean_absolute_error(targets, scores),
+        "r2": r2_score(targets, scores) if varied else np.nan,
+        "pearson": pearsonr(scores, targets).statistic if varied else np.nan,
+    }
+    if ranked:
+        metrics["spearman"] = spearmanr(scores, targets).statistic if varied else np.nan
+    return metrics
+
+
+def _auc(scores: np.ndarray, targets: np.ndarray) -> Any:
+    """Two classes: of the second. More: the mean of each that occurs, against the rest."""
+    from sklearn.metrics import roc_auc_score
+
+    classes = np.unique(targets)
+    if len(classes) == 1:
+        return np.nan
+    if scores.shape[1] == 2:
+        return roc_auc_score(targets, scores[:, 1])
+    # As columns of 0 and 1, not with multi_class="ovr": that has no value when one of the classes does not occur.
+    return roc_auc_score(targets[:, None] == classes, scores[:, classes], average="macro")
+
+
+def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> np.floating[Any]:
+    """How far confidence is from accuracy in bins (0, 1/15], (1/15, 2/15], ..., weighted by their rows."""
+    bins = np.digitize(confidence, np.linspace(0, 1, ECE_BINS + 1)[1:-1], right=True)
+    gaps = np.bincount(bins, correct - confidence, ECE_BINS)
+    return np.abs(gaps).sum() / len(confidence)

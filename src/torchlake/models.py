@@ -1,0 +1,330 @@
+"""Model folders: reading and writing them, and giving an encoder the head that a task needs.
+
+A model folder is Hugging Face's layout (config.json, model.safetensors, the tokenizer's files) plus
+
+    task.json        the `TaskSpec`: what the model is asked, its classes in their own type, its columns
+    README.md        the model card
+    manifest.json    size and sha256 of every file, written last
+
+so `AutoModel*.from_pretrained` loads it, and torchlake loads any folder of transformers. Every road into a model goes
+through `safety.check_folder`, then through transformers with local files, safetensors and no remote code. Where there
+is a manifest it is verified first, which reads the weights once more.
+"""
+
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake import durable
+from torchlake.errors import DataError
+from torchlake.model_writing import quiet, save_model_folder
+from torchlake.safety import INDEX, check_folder
+from torchlake.task_spec import TASK_FILE, Label, Problem, TaskSpec, spec_from_json
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = [
+    "Label",
+    "Problem",
+    "TaskSpec",
+    "base_model",
+    "check_folder",
+    "load_model",
+    "load_spec",
+    "load_tokenizer",
+    "max_length",
+    "model_folder",
+    "model_hash",
+    "save_model_folder",
+    "tokenizer_hash",
+]
+
+log = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+)
+MAX_LENGTH = 512
+PROBLEM_TYPES: dict[Problem, Any] = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+# Their tables of positions begin with the padding id and its predecessors, which no token can use.
+POSITIONS_AFTER_PADDING = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "esm",
+        "ibert",
+        "longformer",
+        "luke",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+
+
+def model_folder(model: str | Path) -> Path:
+    """The folder of a local model, or of a hub model's snapshot (downloaded when the cache lacks it).
+
+    Raises DataError saying what was looked for, here and on the hub.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise DataError(f"{folder}: is a file; a model is a folder with config.json and model.safetensors")
+    name = str(model)
+    if not HUB_NAME.fullmatch(name):
+        raise DataError(f"{name}: there is no such model folder, and the name is none of the Hugging Face hub")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    log.info("%s: no such folder; looking on the Hugging Face hub", name)
+    try:
+        # What the gate would refuse is not even downloaded.
+        snapshot = snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{name}: there is no such folder here ({folder.absolute()}), and it could not be had from the Hugging "
+            f"Face hub ({cause}). Give the path of a model folder, or download the model where there is a network."
+        ) from None
+    return Path(snapshot)
+
+
+def load_spec(folder: str | Path) -> TaskSpec:
+    """The task.json of a model folder; without one, what config.json tells of a sequence classifier.
+
+    Raises DataError when neither tells.
+    """
+    folder = model_folder(folder)
+    check_folder(folder)
+    if (folder / TASK_FILE).exists():
+        return spec_from_json(folder / TASK_FILE, durable.read_json(folder / TASK_FILE))
+    config = _load_config(folder)
+    architecture = (config.architectures or ["unknown"])[0]
+    if not architecture.endswith("ForSequenceClassification"):
+        raise DataError(
+            f"{folder}: config.json names the architecture {architecture}, which does not classify text, and there is "
+            f"no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model."
+        )
+    problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
+    names: dict[Any, str] = config.id2label or {}
+    problem = problems.get(config.problem_type or "", "regression" if len(names) == 1 else "single_label")
+    labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
+    if len(set(labels)) != len(labels):
+        raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
+    return TaskSpec(
+        task="text_classification",
+        problem=problem,
+        labels=labels,
+        text="text",
+        label="label",
+        max_length=max_length(folder),
+    )
+
+
+def max_length(folder: str | Path, requested: int | None = None) -> int:
+    """Tokens that a row may have: `requested`, or what model and tokenizer can take, at most 512.
+
+    Raises DataError when more is requested than the model has positions.
+    """
+    folder = model_folder(folder)
+    check_folder(folder)
+    config = _load_config(folder)
+    positions = getattr(config, "max_position_embeddings", None)
+    limit = positions if isinstance(positions, int) and positions > 0 else None
+    if limit is not None and config.model_type in POSITIONS_AFTER_PADDING:
+        limit -= (config.pad_token_id or 0) + 1
+    if requested is not None:
+        if limit is not None and requested > limit:
+            raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
+        return requested
+    return min(limit or MAX_LENGTH, load_tokenizer(folder).model_max_length, MAX_LENGTH)
+
+
+def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
+    """The fast tokenizer of a model folder. Raises DataError when there is none, or one without a padding token."""
+    from transformers import AutoTokenizer
+
+    folder = model_folder(folder)
+    check_folder(folder, weights=False)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json")) and not any(
+        folder.glob("*.model")
+    ):
+        raise DataError(
+            f"{folder}: there is no tokenizer in it (tokenizer.json). Save the model's tokenizer there too."
+        )
+    try:
+        with quiet():
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {_in_words(error)}") from error
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{folder}: {type(tokenizer).__name__} is a tokenizer in Python; torchlake needs a fast one "
+            "(tokenizer.json). Convert it with transformers, or choose a model that has one."
+        )
+    if tokenizer.pad_token_id is None:
+        raise DataError(f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json)")
+    loaded: PreTrainedTokenizerFast = tokenizer
+    return loaded
+
+
+def load_model(
+    folder: str | Path, spec: TaskSpec | None = None, *, auto_class: str, dtype: "torch.dtype | None" = None
+) -> "PreTrainedModel":
+    """The fine-tuned model of a folder, in evaluation mode, in main memory, in fp32 unless `dtype` says otherwise.
+
+    Raises UnsafeError as `check_folder` does; DataError when a file is not the one in the manifest, when weights are
+    missing (an encoder whose head was never trained would answer at random), or when the head does not fit `spec`.
+    """
+    folder = model_folder(folder)
+    check_folder(folder)
+    if (folder / durable.MANIFEST).exists():
+        durable.check_manifest(folder)
+    model, info = _from_pretrained(folder, auto_class, dtype=dtype)
+    lacking = sorted([*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])])
+    if lacking:
+        raise DataError(
+            f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned model of its kind "
+            f"({type(model).__name__}): its answers would be random. Fine-tune it first (torchlake train)."
+        )
+    if spec is not None and model.config.num_labels != max(1, len(spec.labels)):
+        raise DataError(
+            f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} names {len(spec.labels)} classes"
+        )
+    model.train(False)
+    return model
+
+
+def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrainedModel":
+    """The encoder `base` with a fresh head for `spec`, in fp32; torch's global generator decides the head's weights.
+
+    Raises DataError when the architecture has no such head or the encoder's own weights are incomplete.
+    """
+    import transformers
+
+    folder = model_folder(base)
+    check_folder(folder)
+    config = _load_config(folder)
+    names = [str(label).lower() if isinstance(label, bool) else str(label) for label in spec.labels] or ["value"]
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    config.problem_type = PROBLEM_TYPES[spec.problem]
+    if type(config) not in getattr(transformers, auto_class)._model_mapping:
+        raise DataError(
+            f"{folder}: the architecture {config.model_type!r} has no head for {spec.task} in transformers. "
+            "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa."
+        )
+    model, info = _from_pretrained(folder, auto_class, config=config)
+    body = f"{model.base_model_prefix}."
+    lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
+    # The pooler counts to the head: encoders that were pretrained without one come without its weights.
+    torn = sorted(key for key in lacking if key.startswith(body) and not key.startswith(f"{body}pooler."))
+    if torn:
+        raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
+    _draw_head(model)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def model_hash(folder: str | Path) -> str:
+    """The sha256 that stands for everything deciding a model's answers: weights, configuration, tokenizer, task."""
+    return _hash_files(model_folder(folder), ("config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES))
+
+
+def weight_bytes(folder: str | Path) -> int:
+    """The size of the weights on disk."""
+    return sum(path.stat().st_size for path in model_folder(folder).glob("*.safetensors"))
+
+
+def tokenizer_hash(folder: str | Path) -> str:
+    """The sha256 that stands for a tokenizer: two folders with the same one have the same."""
+    return _hash_files(model_folder(folder), TOKENIZER_FILES)
+
+
+def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
+    listed = durable.read_json(folder / durable.MANIFEST)["files"] if (folder / durable.MANIFEST).exists() else {}
+    names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
+    hashes = {name: listed[name]["sha256"] if name in listed else durable.sha256_file(folder / name) for name in names}
+    return durable.fingerprint(hashes)
+
+
+def _load_config(folder: Path) -> "PretrainedConfig":
+    import transformers
+
+    model_type = durable.read_json(folder / "config.json").get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise DataError(
+            f"{folder / 'config.json'}: the installed transformers has no model type {str(model_type)[:80]!r}; "
+            "a newer version may (pip install -U transformers)"
+        )
+    try:
+        auto: Any = transformers.AutoConfig
+        config: PretrainedConfig = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config
+    except Exception as error:
+        raise DataError(f"{folder / 'config.json'}: cannot be loaded: {_in_words(error)}") from error
+
+
+def _from_pretrained(
+    folder: Path, auto_class: str, *, config: "PretrainedConfig | None" = None, dtype: "torch.dtype | None" = None
+) -> tuple["PreTrainedModel", dict[str, Any]]:
+    """The model and what transformers tells of keys that are missing, mismatched or unexpected."""
+    import torch
+    import transformers
+
+    config = config if config is not None else _load_config(folder)
+    try:
+        with quiet():
+            model, info = getattr(transformers, auto_class).from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype or torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise DataError(f"{folder}: the model cannot be loaded: {_in_words(error)}") from error
+    return model, info
+
+
+def _draw_head(model: "PreTrainedModel") -> None:
+    """Draw the output layer anew, also where the folder brought one of the same shape; it may mean other classes."""
+    import torch
+
+    initialise: Any = model._init_weights
+    body = getattr(model, model.base_model_prefix, None)
+    inside = {id(module) for module in body.modules()} if isinstance(body, torch.nn.Module) else set()
+    for module in model.modules():
+        if id(module) not in inside and getattr(module, "out_features", None) == model.config.num_labels:
+            for tensor in module.parameters(recurse=False):
+                tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+            initialise(module)
+
+
+def _in_words(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"

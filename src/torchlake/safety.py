@@ -1,0 +1,215 @@
+"""The gate in front of every model folder: data only, of a sane size, and nothing that leads elsewhere.
+
+`check_folder` runs before a library reads the folder. It opens no weights, builds nothing from a file whose size and
+depth it has not bounded first, and refuses whatever could run code or reach outside the folder:
+
+    weights         safetensors only; a pickle anywhere in the folder is refused, used or not
+    configuration   no key that names code or a kernel
+    files           plain files; a link may not lead out of the folder (a hub snapshot's may lead to its own blobs)
+    sizes           JSON by bytes and by depth, safetensors by the length that their header claims
+
+Price: one read of the JSON files, well under a second for the largest tokenizer.json; the weights are only measured.
+"""
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchlake.errors import DataError, UnsafeError
+
+MAX_ENTRIES = 10_000
+MAX_DEPTH = 64
+MAX_CONFIG_BYTES = 4 << 20
+MAX_VOCABULARY_BYTES = 128 << 20
+MAX_HEADER_BYTES = 16 << 20
+VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
+VOCABULARY_SUFFIXES = frozenset({".txt", ".model"})
+INDEX = "model.safetensors.index.json"
+
+# Formats whose usual loader is pickle. An OpenVINO `x.bin` beside its `x.xml` is raw numbers, and allowed.
+PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill"})
+CODE_KEYS = frozenset(
+    {
+        "auto_map",
+        "custom_pipelines",
+        "trust_remote_code",
+        "_attn_implementation_internal",
+        "_experts_implementation_internal",
+        "use_kernels",
+        "kernels",
+        "kernel_config",
+        "kernel_mapping",
+        "_target_",
+        "py/object",
+        "__reduce__",
+    }
+)
+IMPLEMENTATIONS = frozenset(
+    {None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm"}
+)
+
+
+def check_folder(path: str | Path, *, weights: bool = True) -> None:
+    """Refuse a model folder that is not plain data; with `weights=False` a folder of a tokenizer alone is enough.
+
+    Raises UnsafeError naming file and rule for what could run code or leads out of the folder; DataError for files
+    that are missing, too big, too deep or not what their names say.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such model folder")
+    files = list(_files(folder))
+    for file in files:
+        if file.suffix.lower() in PICKLES and not (file.suffix == ".bin" and file.with_suffix(".xml").exists()):
+            raise UnsafeError(
+                f"{file}: refused by the rule 'no pickles': loading such a file can run code. torchlake reads weights "
+                "from *.safetensors only. Convert them (save_pretrained of transformers does), or move the file away."
+            )
+        if file.suffix == ".safetensors":
+            check_safetensors(file)
+        if file.suffix in VOCABULARY_SUFFIXES and file.stat().st_size > MAX_VOCABULARY_BYTES:
+            raise DataError(f"{file}: refused by the rule 'bounded vocabulary': at most {MAX_VOCABULARY_BYTES:,} bytes")
+    values = {file.name: _check_json(file) for file in files if file.suffix == ".json" and file.parent == folder}
+    if "adapter_config.json" in values:
+        raise DataError(
+            f"{folder / 'adapter_config.json'}: the folder holds an adapter, which leads to another model. "
+            "Merge it into its base (merge_and_unload of peft) and save the result."
+        )
+    if INDEX in values:
+        _check_index(folder, values[INDEX])
+    elif weights and not (folder / "model.safetensors").is_file():
+        raise DataError(f"{folder}: there are no weights in it (model.safetensors, or several with {INDEX})")
+    if "config.json" in values:
+        _check_model_type(folder / "config.json", values["config.json"])
+    elif weights:
+        raise DataError(f"{folder}: not a model folder, there is no config.json in it")
+
+
+def check_safetensors(file: Path) -> None:
+    """Hold the header length that a safetensors file claims against its size, before anything believes it.
+
+    Raises DataError.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as content:
+        start = content.read(9)
+    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
+    if length < 2 or start[8:] != b"{":
+        raise DataError(f"{file}: not a safetensors file (no header)")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise DataError(
+            f"{file}: refused by the rule 'sane header': it claims a header of {length:,} bytes in a file of "
+            f"{size:,}; at most {MAX_HEADER_BYTES:,} are read. The file is damaged or hostile."
+        )
+
+
+def json_depth(file: Path, *, block_bytes: int = 1 << 20) -> int:
+    """How deep the brackets of a JSON file nest outside its strings; constant memory, nothing is parsed."""
+    depth = deepest = 0
+    in_string = 0
+    with open(file, "rb") as content:
+        while block := content.read(block_bytes):
+            # An escape must not be cut in two by the end of the block.
+            while len(block) - len(block.rstrip(b"\\")) & 1 and (more := content.read(1)):
+                block += more
+            symbols = np.frombuffer(re.sub(rb"\\.", b"", block, flags=re.DOTALL), dtype=np.uint8)
+            quotes = symbols == ord('"')
+            inside = (np.cumsum(quotes) + in_string) & 1
+            steps = np.isin(symbols, (ord("["), ord("{"))).astype(np.int8)
+            steps -= np.isin(symbols, (ord("]"), ord("}")))
+            steps[inside == 1] = 0
+            levels = depth + np.cumsum(steps, dtype=np.int64)
+            if len(levels):
+                deepest = max(deepest, int(levels.max()))
+                depth = int(levels[-1])
+            in_string = (in_string + int(quotes.sum())) & 1
+    return deepest
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file below the folder, links and oddities refused."""
+    root = folder.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        allowed.append(root.parent.parent / "blobs")
+    count = 0
+    for parent, folders, names in os.walk(folder):
+        for name in sorted([*folders, *names]):
+            path = Path(parent, name)
+            count += 1
+            if count > MAX_ENTRIES:
+                raise DataError(f"{folder}: holds more than {MAX_ENTRIES:,} files; a model folder does not")
+            if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
+                raise UnsafeError(
+                    f"{path}: refused by the rule 'no way out': it is a link to {path.resolve()}, outside the folder. "
+                    "Copy the file into the folder."
+                )
+            if name in names:
+                if not path.is_file():
+                    raise UnsafeError(f"{path}: refused by the rule 'plain files': it is a pipe, device or dead link")
+                yield path
+
+
+def _check_json(file: Path) -> Any:
+    """The value of a small JSON file, its keys checked; None for a vocabulary, which is only measured."""
+    size = file.stat().st_size
+    limit = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_CONFIG_BYTES
+    if size > limit:
+        raise DataError(f"{file}: refused by the rule 'bounded JSON': {size:,} bytes, at most {limit:,} are read")
+    depth = json_depth(file)
+    if depth > MAX_DEPTH:
+        raise DataError(
+            f"{file}: refused by the rule 'bounded JSON': nested {depth:,} deep, at most {MAX_DEPTH} is read"
+        )
+    if file.name in VOCABULARIES:
+        return None
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not valid JSON ({error})") from None
+    _check_keys(file, value, ())
+    return value
+
+
+def _check_keys(file: Path, value: Any, at: tuple[str, ...]) -> None:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        where = (*at, str(key))
+        if key in CODE_KEYS:
+            raise UnsafeError(
+                f"{file}: refused by the rule 'no code': the key {'.'.join(where)!r} makes the loader import code or "
+                "kernels from elsewhere. If you trust the model, load and save it again with transformers yourself."
+            )
+        if str(key).endswith(("attn_implementation", "experts_implementation")):
+            for name in inner.values() if isinstance(inner, dict) else [inner]:
+                if not (name is None or isinstance(name, str)) or name not in IMPLEMENTATIONS:
+                    raise UnsafeError(
+                        f"{file}: refused by the rule 'no code': {'.'.join(where)!r} is {str(name)[:80]!r}, which is "
+                        "not one of the implementations that transformers itself has"
+                    )
+        _check_keys(file, inner, where)
+
+
+def _check_index(folder: Path, index: Any) -> None:
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise DataError(f"{folder / INDEX}: has no weight_map")
+    for name in sorted({str(shard) for shard in shards.values()}):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UnsafeError(
+                f"{folder / INDEX}: refused by the rule 'no way out': the shard {name[:80]!r} is not the name of a "
+                "safetensors file in the folder"
+            )
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name}: missing, but named in {INDEX}")
+
+
+def _check_model_type(file: Path, config: Any) -> None:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise DataError(f"{file}: has no model_type")

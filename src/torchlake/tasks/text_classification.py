@@ -1,0 +1,142 @@
+"""One text in, a class, several classes, or a number out.
+
+Which of them the label column decides, once, when a job starts (`_labels.py`).
+
+Tokenising is the hot path. Rows go through the tokenizer's Rust backend a thousand at a time, because each encoded row
+carries its tokens as text and offsets too, some 100 bytes per token, until it is unpacked into flat arrays.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake.metrics import validation_metrics
+from torchlake.models import Problem, TaskSpec
+from torchlake.tasks._labels import encode_labels, find_labels, label_type, target_type
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AUTO_CLASS",
+    "DEFAULT_METRIC",
+    "LOWER_IS_BETTER",
+    "encode_labels",
+    "find_labels",
+    "loss_sum",
+    "metrics",
+    "num_targets",
+    "output_columns",
+    "output_schema",
+    "probabilities",
+    "probability_names",
+    "target_type",
+    "tokenize",
+]
+
+AUTO_CLASS = "AutoModelForSequenceClassification"
+DEFAULT_METRIC: dict[Problem, str] = {"single_label": "macro_f1", "multi_label": "micro_f1", "regression": "rmse"}
+LOWER_IS_BETTER = frozenset({"rmse", "mae"})
+
+THRESHOLD = 0.5
+ROWS_AT_ONCE = 1_000
+
+
+def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids of all texts in one flat array, special tokens included, each text cut to `spec.max_length`, on the
+    side that the tokenizer names.
+
+    Returns values (T,) int32, offsets (B+1,) int64 and truncated (B,) bool.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.enable_truncation(spec.max_length, direction=tokenizer.truncation_side)
+    pieces: list[np.ndarray] = []
+    lengths = np.zeros(len(texts), dtype=np.int64)
+    truncated = np.zeros(len(texts), dtype=bool)
+    for first in range(0, len(texts), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        encodings = backend.encode_batch_fast(texts[rows])
+        ids = [encoding.ids for encoding in encodings]
+        lengths[rows] = [len(row) for row in ids]
+        pieces.append(np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(lengths[rows].sum())))
+        for row in np.flatnonzero(lengths[rows] >= spec.max_length):
+            truncated[first + row] = bool(encodings[row].overflowing)
+    offsets = np.zeros(len(texts) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32), offsets, truncated
+
+
+def loss_sum(logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec) -> "torch.Tensor":
+    """The loss summed over all targets, in fp32: cross entropy, binary cross entropy, or squared error.
+
+    `logits` (B, C); `targets` (B,) int64, (B, C) float32, or (B,) float32.
+    """
+    from torch.nn import functional
+
+    logits = logits.float()
+    if spec.problem == "single_label":
+        return functional.cross_entropy(logits, targets, reduction="sum")
+    if spec.problem == "multi_label":
+        return functional.binary_cross_entropy_with_logits(logits, targets.float(), reduction="sum")
+    return functional.mse_loss(logits.squeeze(-1), targets.float(), reduction="sum")
+
+
+def num_targets(rows: int, spec: TaskSpec) -> int:
+    """What the summed loss of `rows` rows is divided by for the mean: rows, times classes where each is a question."""
+    return rows * len(spec.labels) if spec.problem == "multi_label" else rows
+
+
+def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
+    """Softmax, sigmoid or the number itself; (B, C) float32 in and out."""
+    if spec.problem == "regression":
+        return logits
+    if spec.problem == "multi_label":
+        # exp of a negative number alone cannot overflow.
+        small = np.exp(-np.abs(logits))
+        return np.asarray(np.where(logits >= 0, 1 / (1 + small), small / (1 + small)), dtype=np.float32)
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True), dtype=np.float32)
+
+
+def output_schema(spec: TaskSpec, all_probabilities: bool) -> pa.Schema:
+    """`label` in the classes' own type (a list for multi label) and `score`; for regression `prediction` alone."""
+    if spec.problem == "regression":
+        return pa.schema([pa.field("prediction", pa.float32())])
+    kind = label_type(spec)
+    label = pa.field("label", pa.list_(kind) if spec.problem == "multi_label" else kind)
+    names = probability_names(spec) if all_probabilities else []
+    return pa.schema([label, pa.field("score", pa.float32()), *(pa.field(name, pa.float32()) for name in names)])
+
+
+def output_columns(probabilities: np.ndarray, spec: TaskSpec, all_probabilities: bool) -> pa.Table:
+    """The prediction columns, rows in order. `score` is the probability of the likeliest class, chosen or not."""
+    schema = output_schema(spec, all_probabilities)
+    if spec.problem == "regression":
+        return pa.table([pa.array(probabilities[:, 0], pa.float32())], schema=schema)
+    classes = pa.array(spec.labels, label_type(spec))
+    if spec.problem == "single_label":
+        label = classes.take(pa.array(probabilities.argmax(axis=1)))
+    else:
+        row, column = np.nonzero(probabilities >= THRESHOLD)
+        offsets = np.searchsorted(row, np.arange(len(probabilities) + 1)).astype(np.int32)
+        label = pa.ListArray.from_arrays(pa.array(offsets), classes.take(pa.array(column)))
+    columns = [label, pa.array(probabilities.max(axis=1))]
+    if all_probabilities:
+        columns += [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
+    return pa.table(columns, schema=schema)
+
+
+def probability_names(spec: TaskSpec) -> list[str]:
+    """The names of the C columns that hold what `probabilities` gave, when all of it is asked for."""
+    if spec.problem == "regression":
+        return ["prediction"]
+    return [f"prob_{str(label).lower() if isinstance(label, bool) else label}" for label in spec.labels]
+
+
+def metrics(probabilities: np.ndarray, targets: np.ndarray, spec: TaskSpec) -> dict[str, float]:
+    """The quick metrics of a validation, `DEFAULT_METRIC` among them. Targets as `encode_labels` gives them."""
+    return validation_metrics(probabilities, targets, spec.problem)

@@ -1,0 +1,37 @@
+"""Fixtures shared by all tests: tiny models, built once per session and never written to."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHLAKE_PROGRESS", "0")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+
+import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder without a head and without dropout."""
+    return tiny.build_encoder(tmp_path_factory.mktemp("encoders") / "tiny_bert")
+
+
+@pytest.fixture(scope="session")
+def tiny_bert_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same encoder with dropout 0.1."""
+    return tiny.build_encoder(tmp_path_factory.mktemp("encoders") / "tiny_bert_dropout", dropout=0.1)
+
+
+@pytest.fixture(scope="session")
+def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder of RoBERTa's kind, whose positions begin after the padding id."""
+    return tiny.build_encoder(tmp_path_factory.mktemp("encoders") / "tiny_roberta", kind="roberta")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
+    """A model folder (task.json, manifest) for the classes "bad" and "good"; its head was never trained."""
+    return tiny.build_model(tmp_path_factory.mktemp("models") / "tiny_model", encoder=tiny_bert)

@@ -1,0 +1,181 @@
+"""Models small enough to build in a test: two layers, 32 wide, from a seed, with a real tokenizer. No download.
+
+Plain functions, so that scripts and other processes can import them too: `from tiny import build_encoder`.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import models as tokenizer_models
+from tokenizers.trainers import BpeTrainer
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
+
+from torchlake import models
+from torchlake.engines import Engine, Worker
+from torchlake.model_writing import quiet
+from torchlake.models import TaskSpec
+
+GOOD = "good great fine lovely superb brilliant charming warm funny moving".split()  # noqa: SIM905
+BAD = "bad awful poor dull boring terrible stale cold clumsy empty".split()  # noqa: SIM905
+OTHER = "the a this film movie story plot acting was is and but very , . ! it i we not all with of in".split()  # noqa: SIM905
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SPEC = TaskSpec(
+    task="text_classification",
+    problem="single_label",
+    labels=("bad", "good"),
+    text="text",
+    label="label",
+    max_length=64,
+)
+
+
+def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
+    """BERT's tokenizer over the words above and single characters: any text of ASCII becomes tokens."""
+    characters = [chr(code) for code in range(33, 127)]
+    words = [*SPECIAL, *GOOD, *BAD, *OTHER, *characters, *(f"##{character}" for character in characters)]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(tokenizer_models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        mask_token="[MASK]",
+        model_max_length=128,
+    )
+
+
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """RoBERTa's kind: byte-level BPE, trained on the words above."""
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join([*GOOD, *BAD, *OTHER])] * 10, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        cls_token="<s>",
+        sep_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        mask_token="<mask>",
+        model_max_length=128,
+    )
+
+
+def build_encoder(
+    folder: Path, *, dropout: float = 0.0, kind: Literal["bert", "roberta"] = "bert", seed: int = 0
+) -> Path:
+    """An encoder without a head in `folder`: what a job fine-tunes. Same seed, same bytes."""
+    tokenizer = wordpiece_tokenizer() if kind == "bert" else bpe_tokenizer()
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if kind == "bert":
+            model: Any = BertModel(BertConfig(max_position_embeddings=128, **shape))
+        else:
+            model = RobertaModel(RobertaConfig(max_position_embeddings=130, type_vocab_size=1, **shape))
+        # The usual 0.02 gives a net this small nearly constant answers; tests want to tell rows apart.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.2)
+    with quiet():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_model(folder: Path, *, encoder: Path, spec: TaskSpec = SPEC, seed: int = 0) -> Path:
+    """A model folder as training leaves it, with a head drawn from `seed` and never trained."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = models.base_model(encoder, spec, "AutoModelForSequenceClassification")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module.out_features == model.config.num_labels:
+                module.weight.data.normal_(0.0, 0.5)
+    tokenizer = models.load_tokenizer(encoder)
+    models.save_model_folder(folder, model, model.config, tokenizer, spec, card={"base": "tiny"})
+    return folder
+
+
+def spec_for(problem: str, labels: tuple[Any, ...]) -> TaskSpec:
+    """`SPEC` with another problem and other classes."""
+    return replace(SPEC, problem=problem, labels=labels)  # type: ignore[arg-type]
+
+
+def reviews(rows: int, *, seed: int = 0) -> pa.Table:
+    """A learnable table: id int64, text (2 to 30 words, "good" words more often in good ones), label good | bad."""
+    generator = np.random.default_rng(seed)
+    texts, labels = [], []
+    for _ in range(rows):
+        good = bool(generator.random() < 0.5)
+        words = generator.choice(OTHER, size=generator.integers(2, 28)).tolist()
+        words += generator.choice(GOOD if good else BAD, size=2).tolist()
+        generator.shuffle(words)
+        texts.append(" ".join(words))
+        labels.append("good" if good else "bad")
+    return pa.table({"id": pa.array(range(rows), pa.int64()), "text": texts, "label": labels})
+
+
+class Here(Engine):
+    """An engine without processes: chunk jobs run in this one, for tests that are not about engines."""
+
+    processes = 1
+
+    def run_chunks(
+        self,
+        make_worker: Callable[[], Worker],
+        chunks: Iterable[Any],
+        *,
+        processes: int | None = None,
+        gpus_per_process: int | None = 0,
+        memory_per_process: int = 0,
+    ) -> Generator[Any, None, None]:
+        yield from make_worker()(iter(chunks))
+
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        processes: int | None = None,
+        gpus_per_process: int = 0,
+        grace_s: float = 30.0,
+    ) -> Any:
+        raise NotImplementedError("ranks need processes of their own")
+
+    def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
+        return make_worker()(frame)

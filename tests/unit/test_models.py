@@ -1,0 +1,248 @@
+"""Model folders: what is written can be read, by transformers too, and what is wrong is said."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers import models as tokenizer_models
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTModel,
+)
+
+import tiny
+from torchlake import models
+from torchlake.errors import DataError, StorageError
+from torchlake.model_writing import quiet
+from torchlake.models import TaskSpec
+
+AUTO = "AutoModelForSequenceClassification"
+
+
+def test_transformers_loads_a_model_folder(tiny_model: Path) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(tiny_model)
+    ours = models.load_model(tiny_model, models.load_spec(tiny_model), auto_class=AUTO)
+    assert theirs.config.id2label == {0: "bad", 1: "good"}
+    assert theirs.config.problem_type == "single_label_classification"
+    assert not ours.training
+    assert ours.dtype == torch.float32
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert tokenizer("a good film")["input_ids"] == models.load_tokenizer(tiny_model)("a good film")["input_ids"]
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, tiny_bert: Path, tiny_model: Path) -> None:
+    again = tiny.build_model(tmp_path / "again", encoder=tiny.build_encoder(tmp_path / "encoder"))
+    assert models.model_hash(again) == models.model_hash(tiny_model)
+    assert models.tokenizer_hash(again) == models.tokenizer_hash(tiny_model)
+    other = tiny.build_model(tmp_path / "other", encoder=tiny_bert, seed=1)
+    assert models.model_hash(other) != models.model_hash(tiny_model)
+    assert models.tokenizer_hash(other) == models.tokenizer_hash(tiny_model)
+
+
+def test_the_hash_needs_no_manifest(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "manifest.json").unlink()
+    (tmp_path / "model" / "README.md").write_text("another card")
+    assert models.model_hash(tmp_path / "model") == models.model_hash(tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [
+        ("single_label", ("no", "yes", 'ünïcode " label')),
+        ("single_label", (-1, 0, 7)),
+        ("single_label", (False, True)),
+        ("multi_label", ("a", "b")),
+        ("regression", ()),
+    ],
+)
+def test_a_spec_comes_back(tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[models.Label, ...]) -> None:
+    spec = tiny.spec_for(problem, labels)
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
+    loaded = models.load_spec(folder)
+    assert loaded == spec
+    assert [type(label) for label in loaded.labels] == [type(label) for label in labels]
+    model = models.load_model(folder, loaded, auto_class=AUTO)
+    assert model.config.num_labels == max(1, len(labels))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": ["a", 1]}, "all strings"),
+        ({"labels": ["a", "a"]}, "distinct"),
+        ({"labels": []}, "regression only"),
+        ({"problem": "riddle"}, "riddle"),
+        ({"max_length": "long"}, "max_length"),
+        ({"surprise": 1}, "exactly the keys"),
+    ],
+)
+def test_a_task_that_was_edited_wrongly(
+    tmp_path: Path, tiny_model: Path, change: dict[str, object], message: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model" / "task.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(DataError, match=message):
+        models.load_spec(tmp_path / "model")
+
+
+def test_a_folder_without_a_task_is_read_from_its_config(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    for name in ("task.json", "manifest.json"):
+        (tmp_path / "model" / name).unlink()
+    assert models.load_spec(tmp_path / "model") == replace(tiny.SPEC, max_length=128)
+
+
+def test_an_encoder_without_a_head_has_no_task(tiny_bert: Path) -> None:
+    with pytest.raises(DataError, match="BertModel"):
+        models.load_spec(tiny_bert)
+    with pytest.raises(DataError, match=r"classifier\.bias.*answers would be random"):
+        models.load_model(tiny_bert, auto_class=AUTO)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
+def test_a_damaged_file_is_named(tmp_path: Path, tiny_model: Path, damage: str) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-20] ^= 1
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(bytes(content) if damage == "flip" else bytes(content[:-4]))
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        models.load_model(tmp_path / "model", auto_class=AUTO)
+
+
+def test_a_model_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
+    before = models.model_hash(folder)
+    for site in ("model.write", "model.task.write", "model.card.rename", "model.manifest.write", "model.rename"):
+        monkeypatch.setenv("TORCHLAKE_FAILPOINT", f"{site}:1:enospc")
+        monkeypatch.setattr("torchlake.failpoints._hits", {})
+        with pytest.raises(StorageError, match="free there"):
+            tiny.build_model(folder, encoder=tiny_bert, seed=1)
+        assert models.model_hash(folder) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    monkeypatch.delenv("TORCHLAKE_FAILPOINT")
+    tiny.build_model(folder, encoder=tiny_bert, seed=1)
+    assert models.model_hash(folder) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_state_dict_is_saved_like_its_model(tmp_path: Path, tiny_bert: Path) -> None:
+    torch.manual_seed(0)
+    model = models.base_model(tiny_bert, tiny.SPEC, AUTO)
+    tokenizer = models.load_tokenizer(tiny_bert)
+    card = {"base": "tiny", "metrics": {"accuracy": 0.5, "auc": {"value": 0.7, "low": 0.6, "high": 0.8}}}
+    models.save_model_folder(tmp_path / "model", model, model.config, tokenizer, tiny.SPEC, card=card)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    models.save_model_folder(tmp_path / "state", state, model.config, tokenizer, tiny.SPEC, card=card)
+    assert models.model_hash(tmp_path / "model") == models.model_hash(tmp_path / "state")
+    text = (tmp_path / "model" / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: transformers\n")
+    assert "| auc | 0.7000 | 0.6000 to 0.8000 |" in text
+
+
+def test_the_head_is_fresh_and_the_encoder_is_not(tiny_model: Path, tiny_bert: Path) -> None:
+    weight, bias, inside = "classifier.weight", "classifier.bias", "bert.pooler.dense.weight"
+    tuned = models.load_model(tiny_model, auto_class=AUTO).state_dict()
+    torch.manual_seed(3)
+    first = models.base_model(tiny_model, tiny.SPEC, AUTO).state_dict()
+    torch.manual_seed(3)
+    second = models.base_model(tiny_bert, tiny.SPEC, AUTO).state_dict()
+    third = models.base_model(tiny_bert, tiny.SPEC, AUTO).state_dict()
+    assert not torch.equal(first[weight], tuned[weight])
+    assert torch.equal(first[inside], second[inside])
+    assert not torch.equal(second[weight], third[weight])
+    assert torch.equal(second[bias], torch.zeros(2))
+    five = models.base_model(tiny_model, tiny.spec_for("single_label", ("a", "b", "c", "d", "e")), AUTO)
+    assert five.state_dict()[weight].shape == (5, 32)
+
+
+def test_tied_weights_are_saved_once_and_load(tmp_path: Path, tiny_bert: Path) -> None:
+    tokenizer = models.load_tokenizer(tiny_bert)
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = BertForMaskedLM(config)
+    models.save_model_folder(tmp_path / "model", model, config, tokenizer, tiny.SPEC, card={})
+    # A pretrained language model is a base: its prediction head is left behind, its missing pooler is drawn.
+    assert models.base_model(tmp_path / "model", tiny.SPEC, AUTO).config.num_labels == 2
+
+
+def test_lengths(tiny_bert: Path, tiny_roberta: Path) -> None:
+    assert models.max_length(tiny_bert) == 128
+    assert models.max_length(tiny_roberta) == 128  # 130 positions, the first two unused
+    assert models.max_length(tiny_bert, 16) == 16
+    with pytest.raises(DataError, match="128 tokens only"):
+        models.max_length(tiny_roberta, 129)
+
+
+def test_roberta_takes_its_longest_row(tiny_roberta: Path) -> None:
+    model = models.base_model(tiny_roberta, tiny.SPEC, AUTO).eval()
+    with torch.inference_mode():
+        assert model(torch.full((1, models.max_length(tiny_roberta)), 7)).logits.isfinite().all()
+
+
+def test_what_is_no_base_model_is_named(tmp_path: Path, tiny_bert: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(DataError, match="no such model folder"):
+        models.base_model(missing, tiny.SPEC, AUTO)
+    with pytest.raises(DataError, match=r"no such folder here .*nobody/nothing.*could not be had from the .* hub"):
+        models.load_tokenizer("nobody/nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file"):
+        models.load_spec(tmp_path / "file")
+    with pytest.raises(DataError, match=r"no weights|not a model folder"):
+        models.load_spec(tmp_path)
+    shutil.copytree(tiny_bert, tmp_path / "wordless")
+    (tmp_path / "wordless" / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="no tokenizer"):
+        models.load_tokenizer(tmp_path / "wordless")
+    vision = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    with quiet():
+        ViTModel(vision).save_pretrained(tmp_path / "vit")
+    with pytest.raises(DataError, match="'vit' has no head for text_classification"):
+        models.base_model(tmp_path / "vit", tiny.SPEC, AUTO)
+
+
+def test_a_tokenizer_without_padding(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(tokenizer_models.BPE())).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="no padding token"):
+        models.load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_in_python(tmp_path: Path, tiny_bert: Path) -> None:
+    shutil.copytree(tiny_bert, tmp_path / "slow")
+    (tmp_path / "slow" / "tokenizer.json").unlink()
+    (tmp_path / "slow" / "vocab.txt").write_text("[UNK]")
+    (tmp_path / "slow" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CanineTokenizer"}))
+    with pytest.raises(DataError, match="CanineTokenizer is a tokenizer in Python"):
+        models.load_tokenizer(tmp_path / "slow")
+
+
+def test_an_encoder_with_missing_layers(tmp_path: Path, tiny_bert: Path) -> None:
+    shutil.copytree(tiny_bert, tmp_path / "torn")
+    file = tmp_path / "torn" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 3}))
+    with pytest.raises(DataError, match=r"lack bert\.encoder\.layer\.2"):
+        models.base_model(tmp_path / "torn", tiny.SPEC, AUTO)
+
+
+def test_the_head_must_fit_the_task(tiny_model: Path) -> None:
+    spec: TaskSpec = tiny.spec_for("single_label", ("a", "b", "c"))
+    with pytest.raises(DataError, match=r"2 outputs.*3 classes"):
+        models.load_model(tiny_model, spec, auto_class=AUTO)

@@ -1,0 +1,252 @@
+"""Case 54: a model folder is data. Nothing in it may run, lead outside, or fill the memory before it is refused."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchlake import models, safety
+from torchlake.errors import DataError, TorchlakeError, UnsafeError
+
+
+class Canary:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """A model folder to spoil, without a manifest that would notice."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "manifest.json").unlink()
+    return tmp_path / "model"
+
+
+def refused(folder: Path) -> TorchlakeError:
+    """The one error that every road into the folder ends with."""
+    messages = set()
+    roads: list[Callable[[], object]] = [
+        lambda: models.check_folder(folder),
+        lambda: models.load_spec(folder),
+        lambda: models.load_tokenizer(folder),
+        lambda: models.max_length(folder),
+        lambda: models.load_model(folder, auto_class="AutoModelForSequenceClassification"),
+        lambda: models.base_model(folder, SPEC, "AutoModelForSequenceClassification"),
+    ]
+    for road in roads:
+        with pytest.raises(TorchlakeError) as caught:
+            road()
+        messages.add(str(caught.value))
+    assert len(messages) == 1
+    assert caught.value.exit_code in (65, 77)
+    return caught.value
+
+
+SPEC = models.TaskSpec(
+    task="text_classification", problem="single_label", labels=("a", "b"), text="text", label="label", max_length=16
+)
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "rng_state.pth", "optimizer.pt", "extra.pkl", "deep/down/state.pickle", "training_args.bin"],
+)
+def test_a_pickle_is_refused_unopened(folder: Path, tmp_path: Path, name: str) -> None:
+    canary = tmp_path / "canary"
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(pickle.dumps(Canary(canary)))
+    pickle.loads(file.read_bytes()).close()  # the trap works
+    canary.unlink()
+    error = refused(folder)
+    assert isinstance(error, UnsafeError)
+    assert str(file) in str(error)
+    assert "no pickles" in str(error)
+    assert not canary.exists()
+
+
+def test_weights_in_a_pickle_only(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="no weights"):
+        models.check_folder(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    assert "pytorch_model.bin" in str(refused(folder))
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("auto_map", {"AutoModel": "evil.Model", "AutoTokenizer": ["evil.Tokenizer", None]}),
+        ("trust_remote_code", True),
+        ("trust_remote_code", "false"),
+        ("_attn_implementation_internal", "evil/kernel"),
+        ("_experts_implementation_internal", "evil/kernel"),
+        ("_attn_implementation", "evil/kernel@main:flash"),
+        ("attn_implementation", {"text_config": "evil/kernel"}),
+        ("use_kernels", True),
+        ("kernels", {"rotary": "evil/kernel"}),
+        ("kernel_config", {"RMSNorm": "evil/kernel:Norm"}),
+        ("sub_config", {"deeper": [{"auto_map": {"AutoConfig": "evil.Config"}}]}),
+        ("_target_", "os.system"),
+    ],
+)
+def test_a_key_that_names_code_is_refused(folder: Path, tmp_path: Path, file: str, key: str, value: Any) -> None:
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\nclass Model: ...\n")
+    edit(folder / file, **{key: value})
+    error = refused(folder)
+    assert isinstance(error, UnsafeError)
+    assert file in str(error)
+    assert "no code" in str(error)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_the_implementations_of_transformers_are_no_code(folder: Path) -> None:
+    edit(folder / "config.json", _attn_implementation_autoset=True, attn_implementation="sdpa")
+    models.check_folder(folder)
+
+
+def test_links_may_not_lead_out(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    (folder / "vocab.txt").symlink_to(secret)
+    error = refused(folder)
+    assert isinstance(error, UnsafeError)
+    assert "vocab.txt" in str(error)
+    assert "no way out" in str(error)
+    (folder / "vocab.txt").unlink()
+    (folder / "subfolder").symlink_to(tmp_path)
+    assert "subfolder" in str(refused(folder))
+
+
+def test_links_may_lead_to_the_blobs_of_a_hub_snapshot(tmp_path: Path, tiny_model: Path) -> None:
+    blobs, snapshot = tmp_path / "models--me--tiny" / "blobs", tmp_path / "models--me--tiny" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in tiny_model.iterdir():
+        shutil.copy(file, blobs / f"blob-{file.name}")
+        (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", f"blob-{file.name}"))
+    models.check_folder(snapshot)
+    (snapshot / "vocab.txt").symlink_to(tmp_path)
+    assert isinstance(refused(snapshot), UnsafeError)
+
+
+def test_a_pipe_does_not_hang(folder: Path) -> None:
+    os.mkfifo(folder / "added_tokens.json")
+    assert "plain files" in str(refused(folder))
+    (folder / "added_tokens.json").unlink()
+    (folder / "added_tokens.json").symlink_to(folder / "nowhere.json")
+    assert "plain files" in str(refused(folder))
+
+
+def test_shards_are_names_in_the_folder(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../../etc/model.safetensors"}}))
+    assert isinstance(refused(folder), UnsafeError)
+    index.write_text(json.dumps({"weight_map": {"a": "missing.safetensors"}}))
+    assert "missing.safetensors" in str(refused(folder))
+
+
+def test_an_adapter_leads_to_another_model(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "evil/model"}))
+    assert "adapter" in str(refused(folder))
+
+
+def test_an_unknown_model_type(folder: Path) -> None:
+    """Known to the installed transformers or not: that is asked where transformers is loaded anyway."""
+    edit(folder / "config.json", model_type="evil")
+    with pytest.raises(DataError, match="'evil'"):
+        models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+    with pytest.raises(DataError, match="'evil'"):
+        models.max_length(folder)
+    edit(folder / "config.json", model_type=7)
+    assert "has no model_type" in str(refused(folder))
+
+
+def test_a_truncated_weight_file(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(DataError, match="cannot be loaded"):
+        models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+    weights.write_bytes(b"")
+    assert "not a safetensors file" in str(refused(folder))
+
+
+BOMBS: dict[str, tuple[str, bytes]] = {
+    "header of 10 GB": ("model.safetensors", struct.pack("<Q", 10 << 30) + b"{" + b" " * 1000),
+    "header of 2^63": ("model.safetensors", struct.pack("<Q", 1 << 63) + b"{" + b" " * 1000),
+    "deep configuration": ("config.json", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "deep tokenizer": ("tokenizer.json", b"[" * 8_000_000),
+    "wide configuration": ("config.json", b"[" + b"[]," * 3_000_000 + b"[]]"),
+    "wide task": ("task.json", b"[" + b"[]," * 3_000_000 + b"[]]"),
+    "huge vocabulary": ("vocab.json", b""),
+    "huge list of words": ("vocab.txt", b""),
+}
+
+
+def test_bombs_are_refused_in_little_memory(tmp_path: Path, tiny_model: Path) -> None:
+    """All of them in one process, whose memory may grow by 200 MB in all."""
+    folders = []
+    for number, (name, content) in enumerate(BOMBS.values()):
+        folder = shutil.copytree(tiny_model, tmp_path / str(number))
+        (folder / "manifest.json").unlink()
+        (folder / name).write_bytes(content)
+        if not content:
+            os.truncate(folder / name, 10 << 30)  # a hole: it takes no disk
+        folders.append(str(folder))
+    program = (
+        "import resource, sys\n"
+        "from torchlake import models\n"
+        "from torchlake.errors import DataError\n"
+        "from transformers import CONFIG_MAPPING, AutoConfig\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "for folder in sys.argv[1:]:\n"
+        "    try:\n"
+        "        models.load_model(folder, auto_class='AutoModelForSequenceClassification')\n"
+        "    except DataError as error:\n"
+        "        print(peak() - before, error)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program, *folders], capture_output=True, text=True, timeout=120)
+    lines = process.stdout.splitlines()
+    assert len(lines) == len(BOMBS), process.stderr
+    for line, (name, _) in zip(lines, BOMBS.values(), strict=True):
+        grown_kb, message = line.split(" ", 1)
+        assert int(grown_kb) < 200 * 1024, line
+        assert name in message
+        assert "refused by the rule" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [
+        ("1", 0),
+        ("{}", 1),
+        ('{"a": [1, {"b": []}]}', 4),
+        ('["[[[[", "\\"[[", "\\\\", [1]]', 2),
+        ('{"\\\\\\"[": "]"}', 1),
+    ],
+)
+def test_depth_ignores_strings_wherever_a_block_ends(tmp_path: Path, text: str, depth: int) -> None:
+    file = tmp_path / "value.json"
+    file.write_text(text)
+    for block_bytes in range(1, len(text) + 2):
+        assert safety.json_depth(file, block_bytes=block_bytes) == depth
