@@ -1,0 +1,301 @@
+"""`predict`: a table in, the same rows with predictions out, exactly once.
+
+A stored table becomes a chunk job: the plan is fixed and written first, the engine's workers score chunks into parts,
+and one commit record makes them visible at once; whatever is killed when, the same command run again scores only what
+is missing. A frame in memory becomes a frame of the same kind: no files, no plan.
+"""
+
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from torchlake import models, plugins, scoring
+from torchlake.engines import Engine
+from torchlake.engines.local import Local
+from torchlake.errors import TableError, TooManyErrors, UsageError
+from torchlake.progress import progress
+from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.commit import Writing, part_name, writing
+from torchlake.tables.frames import is_frame, like, to_arrow
+from torchlake.tables.keys import check_key
+from torchlake.tables.table import open_table
+from torchlake.task_spec import TaskSpec
+
+ROWS_BEFORE_STOPPING = 1000
+WORKER_BYTES = 600 << 20
+"What a worker takes before it loads a model: Python, torch, transformers."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What `predict` wrote: `rows_out` always equals `rows_in`; `rows_failed` of them carry an `error`."""
+
+    output: Path
+    rows_in: int
+    rows_out: int
+    rows_failed: int
+    seconds: float
+    rows_per_s: float
+    "Rows this call scored, per second of the whole call."
+    record: dict[str, Any]
+    "The commit record, with the provenance."
+
+
+def predict(
+    model: str | Path,
+    table: Any,
+    output: str | Path | None = None,
+    *,
+    text: str | None = None,
+    key: str | None = None,
+    columns: Sequence[str] = (),
+    all_probabilities: bool = False,
+    prefix: str = "",
+    runtime: scoring.Runtime = "eager",
+    engine: Engine | None = None,
+    max_error_rate: float = 0.5,
+    null: Literal["error", "score"] = "error",
+    row_timeout_s: float = 600.0,
+    batch_tokens: int | None = None,
+    chunk_rows: int | None = None,
+    overwrite: bool = False,
+    accept_new_input: bool = False,
+    on_bad_file: Literal["error", "quarantine"] = "error",
+) -> Any:
+    """Score `table` with the model folder `model`.
+
+    `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), scored into the Parquet folder
+    `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, which comes back as a frame of its kind
+    with every column kept and the predictions added.
+
+    `text` names the text column where it is not the training table's; `key` a column of unique values without nulls to
+    carry instead of a generated `row_id`; `columns` more columns to carry; `prefix` is put before the prediction
+    columns' names. `all_probabilities` adds a column per class. `runtime` is a runtime's name, or a module-level
+    function like a runtime's `load`. `null="score"` scores rows without text as the empty string; by default they are
+    error rows. A forward pass longer than `row_timeout_s` seconds has its rows tried alone, and given up the second
+    time. `batch_tokens` bounds a batch's padded tokens (default: by the device), `chunk_rows` a chunk's rows (default:
+    from the table's size).
+    `overwrite` replaces an output of another job; `accept_new_input` scores only what the input gained.
+
+    Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
+    kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
+    UsageError for what is wrong before any work.
+    """
+    if not 0 <= max_error_rate <= 1:
+        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {max_error_rate} was given.")
+    folder = models.model_folder(model)
+    spec = models.load_spec(folder)
+    refuse_unable(runtime, spec.task)
+    settings = scoring.ScoringSettings(
+        model=str(folder),
+        runtime=runtime,
+        text=text or spec.text,
+        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
+        key=key,
+        prefix=prefix,
+        all_probabilities=all_probabilities,
+        null=null,
+        row_timeout_s=row_timeout_s,
+        batch_tokens=batch_tokens,
+    )
+    engine = engine or Local()
+    if is_frame(table):
+        if output is not None or key is not None or columns:
+            raise UsageError(
+                "A frame comes back as a frame with all its columns: output, key and columns are for stored tables. "
+                "To write an output folder, save the frame as Parquet and predict that."
+            )
+        return _predict_frame(table, settings, spec, engine)
+    if output is None:
+        raise UsageError("predict of a stored table needs an output folder: predict(model, table, output).")
+    return _predict_table(
+        table,
+        Path(output),
+        settings,
+        spec,
+        engine,
+        max_error_rate=max_error_rate,
+        chunk_rows=chunk_rows,
+        overwrite=overwrite,
+        accept_new_input=accept_new_input,
+        on_bad_file=on_bad_file,
+    )
+
+
+def refuse_unable(runtime: scoring.Runtime, task: str) -> None:
+    """Raise UsageError when the runtime says that it never runs this task."""
+    never = plugins.load("runtimes", runtime).never if isinstance(runtime, str) else {}
+    if task in never:
+        raise UsageError(f"The runtime {runtime!r} cannot run {task}: {never[task]}.")
+
+
+def _predict_frame(frame: Any, settings: scoring.ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
+    table = to_arrow(frame)
+    _check_text(table.schema, settings.text, "the frame")
+    schema = scoring.output_schema(settings, spec, table.schema)
+    added = [column for column in schema if column.name != "row_id"]
+    _refuse_collisions([*table.column_names, *(column.name for column in added)])
+    scored = engine.map_frame(table, partial(scoring.make_table_worker, settings), pa.schema([*table.schema, *added]))
+    return like(frame, scored)
+
+
+def _predict_table(
+    table: str | Path | Sequence[str | Path],
+    output: Path,
+    settings: scoring.ScoringSettings,
+    spec: TaskSpec,
+    engine: Engine,
+    *,
+    max_error_rate: float,
+    chunk_rows: int | None,
+    overwrite: bool,
+    accept_new_input: bool,
+    on_bad_file: Literal["error", "quarantine"],
+) -> Scored:
+    began = time.perf_counter()
+    columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
+    source = open_table(table, columns=columns, on_bad_file=on_bad_file)
+    _check_text(source.schema, settings.text, source.source)
+    schema = scoring.output_schema(settings, spec, source.schema)
+    _refuse_collisions(schema.names)
+    plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows)
+    if settings.key is not None:
+        check_key(source, plan, settings.key)
+    fingerprint = _fingerprint(settings, spec)
+    with writing(
+        output,
+        plan=plan,
+        fingerprint=fingerprint,
+        schema=schema,
+        overwrite=overwrite,
+        accept_new_input=accept_new_input,
+        quarantined=source.quarantined,
+    ) as out:
+        if out.complete:
+            assert out.record is not None
+            record = out.record
+            scored_rows = 0
+        else:
+            items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
+            scored_rows = sum(chunk.rows for chunk in out.pending)
+            made = _score(out, items, settings, engine, total=out.plan.rows, max_error_rate=max_error_rate)
+            seconds = time.perf_counter() - began
+            provenance = _provenance(settings, engine, made, seconds=seconds, rows=scored_rows)
+            record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
+    seconds = time.perf_counter() - began
+    return Scored(
+        output=output,
+        rows_in=out.plan.rows,
+        rows_out=record["rows"],
+        rows_failed=record["failed"],
+        seconds=seconds,
+        rows_per_s=scored_rows / seconds,
+        record=record,
+    )
+
+
+def _score(
+    out: Writing,
+    items: list[tuple[Chunk, str]],
+    settings: scoring.ScoringSettings,
+    engine: Engine,
+    *,
+    total: int,
+    max_error_rate: float,
+) -> list[scoring.ScoredChunk]:
+    """Run the pending chunks; raises TooManyErrors as soon as it is certain, or well founded, that too many failed."""
+    made: list[scoring.ScoredChunk] = []
+    examples: list[str] = []
+    rows = sum(part.rows for part in out.done)
+    failed = sum(part.failed for part in out.done)
+    make_worker = partial(scoring.make_chunk_worker, scoring.with_staging(settings, out.staging))
+    memory = WORKER_BYTES + 2 * models.weight_bytes(Path(settings.model))
+    chunks = engine.run_chunks(make_worker, items, gpus_per_process=None, memory_per_process=memory)
+    with closing(chunks), progress("predict", total, "rows") as advance:
+        advance(rows)
+        for chunk in chunks:
+            made.append(chunk)
+            rows += chunk.part.rows
+            failed += chunk.part.failed
+            examples = (examples + list(chunk.examples))[:3]
+            advance(chunk.part.rows)
+            if failed > max_error_rate * min(total, max(rows, ROWS_BEFORE_STOPPING)):
+                raise TooManyErrors(
+                    f"{failed:,} of the first {rows:,} rows failed, more than max_error_rate={max_error_rate} allows. "
+                    f"For example: {'; '.join(examples)}. Nothing was published; finished chunks are kept. "
+                    "Mend the rows, or allow more with a higher max_error_rate."
+                )
+    return made
+
+
+def _fingerprint(settings: scoring.ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
+    """Everything besides the rows that decides the bytes of the output."""
+    runtime = settings.runtime
+    return {
+        "format": 1,
+        "model": models.model_hash(Path(settings.model)),
+        "task": spec.task,
+        "runtime": runtime if isinstance(runtime, str) else f"{runtime.__module__}:{runtime.__qualname__}",
+        "text": settings.text,
+        "key": settings.key,
+        "columns": list(settings.keep),
+        "prefix": settings.prefix,
+        "all_probabilities": settings.all_probabilities,
+        "null": settings.null,
+        "batch_tokens": settings.batch_tokens,
+    }
+
+
+def _provenance(
+    settings: scoring.ScoringSettings,
+    engine: Engine,
+    made: list[scoring.ScoredChunk],
+    *,
+    seconds: float,
+    rows: int,
+) -> dict[str, Any]:
+    tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
+    return {
+        "model": settings.model,
+        "engine": type(engine).__name__.lower(),
+        "torchlake": version("torchlake"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "rows_scored": rows,
+        "seconds": round(seconds, 3),
+        "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
+        "tokens": tokens,
+        "padding": round(1 - tokens / padded, 4) if padded else 0.0,
+        "errors": [example for chunk in made for example in chunk.examples][:20],
+    }
+
+
+def _check_text(schema: pa.Schema, text: str, where: str) -> None:
+    if text not in schema.names:
+        raise TableError(
+            f"{where}: there is no text column {text!r}; it has: {', '.join(schema.names)}. Name it with text=."
+        )
+    kind = schema.field(text).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    if not any(is_text(kind) for is_text in texts):
+        raise TableError(f"{where}: the text column {text!r} holds {kind}, not strings; name another with text=.")
+
+
+def _refuse_collisions(names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(
+            f"The column {twice[0]!r} would be there twice, carried from the input and predicted. "
+            "Give the predictions another name, for example prefix='predicted_' (--prefix predicted_)."
+        )

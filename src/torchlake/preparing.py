@@ -1,0 +1,145 @@
+"""`prepare`: a table in, token Parquet out; training reads nothing else.
+
+A chunk job like `predict`, with the tokenizer in the model's place: exactly once, resumable, the same bytes on every
+engine. One row in is one row out: a row that cannot be trained on keeps its place, with an `error` and no tokens.
+Price: the tokens are stored (about as many bytes as the compressed text) and the text is never tokenised again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake import durable, models, plugins
+from torchlake.engines import Engine
+from torchlake.errors import DataError
+from torchlake.progress import progress
+from torchlake.scoring import string_column
+from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.commit import Part, part_name, write_part, writing
+from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.table import open_table
+from torchlake.task_spec import TaskSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparingSettings:
+    """What a worker needs to know; plain values."""
+
+    tokenizer: str
+    "The folder that holds the tokenizer."
+    spec: TaskSpec
+    bad_rows: Literal["error", "drop"]
+    staging: str
+
+
+def prepare(
+    table: str | Path | Sequence[str | Path],
+    output: Path,
+    *,
+    tokenizer: Path,
+    spec: TaskSpec,
+    engine: Engine,
+    bad_rows: Literal["error", "drop"] = "error",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Tokenise `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
+
+    Columns: `row_id` string, `input_ids` list<int32>, `length` int32, `target` (the task's encoding of the label),
+    `error` string, null for rows that can be trained on.
+
+    Raises DataError naming the first rows without text or label unless `bad_rows="drop"`, which keeps them out of the
+    training and counts them as `failed` in the record; FingerprintError when `output` was made of another table or
+    with other settings, unless `overwrite`.
+    """
+    columns = (spec.text, spec.label)
+    source = open_table(table, columns=columns)
+    plan = plan_chunks(source, columns=columns)
+    fingerprint = {
+        "format": 1,
+        "tokenizer": models.tokenizer_hash(tokenizer),
+        "spec": durable.fingerprint(asdict(spec)),
+        "bad_rows": bad_rows,
+    }
+    with writing(output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), overwrite=overwrite) as out:
+        if out.complete:
+            assert out.record is not None
+            return out.record
+        settings = PreparingSettings(tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging))
+        parts = list(out.done)
+        items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
+        made = engine.run_chunks(partial(make_token_worker, settings), items)
+        with closing(made), progress("prepare", out.plan.rows, "rows") as advance:
+            advance(sum(part.rows for part in parts))
+            for part in made:
+                parts.append(part)
+                advance(part.rows)
+        return out.commit(parts, {"tokenizer": str(tokenizer)})
+
+
+def token_schema(spec: TaskSpec) -> pa.Schema:
+    """The columns of token Parquet."""
+    task = plugins.load("tasks", spec.task)
+    return pa.schema(
+        [
+            pa.field("row_id", pa.string()),
+            pa.field("input_ids", pa.list_(pa.int32())),
+            pa.field("length", pa.int32()),
+            pa.field("target", task.target_type(spec)),
+            pa.field("error", pa.string()),
+        ]
+    )
+
+
+def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Part]]:
+    """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
+    spec = settings.spec
+    task = plugins.load("tasks", spec.task)
+    tokenizer = models.load_tokenizer(Path(settings.tokenizer))
+    reader = ChunkReader((spec.text, spec.label))
+    schema = token_schema(spec)
+
+    def tokenise(chunk: Chunk) -> pa.Table:
+        table, unreadable = reader.read(chunk)
+        texts, labels = string_column(table[spec.text]), table[spec.label].combine_chunks()
+        errors = _untrainable(texts, labels, unreadable)
+        if errors and settings.bad_rows == "error":
+            first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in sorted(errors.items())[:3])
+            raise DataError(
+                f"{chunk.file}: {len(errors):,} of the rows {chunk.first_row:,} to {chunk.first_row + chunk.rows:,} "
+                f"cannot be trained on ({first}). Mend them, or leave such rows out with --set data.bad_rows=drop."
+            )
+        good = pa.array([row not in errors for row in range(chunk.rows)], pa.bool_())
+        flat, offsets, _ = task.tokenize(tokenizer, pc.filter(texts, good).to_pylist(), spec)
+        ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
+        targets = task.encode_labels(pc.filter(labels, good), spec)
+        place = pc.if_else(good, pc.subtract(pc.cumulative_sum(pc.cast(good, pa.int64())), 1), None)
+        columns = [
+            row_ids(chunk),
+            ids.take(place),
+            pc.fill_null(pc.list_value_length(ids).take(place), 0),
+            targets.take(place),
+            pa.array([errors.get(row) for row in range(chunk.rows)], pa.string()),
+        ]
+        return pa.table(columns, schema=schema)
+
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
+        for chunk, name in items:
+            yield write_part(Path(settings.staging), name, tokenise(chunk), chunk=chunk.index)
+
+    return worker
+
+
+def _untrainable(texts: pa.Array, labels: pa.Array, unreadable: dict[int, str]) -> dict[int, str]:
+    """The rows that cannot be trained on, with their reasons."""
+    errors = dict(unreadable)
+    for reason, column in (("null_input", texts), ("null_label", labels)):
+        if column.null_count:
+            for row in pc.indices_nonzero(pc.is_null(column)).to_pylist():
+                errors.setdefault(row, reason)
+    return errors

@@ -1,0 +1,322 @@
+"""The worker's half of `predict`: rows in, the same rows with predictions or a named error out.
+
+    read chunk -> tokenise            in a thread, one chunk ahead, beside the model
+    sort by length -> batches of a token budget -> forward -> original order -> Parquet part
+
+A row costs nobody else anything. Unreadable and empty texts never reach the model; a batch that raises is halved until
+the row that raises is alone; a batch that does not fit into memory is halved too, and later batches start smaller; a
+row that ends or hangs the process is found by `strikes.py`. Sorting costs one argsort per chunk and saves the padding.
+"""
+
+import faulthandler
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake import models, plugins
+from torchlake.data.batching import Ragged, length_batches, pad
+from torchlake.errors import Interrupted
+from torchlake.runtimes import Forward
+from torchlake.strikes import Strikes
+from torchlake.tables.chunks import Chunk
+from torchlake.tables.commit import Part, write_part
+from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.task_spec import TaskSpec
+
+log = logging.getLogger(__name__)
+
+# A few hundred tokens keep a core busy, and its caches hold no more; a GPU wants thousands.
+BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
+MAX_BATCH_ROWS = 1024
+
+Runtime = str | Callable[..., Forward]
+"""A runtime's name, or a module-level function with the signature of a runtime's `load`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringSettings:
+    """What a worker needs to know; plain values, so that any engine can carry it."""
+
+    model: str
+    "The model folder."
+    runtime: Runtime
+    text: str
+    "The column that holds the text."
+    keep: tuple[str, ...]
+    "Columns carried from the input to the output, key first; `None` in `key` puts a generated `row_id` before them."
+    key: str | None
+    prefix: str
+    "Put before the names of the prediction columns."
+    all_probabilities: bool
+    null: str
+    "`error`: rows without text become error rows; `score`: they are scored as the empty string."
+    row_timeout_s: float
+    "Seconds a forward pass may take before its rows are suspected of hanging."
+    batch_tokens: int | None
+    "Padded tokens of a batch, at most; None: what suits the device."
+    staging: str = ""
+    "Where parts and strikes are written (chunk job only)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredChunk:
+    """What a worker tells of a chunk it has written."""
+
+    part: Part
+    tokens: int
+    "Tokens of the rows that were scored, without padding."
+    padded_tokens: int
+    "The same with padding: what was computed."
+    seconds: float
+    "Spent in forward passes."
+    examples: tuple[str, ...]
+    "Up to three errors, each with its file and row."
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Rows made ready for the model: `rows` (M,) are the positions, among `count` rows, that can be scored."""
+
+    count: int
+    rows: np.ndarray
+    tokens: Ragged
+    truncated: np.ndarray
+    errors: dict[int, str]
+
+
+@dataclass(kw_only=True)
+class Scorer:
+    """One model in one process. `batch_tokens` shrinks when memory runs out, and stays small."""
+
+    settings: ScoringSettings
+    spec: TaskSpec = field(init=False)
+    batch_tokens: int = field(init=False)
+    padded_tokens: int = field(init=False, default=0)
+    seconds: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        folder = Path(self.settings.model)
+        self.spec = models.load_spec(folder)
+        self.task = plugins.load("tasks", self.spec.task)
+        self.tokenizer = models.load_tokenizer(folder)
+        device = _device()
+        runtime = self.settings.runtime
+        load = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
+        self.forward: Forward = load(folder, self.spec, device=device)
+        self.batch_tokens = self.settings.batch_tokens or BATCH_TOKENS[device]
+
+    def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
+        """Make a string column ready; `unreadable` rows and, unless told otherwise, empty ones become errors."""
+        errors = dict(unreadable)
+        texts = pc.fill_null(texts, "")
+        if self.settings.null == "error":
+            empty = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
+            for row in pc.indices_nonzero(empty).to_pylist():
+                errors.setdefault(row, "null_input")
+        rows = np.setdiff1d(np.arange(len(texts)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
+        readable = texts.take(pa.array(rows)).to_pylist()
+        flat, offsets, truncated = self.task.tokenize(self.tokenizer, readable, self.spec)
+        return Work(len(texts), rows, Ragged(flat, offsets), truncated, errors)
+
+    def score(self, work: Work, strikes: Strikes | None = None) -> pa.Table:
+        """The task's prediction columns, `truncated` and `error`, one row for each of `work.count`, in their order."""
+        errors = dict(work.errors)
+        logits = np.full((work.count, max(1, len(self.spec.labels))), np.nan, dtype=np.float32)
+        alone: list[int] = []
+        if strikes is not None:
+            errors.update(strikes.quarantined)
+            alone = strikes.suspects
+        singles = [np.flatnonzero(work.rows == row) for row in alone]
+        for batch in [single for single in singles if len(single)]:
+            self._run(work, batch, logits, errors, strikes)
+        free = np.flatnonzero(~np.isin(work.rows, [*alone, *errors]))
+        lengths = work.tokens.lengths[free]
+        for batch in length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS):
+            self._run(work, free[batch], logits, errors, strikes)
+        if strikes is not None:
+            strikes.running([])
+        return self._assemble(work, logits, errors)
+
+    def _run(
+        self, work: Work, batch: np.ndarray, logits: np.ndarray, errors: dict[int, str], strikes: Strikes | None
+    ) -> None:
+        """Fill `logits` (or `errors`) for the rows of one batch, halving it as often as it raises."""
+        pending = [batch]
+        while pending:
+            batch = pending.pop()
+            rows = work.rows[batch]
+            try:
+                input_ids, mask = pad(work.tokens, batch, self.tokenizer.pad_token_id)
+                began = time.perf_counter()
+                with _watched(rows, strikes, self.settings.row_timeout_s):
+                    out = self.forward(input_ids, mask)
+                self.seconds += time.perf_counter() - began
+                self.padded_tokens += input_ids.size
+            except Interrupted:
+                raise
+            except Exception as error:
+                if _device_is_lost(error):
+                    raise
+                if len(batch) > 1:
+                    pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
+                    if _is_out_of_memory(error):
+                        self.batch_tokens = max(1, min(self.batch_tokens, input_ids.size) // 2)
+                        log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
+                else:
+                    errors[int(rows[0])] = "out_of_memory" if _is_out_of_memory(error) else _in_words(error)
+                continue
+            logits[rows] = out
+            for row in rows[~np.isfinite(out).all(axis=1)]:
+                errors[int(row)] = "non_finite: the model gave NaN or infinity"
+
+    def _assemble(self, work: Work, logits: np.ndarray, errors: dict[int, str]) -> pa.Table:
+        scored = np.setdiff1d(np.arange(work.count), np.fromiter(errors, dtype=np.int64, count=len(errors)))
+        probabilities = self.task.probabilities(logits[scored], self.spec)
+        columns = self.task.output_columns(probabilities, self.spec, self.settings.all_probabilities)
+        position = np.full(work.count, -1, dtype=np.int64)
+        position[scored] = np.arange(len(scored))
+        table = columns.take(pa.array(position, mask=position < 0))
+        table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
+        truncated = np.zeros(work.count, dtype=bool)
+        truncated[work.rows] = work.truncated
+        table = table.append_column(pa.field("truncated", pa.bool_()), pa.array(truncated))
+        reasons = pa.array([errors.get(row) for row in range(work.count)], pa.string())
+        return table.append_column(pa.field("error", pa.string()), reasons)
+
+
+def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
+    """Load the model once; the worker then scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
+    scorer = Scorer(settings=settings)
+    reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
+    staging = Path(settings.staging)
+
+    def read(item: tuple[Chunk, str]) -> tuple[Chunk, str, pa.Table, Work]:
+        chunk, name = item
+        table, unreadable = reader.read(chunk)
+        return chunk, name, table, scorer.tokenize(string_column(table[settings.text]), unreadable)
+
+    def score(chunk: Chunk, name: str, table: pa.Table, work: Work) -> ScoredChunk:
+        padded, seconds = scorer.padded_tokens, scorer.seconds
+        strikes = Strikes(staging / "journal" / f"{chunk.index}.json")
+        output = _carry(table, settings, chunk, scorer.score(work, strikes))
+        part = write_part(staging, name, output, chunk=chunk.index)
+        strikes.close()
+        return ScoredChunk(
+            part=part,
+            tokens=int(work.tokens.lengths.sum()),
+            padded_tokens=scorer.padded_tokens - padded,
+            seconds=scorer.seconds - seconds,
+            examples=_examples(chunk, output["error"]),
+        )
+
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[ScoredChunk]:
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
+            first = next(items, None)
+            ready = None if first is None else thread.submit(read, first)
+            while ready is not None:
+                following = next(items, None)
+                current = ready.result()
+                ready = None if following is None else thread.submit(read, following)
+                yield score(*current)
+
+    return worker
+
+
+def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
+    """Load the model once; the worker then adds the prediction columns to any Arrow table."""
+    scorer = Scorer(settings=settings)
+
+    def worker(table: pa.Table) -> pa.Table:
+        predictions = scorer.score(scorer.tokenize(string_column(table[settings.text]), {}))
+        for name in predictions.column_names:
+            table = table.append_column(predictions.schema.field(name), predictions[name])
+        return table
+
+    return worker
+
+
+def with_staging(settings: ScoringSettings, staging: Path) -> ScoringSettings:
+    """The settings of a chunk job that writes its parts into `staging`."""
+    return replace(settings, staging=str(staging))
+
+
+def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
+    """The schema of the scored table, known before any row is read."""
+    task = plugins.load("tasks", spec.task)
+    predicted = task.output_schema(spec, settings.all_probabilities)
+    return pa.schema(
+        [
+            *([pa.field("row_id", pa.string())] if settings.key is None else []),
+            *(source.field(name).remove_metadata().with_nullable(True) for name in settings.keep),
+            *(column.with_name(settings.prefix + column.name) for column in predicted),
+            pa.field("truncated", pa.bool_()),
+            pa.field("error", pa.string()),
+        ]
+    )
+
+
+def string_column(column: pa.ChunkedArray) -> pa.Array:
+    """A text column as one plain string array, whatever string type it has."""
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
+    return array if pa.types.is_string(array.type) else pc.cast(array, pa.large_string())
+
+
+def _carry(table: pa.Table, settings: ScoringSettings, chunk: Chunk, predictions: pa.Table) -> pa.Table:
+    """Key (or row id), carried columns and predictions side by side."""
+    ids = {"row_id": row_ids(chunk)} if settings.key is None else {}
+    carried = {name: table[name] for name in settings.keep}
+    return pa.table({**ids, **carried, **{name: predictions[name] for name in predictions.column_names}})
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def _watched(rows: np.ndarray, strikes: Strikes | None, timeout_s: float) -> Iterator[None]:
+    """Announce the rows; end the process, leaving its stack beside the strikes, when they take longer than they may.
+
+    The watchdog is faulthandler's: a C thread that needs no interpreter lock, so a hang inside a kernel is found too.
+    """
+    if strikes is None:
+        yield
+        return
+    strikes.running(rows.tolist())
+    with open(strikes.trace, "w", encoding="utf-8") as trace:
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=trace)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in words or "not enough memory" in words
+
+
+def _device_is_lost(error: Exception) -> bool:
+    """After such an error every later call on the device fails too: it says nothing about the row."""
+    return type(error).__name__ == "AcceleratorError" and not _is_out_of_memory(error)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _examples(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:
+    reasons = errors.to_pylist() if errors.null_count < len(errors) else []
+    failed = [(row, reason) for row, reason in enumerate(reasons) if reason is not None][:3]
+    return tuple(f"{chunk.file} row {chunk.first_row + row}: {reason}" for row, reason in failed)

@@ -1,0 +1,60 @@
+"""Runtimes that misbehave on command: a word in the text decides what happens to the process that scores it.
+
+They stand where a model stands, so that the job around them is the real one. The words are ones that the tiny
+tokenizer has as one token and that the tests' other texts avoid.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from torchlake import models
+
+KILLER, SLEEPER, RAISER, POISON, GLUTTON = "terrible", "stale", "clumsy", "empty", "boring"
+
+
+def misbehave(folder: Path, spec: models.TaskSpec, *, device: str):
+    """KILLER ends the process, SLEEPER hangs, RAISER raises, POISON gives NaN; logits are made from the ids."""
+    ids = models.load_tokenizer(folder).get_vocab()
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        if (input_ids == ids[KILLER]).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (input_ids == ids[SLEEPER]).any():
+            while True:
+                time.sleep(3600)
+        if (input_ids == ids[RAISER]).any():
+            raise RuntimeError("this text raises")
+        logits = np.stack([attention_mask.sum(1), (input_ids * attention_mask).sum(1) % 97], axis=1).astype(np.float32)
+        logits[(input_ids == ids[POISON]).any(axis=1)] = np.nan
+        return logits
+
+    return forward
+
+
+def small_memory(folder: Path, spec: models.TaskSpec, *, device: str):
+    """Runs out of memory above 4 rows, and on any row with GLUTTON."""
+    ids = models.load_tokenizer(folder).get_vocab()
+    inner = misbehave(folder, spec, device=device)
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        if len(input_ids) > 4 or (input_ids == ids[GLUTTON]).any():
+            raise MemoryError("not enough memory")
+        return inner(input_ids, attention_mask)
+
+    return forward
+
+
+def log_rows(folder: Path, spec: models.TaskSpec, *, device: str):
+    """`misbehave`, and every row that is scored leaves a line in $SCORED_LOG: the oracle of bounded rework (P3)."""
+    inner = misbehave(folder, spec, device=device)
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        with open(os.environ["SCORED_LOG"], "a", encoding="utf-8") as file:
+            file.write("row\n" * len(input_ids))
+        return inner(input_ids, attention_mask)
+
+    return forward

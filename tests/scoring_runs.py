@@ -1,0 +1,102 @@
+"""Running a job in a process of its own, breaking it at a failpoint, and the oracles of the reliability contract."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+TESTS = Path(__file__).parent
+
+PREDICT = """
+import json, sys
+import misbehaving
+import torchlake as tl
+from torchlake.errors import TorchlakeError
+
+options = json.loads(sys.argv[1])
+runtime = getattr(misbehaving, options.pop("runtime"))
+processes = options.pop("processes", 1)
+try:
+    scored = tl.predict(runtime=runtime, engine=tl.Local(processes=processes), **options)
+except TorchlakeError as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+print(json.dumps({"rows_in": scored.rows_in, "rows_out": scored.rows_out, "rows_failed": scored.rows_failed,
+                  "rows_scored": scored.record["provenance"]["rows_scored"]}))
+"""
+
+
+def predict(
+    options: dict[str, Any], *, failpoint: str | None = None, once: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`tl.predict(**options)` in a fresh process; `runtime` names a function of misbehaving.py."""
+    return subprocess.run(
+        [sys.executable, "-c", PREDICT, json.dumps(options, default=str)],
+        env=_environment(failpoint, once, environment),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def start_predict(options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+    """The same, not waited for."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PREDICT, json.dumps(options, default=str)],
+        env=_environment(None, None, environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _environment(failpoint: str | None, once: Path | None, more: dict[str, str]) -> dict[str, str]:
+    environment = {**os.environ, **more, "TORCHLAKE_PROGRESS": "0", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
+    if failpoint is not None:
+        environment["TORCHLAKE_FAILPOINT"] = failpoint
+        assert once is not None, "a failpoint needs a file that says it was hit"
+        environment["TORCHLAKE_FAILPOINT_ONCE"] = str(once)
+    return environment
+
+
+def write_rows(path: Path, texts: list[str | None]) -> Path:
+    """A Parquet table with `id` and `text`."""
+    pq.write_table(pa.table({"id": range(len(texts)), "text": pa.array(texts, pa.string())}), path)
+    return path
+
+
+def errors(output: Path) -> dict[int, str]:
+    """The error rows of an output: id to reason."""
+    table = pq.read_table(output)
+    return {
+        row: reason
+        for row, reason in zip(table["id"].to_pylist(), table["error"].to_pylist(), strict=True)
+        if reason is not None
+    }
+
+
+def assert_exactly_once(source: Path, output: Path) -> None:
+    """P1: the multiset of keys out is the multiset of keys in, and every row is a prediction or a named error."""
+    table = pq.read_table(output)
+    assert Counter(table["id"].to_pylist()) == Counter(pq.read_table(source)["id"].to_pylist())
+    for label, reason in zip(table["label"].to_pylist(), table["error"].to_pylist(), strict=True):
+        assert (label is None) == (reason is not None)
+
+
+def wait_for(condition: Callable[[], bool], *, deadline_s: float = 60.0) -> None:
+    """Poll until the condition holds; fails after the deadline."""
+    import time
+
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, "the condition did not come true in time"
+        time.sleep(0.02)

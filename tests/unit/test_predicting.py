@@ -1,0 +1,89 @@
+"""predict over stored tables, with real worker processes: every format, keys, resuming, verification."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+from torchlake.errors import FingerprintError, TableError
+
+ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return tiny.build_model(folder / "model", encoder=tiny.build_encoder(folder / "encoder"))
+
+
+def test_every_format_gives_the_same_answers(model: Path, tmp_path: Path) -> None:
+    """One job over a table in four formats, two files of each: same rows, same labels, same order."""
+    table = tiny.reviews(ROWS).select(["id", "text"])
+    halves = [table.slice(0, ROWS // 2), table.slice(ROWS // 2)]
+    answers = {}
+    for name in ("parquet", "csv", "jsonl", "arrow"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, half in enumerate(halves):
+            write(half, folder / f"{number}.{name}")
+        scored = tl.predict(model, folder, tmp_path / f"{name}-out", columns=["id"], engine=tl.Local(processes=1))
+        assert (scored.rows_in, scored.rows_out, scored.rows_failed) == (ROWS, ROWS, 0)
+        rows = pq.read_table(tmp_path / f"{name}-out").to_pylist()
+        assert rows[-1]["row_id"] == f"1.{name}:{ROWS // 2 - 1}"
+        answers[name] = [(int(row["id"]), row["label"], row["score"]) for row in rows]
+        assert tl.verify(tmp_path / f"{name}-out").problems == []
+    assert answers["csv"] == answers["jsonl"] == answers["arrow"] == answers["parquet"]
+    assert [row[0] for row in answers["csv"]] == list(range(ROWS))
+
+
+def write(table: pa.Table, path: Path) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    elif path.suffix == ".arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+
+
+def test_a_changed_job_is_refused_and_a_changed_input_can_be_accepted(model: Path, tmp_path: Path) -> None:
+    """Cases 9 and 10."""
+    source = tmp_path / "in"
+    source.mkdir()
+    table = tiny.reviews(ROWS)
+    pq.write_table(table.slice(0, 20), source / "0.parquet")
+    one = tl.Local(processes=1)
+    tl.predict(model, source, tmp_path / "out", key="id", engine=one)
+    with pytest.raises(FingerprintError, match="all_probabilities"):
+        tl.predict(model, source, tmp_path / "out", key="id", all_probabilities=True, engine=one)
+    pq.write_table(table.slice(20), source / "1.parquet")
+    with pytest.raises(FingerprintError, match="accept-new-input"):
+        tl.predict(model, source, tmp_path / "out", key="id", engine=one)
+    scored = tl.predict(model, source, tmp_path / "out", key="id", accept_new_input=True, engine=one)
+    assert (scored.rows_out, scored.record["provenance"]["rows_scored"]) == (ROWS, 20)
+    assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(ROWS))
+
+
+def test_a_key_must_be_one(model: Path, tmp_path: Path) -> None:
+    """Case 27."""
+    pq.write_table(pa.table({"id": [1, 2, 2], "text": ["a", "b", "c"]}), tmp_path / "in.parquet")
+    with pytest.raises(TableError, match="not unique"):
+        tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", key="id")
+    assert not (tmp_path / "out").exists()
+
+
+def test_provenance_names_what_decided_the_answers(model: Path, tmp_path: Path) -> None:
+    pq.write_table(tiny.reviews(5).select(["text"]), tmp_path / "in.parquet")
+    record = tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=tl.Local(processes=1)).record
+    assert record["fingerprint"]["runtime"] == "eager"
+    assert len(record["fingerprint"]["model"]) == 64
+    assert record["provenance"]["engine"] == "local"
+    assert record["provenance"].keys() >= {"torch", "transformers", "torchlake", "python", "tokens", "padding"}

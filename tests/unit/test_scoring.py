@@ -1,0 +1,144 @@
+"""The worker's half of predict, in process: isolation, order, batching, and what a frame comes back as."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+from misbehaving import POISON, RAISER, misbehave, small_memory
+from torchlake import models
+from torchlake.errors import TableError, UsageError
+from torchlake.predicting import refuse_unable
+from torchlake.scoring import Scorer, ScoringSettings, output_schema
+
+
+def settings(model: Path, **changes) -> ScoringSettings:
+    plain = ScoringSettings(
+        model=str(model),
+        runtime="eager",
+        text="text",
+        keep=(),
+        key=None,
+        prefix="",
+        all_probabilities=False,
+        null="error",
+        row_timeout_s=60.0,
+        batch_tokens=None,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return tiny.build_model(folder / "model", encoder=tiny.build_encoder(folder / "encoder"))
+
+
+def score(model: Path, texts: list[str | None], **changes) -> pa.Table:
+    scorer = Scorer(settings=settings(model, **changes))
+    return scorer.score(scorer.tokenize(pa.array(texts, pa.string()), {}))
+
+
+def test_order_is_kept_and_batches_change_no_answer(model: Path) -> None:
+    texts = tiny.reviews(120)["text"].to_pylist()
+    whole = score(model, texts)
+    for batch_tokens in (1, 64, 100_000):
+        small = score(model, texts, batch_tokens=batch_tokens)
+        assert small["label"].to_pylist() == whole["label"].to_pylist()
+        np.testing.assert_allclose(small["score"].to_numpy(), whole["score"].to_numpy(), atol=1e-6)
+
+
+def test_rows_without_text(model: Path) -> None:
+    texts = [None, "", " \t\n", "good film"]
+    errors = score(model, texts)["error"].to_pylist()
+    assert errors == ["null_input", "null_input", "null_input", None]
+    scored = score(model, texts, null="score")
+    assert scored["error"].null_count == 4
+    assert scored["label"].null_count == 0
+
+
+def test_a_row_that_raises_costs_itself_only(model: Path) -> None:
+    texts = ["good film"] * 9 + [f"a {RAISER}"] + ["bad film"] * 9 + [POISON]
+    table = score(model, texts, runtime=misbehave)
+    errors = {row: reason for row, reason in enumerate(table["error"].to_pylist()) if reason}
+    assert errors.keys() == {9, 19}
+    assert errors[9] == "RuntimeError: this text raises"
+    assert errors[19].startswith("non_finite")
+    assert [row for row, label in enumerate(table["label"].to_pylist()) if label is None] == [9, 19]
+
+
+def test_batches_shrink_when_memory_runs_out(model: Path) -> None:
+    scorer = Scorer(settings=settings(model, runtime=small_memory))
+    before = scorer.batch_tokens
+    table = scorer.score(scorer.tokenize(pa.array(["good film"] * 50), {}))
+    assert table["error"].null_count == 50
+    assert scorer.batch_tokens < before
+
+
+def test_long_texts_are_cut_and_say_so(model: Path) -> None:
+    table = score(model, ["good", "good " * 5000])
+    assert table["truncated"].to_pylist() == [False, True]
+    assert table["error"].null_count == 2
+
+
+def test_no_rows(model: Path) -> None:
+    table = score(model, [], all_probabilities=True)
+    assert table.column_names == ["label", "score", "prob_bad", "prob_good", "truncated", "error"]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_a_pyarrow_frame_comes_back_with_predictions(model: Path, kind: pa.DataType) -> None:
+    frame = pa.table({"n": [1, 2], "text": pa.array(["good film", None]).cast(kind)})
+    scored = tl.predict(model, frame)
+    assert scored.select(["n", "text"]).equals(frame)
+    assert scored.column_names[2:] == ["label", "score", "truncated", "error"]
+    assert scored["error"].to_pylist() == [None, "null_input"]
+
+
+def test_pandas_keeps_its_index_and_polars_its_kind(model: Path) -> None:
+    pandas = pd.DataFrame({"text": ["good film", "bad film"]}, index=[7, 9])
+    scored = tl.predict(model, pandas)
+    assert isinstance(scored, pd.DataFrame)
+    assert list(scored.index) == [7, 9]
+    polars = tl.predict(model, pl.DataFrame({"text": ["good film", "bad film"]}))
+    assert isinstance(polars, pl.DataFrame)
+    assert polars["label"].to_list() == scored["label"].to_list()
+
+
+def test_a_frame_that_has_the_predicted_column_needs_a_prefix(model: Path) -> None:
+    frame = tiny.reviews(5)
+    with pytest.raises(UsageError, match="prefix="):
+        tl.predict(model, frame)
+    scored = tl.predict(model, frame, prefix="predicted_")
+    assert scored.column_names[:4] == ["id", "text", "label", "predicted_label"]
+
+
+def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
+    frame = pa.table({"body": ["good"], "n": [1]})
+    with pytest.raises(TableError, match="body"):
+        tl.predict(model, frame)
+    with pytest.raises(TableError, match="int64, not strings"):
+        tl.predict(model, frame, text="n")
+    with pytest.raises(UsageError, match="key and columns are for stored tables"):
+        tl.predict(model, frame, text="body", key="n")
+    pq.write_table(frame, tmp_path / "in.parquet")
+    with pytest.raises(UsageError, match="output folder"):
+        tl.predict(model, tmp_path / "in.parquet")
+    with pytest.raises(UsageError, match="from 0 to 1"):
+        tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", max_error_rate=7)
+    with pytest.raises(UsageError, match="Choose from: eager"):
+        refuse_unable("eagre", "text_classification")
+
+
+def test_the_schema_is_known_before_any_row(model: Path) -> None:
+    source = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("text", pa.string())])
+    schema = output_schema(settings(model, keep=("id",), key="id"), models.load_spec(model), source)
+    assert schema.names == ["id", "label", "score", "truncated", "error"]
+    assert all(field.nullable for field in schema)
