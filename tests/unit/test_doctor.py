@@ -1,0 +1,72 @@
+"""The doctor names what is there, what is missing, and the remedy."""
+
+import importlib
+import json
+
+import pytest
+
+from torchlake import diagnosing
+from torchlake.cli import _plain
+from torchlake.diagnosing import CORE, OPTIONAL, doctor
+
+
+def test_a_whole_installation() -> None:
+    found = doctor()
+    assert not found.broken
+    assert set(found.facts) == {"versions", "optional", "machine", "devices", "storage", "environment"}
+    assert all(found.facts["versions"][name] for name in ("python", *CORE))
+    assert set(found.facts["optional"]) == set(OPTIONAL)
+    assert 1 <= found.facts["machine"]["cores_usable"] <= found.facts["machine"]["cores"]
+    assert 0 < found.facts["machine"]["memory_available"] <= found.facts["machine"]["memory"]
+    json.dumps(_plain(found), allow_nan=False)
+
+
+def test_a_missing_library_comes_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosing, "_version", lambda name: None if name in ("torch", "ray", "polars") else "99.0")
+    found = doctor()
+    assert found.broken
+    assert "The core library torch is missing: pip install torchlake" in found.problems
+    assert found.facts["optional"]["ray"] == "missing: pip install ray"
+    assert found.facts["optional"]["polars"] == "missing: pip install 'torchlake[frames]'"
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "problem"),
+    [
+        ("torch", "2.9.1+cu128", True),
+        ("torch", "2.10.0+cpu", False),
+        ("transformers", "5.4.9", True),
+        ("transformers", "5.23.0", False),
+        ("ray", "2.54.0", True),
+        ("ray", "missing: pip install ray", False),
+    ],
+)
+def test_versions_below_a_security_fix_are_named(name: str, found: str, problem: bool) -> None:
+    problems = diagnosing._below_floors({name: found})
+    assert bool(problems) == problem
+    assert all(f"pip install '{name}>=" in line for line in problems)
+
+
+def test_a_broken_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError("libc10.so: cannot open shared object file")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    found = doctor()
+    assert found.broken
+    assert any("torch cannot be imported (OSError: libc10.so" in problem for problem in found.problems)
+
+
+def test_little_disk_and_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosing, "LOW_DISK_BYTES", 2**62)
+    monkeypatch.setattr(diagnosing, "LOW_MEMORY_BYTES", 2**62)
+    problems = doctor().problems
+    assert any("of memory are free" in problem for problem in problems)
+    assert sum("Make room" in problem for problem in problems) == 2
+
+
+def test_no_java_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = doctor()
+    assert "only the Spark engine needs it" in found.facts["environment"]["java"]
+    assert not any("Java" in problem for problem in found.problems)

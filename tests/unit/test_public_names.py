@@ -1,0 +1,53 @@
+"""The public names are a promise: a change here is a change of the package's interface."""
+
+import importlib
+import inspect
+from importlib.metadata import version
+
+import pytest
+
+import torchlake
+
+PUBLIC = {
+    "Job",
+    "Local",
+    "TorchlakeError",
+    "__version__",
+    "doctor",
+    "errors",
+    "evaluate",
+    "launch",
+    "predict",
+    "report",
+    "train",
+    "verify",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(torchlake.__all__) == PUBLIC == set(dir(torchlake))
+    assert torchlake.__all__ == sorted(torchlake.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__", "errors"}))
+def test_every_name_is_there_and_documented(name: str) -> None:
+    value = getattr(torchlake, name)
+    assert value.__name__ == name
+    assert inspect.getdoc(value)
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert torchlake.__version__ == version("torchlake")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        torchlake.trian  # noqa: B018
+
+
+def test_importing_a_module_first_hides_no_function() -> None:
+    """Modules are named by gerunds so that `torchlake.train` can only be the function."""
+    for module in ("training", "predicting", "evaluating", "launching", "verifying", "reporting", "diagnosing"):
+        importlib.import_module(f"torchlake.{module}")
+    for name in ("train", "predict", "evaluate", "launch", "verify", "report", "doctor"):
+        assert inspect.isfunction(getattr(torchlake, name))
