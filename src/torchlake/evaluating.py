@@ -34,8 +34,10 @@ from torchlake.tables.table import open_table
 
 PREFIX = "predicted_"
 RESAMPLES = 1000
-RESAMPLED_ROWS = 100_000_000
-"Rows that all resamples together may draw, about a minute; a larger table is resampled less often, at least 100 times."
+RESAMPLED_NUMBERS = 100_000_000
+"Probabilities that all resamples together may draw, about a minute; a larger table is resampled less often."
+RESAMPLE_PRICE = 4000
+"What a resample costs whatever its size, in rows: scikit-learn's checks of its input."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,8 @@ def _measure(scored: pa.Table, targets: pa.Array, reasons: dict[int, str], spec:
         truth = wanted.flatten().to_numpy(zero_copy_only=False).reshape(len(wanted), len(spec.labels))
     else:
         truth = wanted.to_numpy(zero_copy_only=False)
-    resamples = min(RESAMPLES, max(100, RESAMPLED_ROWS // len(truth)))
+    price = probabilities.shape[1] * (len(truth) + RESAMPLE_PRICE)
+    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // price))
     metrics, confusion = evaluate_metrics(probabilities, truth, spec.problem, spec.labels, resamples=resamples)
     return Evaluation(
         rows=len(targets),

@@ -76,14 +76,14 @@ def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: 
 
 @contextmanager
 def _undefined_allowed() -> Iterator[None]:
-    """No warning for what a small table or a resample lacks (a class, a spread), and NaN in, NaN out.
+    """No warning for what a resample lacks (a class, a spread); NaN in, NaN out; parameters are not checked each time.
 
     A model that diverges in training has NaN for probabilities: its validation must say so, not end the job.
     """
     import sklearn
     from scipy.stats import DegenerateDataWarning
 
-    with sklearn.config_context(assume_finite=True), warnings.catch_warnings():
+    with sklearn.config_context(assume_finite=True, skip_parameter_validation=True), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", DegenerateDataWarning)
         yield
@@ -174,8 +174,8 @@ def _auc(scores: np.ndarray, targets: np.ndarray) -> Any:
     return roc_auc_score(targets[:, None] == classes, scores[:, classes], average="macro")
 
 
-def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> np.floating[Any]:
+def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
     """How far confidence is from accuracy in bins (0, 1/15], (1/15, 2/15], ..., weighted by their rows."""
     bins = np.digitize(confidence, np.linspace(0, 1, ECE_BINS + 1)[1:-1], right=True)
     gaps = np.bincount(bins, correct - confidence, ECE_BINS)
-    return np.abs(gaps).sum() / len(confidence)
+    return float(np.abs(gaps).sum() / len(confidence))

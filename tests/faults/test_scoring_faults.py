@@ -119,7 +119,7 @@ def test_a_signal_ends_it_and_the_same_command_resumes(model: Path, tmp_path: Pa
     source = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film bad"] * 400_000)
     arguments = ["predict", str(model), str(source), str(tmp_path / "out"), "--key", "id", "--chunk-rows", "2000"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "torchlake.cli", *arguments, "--processes", "1"],
+        [sys.executable, "-m", "torchlake", *arguments, "--processes", "1"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHLAKE_PROGRESS": "0"},
         stderr=subprocess.PIPE,
         text=True,
@@ -189,7 +189,7 @@ def test_out_of_memory_halves_the_batch_and_changes_no_answer(job: dict, tmp_pat
 
 def test_disk_full_while_writing_leaves_the_finished_chunks(job: dict, tmp_path: Path) -> None:
     """Cases 11 and 12: exit 74 with the bytes; the same command completes once there is room."""
-    for site in ("part.write:2", "commit.record.write:1"):
+    for site in ("part.write:2", "commit.write:1"):
         job["output"] = tmp_path / f"out-{site.split(':')[0]}"
         once = tmp_path / f"once-{site.split(':')[0]}"
         done = scoring_runs.predict(job, failpoint=f"{site}:enospc", once=once, SCORED_LOG=str(tmp_path / "scored"))

@@ -271,6 +271,19 @@ def test_a_kill_at_every_step_of_a_replacement_is_resumed(
         assert os.listdir(out.parent) == ["table"], site
 
 
+def test_a_kill_between_the_two_renames_brings_the_old_output_back(forks: Forks, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out)
+    code, _ = forks.run(source, out, "commit.swap:1:kill9", overwrite=True, suffix="!", no_exchange=True)
+    assert code == -signal.SIGKILL
+    assert not out.exists()
+    assert run(source, out)[0] == 0
+    assert rows_of(out) == expected()
+    assert run(source, out, suffix="!", overwrite=True)[0] == 0
+    assert rows_of(out) == expected("!")
+    assert is_clean(out)
+
+
 def test_earlier_plans_say_what_need_not_be_hashed_again(forks: Forks, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert known_inputs(out) == []

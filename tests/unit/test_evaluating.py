@@ -1,6 +1,7 @@
 """`evaluate`: metrics over the rows that have a label and a prediction; the others counted, never dropped silently."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,18 @@ import pytest
 import torch
 
 import tiny
-from torchlake import models
+from torchlake import evaluating, models
 from torchlake.errors import DataError, TableError
 from torchlake.evaluating import Evaluation, evaluate
 from torchlake.metrics import evaluate_metrics
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_resamples() -> Iterator[None]:
+    """Enough for an interval; a thousand cost scikit-learn seconds for each table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluating, "RESAMPLES", 50)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +54,8 @@ def evaluation(tiny_model: Path, reviews: Path) -> Evaluation:
 def test_the_metrics_are_those_of_the_model(evaluation: Evaluation, tiny_model: Path, reviews: Path) -> None:
     table = pq.read_table(reviews)
     truth = np.array([tiny.SPEC.labels.index(label) for label in table["label"].to_pylist()])
-    metrics, confusion = evaluate_metrics(by_hand(tiny_model, table), truth, "single_label", tiny.SPEC.labels)
+    probabilities = by_hand(tiny_model, table)
+    metrics, confusion = evaluate_metrics(probabilities, truth, "single_label", tiny.SPEC.labels, resamples=1)
     assert (evaluation.rows, evaluation.failed, evaluation.errors) == (90, 0, {})
     assert evaluation.labels == ("bad", "good")
     assert confusion is not None

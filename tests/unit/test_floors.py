@@ -11,7 +11,7 @@ import torchlake
 
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
-    4: "__init__ cli",
+    4: "__init__ __main__ cli",
     3: "preparing training predicting scoring launching evaluating verifying reporting diagnosing loop learner",
     2: "engines strategies tasks runtimes",
     1: "data models model_card model_writing task_spec checkpoint distributed metrics recipe safety",

@@ -42,7 +42,7 @@ def present_job(out: Path) -> Job | None:
 
 
 def known_inputs(output: str | Path) -> list[InputFile]:
-    """The input files of earlier plans of `output`, for `plan_chunks(known=...)`: what did not change is not hashed anew.
+    """The input files of earlier plans of `output`, so that `plan_chunks` need not hash again what did not change.
 
     A plan that is missing or cannot be read is passed over.
     """

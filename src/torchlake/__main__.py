@@ -1,0 +1,7 @@
+"""`python -m torchlake`: the command line, where the console script is not on the path."""
+
+import sys
+
+from torchlake.cli import main
+
+sys.exit(main())
