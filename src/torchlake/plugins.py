@@ -20,13 +20,15 @@ Kind = Literal["engines", "strategies", "tasks", "runtimes"]
 def names(kind: Kind) -> list[str]:
     """The plug-ins of one kind, sorted; none of them is imported."""
     package = importlib.import_module(f"torchlake.{kind}")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))
+    found = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in found if not name.startswith("_"))
 
 
 def load(kind: Kind, name: str) -> ModuleType:
     """The module of one plug-in.
 
-    Raises UsageError listing the choices for an unknown name, MissingExtra with the pip line when its library is absent.
+    Raises UsageError listing the choices for an unknown name, MissingExtra with the pip line when its library is
+    absent.
     """
     known = names(kind)
     if name not in known:

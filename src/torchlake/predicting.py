@@ -17,13 +17,15 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from torchlake import models, plugins, scoring
+from torchlake import model_folders, models, plugins
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.progress import progress
+from torchlake.scoring import Runtime, ScoringSettings
+from torchlake.scoring_workers import ScoredChunk, make_chunk_worker, make_table_worker, output_schema, with_staging
 from torchlake.tables.chunks import Chunk, plan_chunks
-from torchlake.tables.commit import Writing, part_name, writing
+from torchlake.tables.commit import Writing, known_inputs, part_name, writing
 from torchlake.tables.frames import is_frame, like, to_arrow
 from torchlake.tables.keys import check_key
 from torchlake.tables.table import open_table
@@ -59,7 +61,7 @@ def predict(
     columns: Sequence[str] = (),
     all_probabilities: bool = False,
     prefix: str = "",
-    runtime: scoring.Runtime = "eager",
+    runtime: Runtime = "eager",
     engine: Engine | None = None,
     max_error_rate: float = 0.5,
     null: Literal["error", "score"] = "error",
@@ -91,10 +93,10 @@ def predict(
     """
     if not 0 <= max_error_rate <= 1:
         raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {max_error_rate} was given.")
-    folder = models.model_folder(model)
+    folder = model_folders.model_folder(model)
     spec = models.load_spec(folder)
     refuse_unable(runtime, spec.task)
-    settings = scoring.ScoringSettings(
+    settings = ScoringSettings(
         model=str(folder),
         runtime=runtime,
         text=text or spec.text,
@@ -130,27 +132,27 @@ def predict(
     )
 
 
-def refuse_unable(runtime: scoring.Runtime, task: str) -> None:
+def refuse_unable(runtime: Runtime, task: str) -> None:
     """Raise UsageError when the runtime says that it never runs this task."""
     never = plugins.load("runtimes", runtime).never if isinstance(runtime, str) else {}
     if task in never:
         raise UsageError(f"The runtime {runtime!r} cannot run {task}: {never[task]}.")
 
 
-def _predict_frame(frame: Any, settings: scoring.ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
+def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
     table = to_arrow(frame)
     _check_text(table.schema, settings.text, "the frame")
-    schema = scoring.output_schema(settings, spec, table.schema)
+    schema = output_schema(settings, spec, table.schema)
     added = [column for column in schema if column.name != "row_id"]
     _refuse_collisions([*table.column_names, *(column.name for column in added)])
-    scored = engine.map_frame(table, partial(scoring.make_table_worker, settings), pa.schema([*table.schema, *added]))
+    scored = engine.map_frame(table, partial(make_table_worker, settings), pa.schema([*table.schema, *added]))
     return like(frame, scored)
 
 
 def _predict_table(
     table: str | Path | Sequence[str | Path],
     output: Path,
-    settings: scoring.ScoringSettings,
+    settings: ScoringSettings,
     spec: TaskSpec,
     engine: Engine,
     *,
@@ -164,9 +166,9 @@ def _predict_table(
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
     source = open_table(table, columns=columns, on_bad_file=on_bad_file)
     _check_text(source.schema, settings.text, source.source)
-    schema = scoring.output_schema(settings, spec, source.schema)
+    schema = output_schema(settings, spec, source.schema)
     _refuse_collisions(schema.names)
-    plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows)
+    plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows, known=known_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
     fingerprint = _fingerprint(settings, spec)
@@ -205,19 +207,19 @@ def _predict_table(
 def _score(
     out: Writing,
     items: list[tuple[Chunk, str]],
-    settings: scoring.ScoringSettings,
+    settings: ScoringSettings,
     engine: Engine,
     *,
     total: int,
     max_error_rate: float,
-) -> list[scoring.ScoredChunk]:
+) -> list[ScoredChunk]:
     """Run the pending chunks; raises TooManyErrors as soon as it is certain, or well founded, that too many failed."""
-    made: list[scoring.ScoredChunk] = []
+    made: list[ScoredChunk] = []
     examples: list[str] = []
     rows = sum(part.rows for part in out.done)
     failed = sum(part.failed for part in out.done)
-    make_worker = partial(scoring.make_chunk_worker, scoring.with_staging(settings, out.staging))
-    memory = WORKER_BYTES + 2 * models.weight_bytes(Path(settings.model))
+    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging))
+    memory = WORKER_BYTES + 2 * model_folders.weight_bytes(Path(settings.model))
     chunks = engine.run_chunks(make_worker, items, gpus_per_process=None, memory_per_process=memory)
     with closing(chunks), progress("predict", total, "rows") as advance:
         advance(rows)
@@ -236,12 +238,12 @@ def _score(
     return made
 
 
-def _fingerprint(settings: scoring.ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
+def _fingerprint(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
     """Everything besides the rows that decides the bytes of the output."""
     runtime = settings.runtime
     return {
         "format": 1,
-        "model": models.model_hash(Path(settings.model)),
+        "model": model_folders.model_hash(Path(settings.model)),
         "task": spec.task,
         "runtime": runtime if isinstance(runtime, str) else f"{runtime.__module__}:{runtime.__qualname__}",
         "text": settings.text,
@@ -255,12 +257,7 @@ def _fingerprint(settings: scoring.ScoringSettings, spec: TaskSpec) -> dict[str,
 
 
 def _provenance(
-    settings: scoring.ScoringSettings,
-    engine: Engine,
-    made: list[scoring.ScoredChunk],
-    *,
-    seconds: float,
-    rows: int,
+    settings: ScoringSettings, engine: Engine, made: list[ScoredChunk], *, seconds: float, rows: int
 ) -> dict[str, Any]:
     tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
     return {

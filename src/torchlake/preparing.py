@@ -15,13 +15,13 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import durable, models, plugins
+from torchlake import durable, model_folders, models, plugins
 from torchlake.engines import Engine
 from torchlake.errors import DataError
 from torchlake.progress import progress
 from torchlake.scoring import string_column
 from torchlake.tables.chunks import Chunk, plan_chunks
-from torchlake.tables.commit import Part, part_name, write_part, writing
+from torchlake.tables.commit import Part, known_inputs, part_name, write_part, writing
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
 from torchlake.task_spec import TaskSpec
@@ -59,10 +59,10 @@ def prepare(
     """
     columns = (spec.text, spec.label)
     source = open_table(table, columns=columns)
-    plan = plan_chunks(source, columns=columns)
+    plan = plan_chunks(source, columns=columns, known=known_inputs(output))
     fingerprint = {
         "format": 1,
-        "tokenizer": models.tokenizer_hash(tokenizer),
+        "tokenizer": model_folders.tokenizer_hash(tokenizer),
         "spec": durable.fingerprint(asdict(spec)),
         "bad_rows": bad_rows,
     }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchlake import cli, errors
+from torchlake import commands, errors
 from torchlake.cli import main
 
 HEAVY = ("torch", "transformers", "pyspark", "ray", "sklearn", "pandas")
@@ -222,7 +222,7 @@ def test_the_demo_without_its_model_says_what_to_install(
 
 def test_json_is_strict() -> None:
     value = {1: np.float32(0.5), "nan": float("nan"), "path": Path("a"), "n": [np.int64(3), (None, True)]}
-    assert json.loads(json.dumps(cli._plain(value), allow_nan=False)) == {
+    assert json.loads(json.dumps(commands.plain(value), allow_nan=False)) == {
         "1": 0.5,
         "nan": None,
         "path": "a",

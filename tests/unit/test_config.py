@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchlake.config import (
-    MAX_BYTES,
     DataConfig,
     Every,
     Job,
@@ -18,9 +17,9 @@ from torchlake.config import (
     load_job,
     parse_every,
     parse_seconds,
-    read_yaml,
 )
 from torchlake.errors import ConfigError, UnsafeError
+from torchlake.yaml_tree import MAX_BYTES, read_yaml
 
 GOOD = "data: {train: reviews.parquet}\nmodel: {base: encoder}\n"
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from torchlake import diagnosing
-from torchlake.cli import _plain
+from torchlake.commands import plain
 from torchlake.diagnosing import CORE, OPTIONAL, doctor
 
 
@@ -18,7 +18,7 @@ def test_a_whole_installation() -> None:
     assert set(found.facts["optional"]) == set(OPTIONAL)
     assert 1 <= found.facts["machine"]["cores_usable"] <= found.facts["machine"]["cores"]
     assert 0 < found.facts["machine"]["memory_available"] <= found.facts["machine"]["memory"]
-    json.dumps(_plain(found), allow_nan=False)
+    json.dumps(plain(found), allow_nan=False)
 
 
 def test_a_missing_library_comes_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

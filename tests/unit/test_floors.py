@@ -11,21 +11,23 @@ import torchlake
 
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
-    4: "__init__ __main__ cli",
-    3: "preparing training predicting scoring launching evaluating verifying reporting diagnosing loop learner",
+    4: "__init__ __main__ cli commands console",
+    3: "preparing training predicting scoring scoring_workers launching evaluating verifying reporting report_page "
+    "diagnosing loop learner run_folder",
     2: "engines strategies tasks runtimes",
-    1: "data models model_card model_writing task_spec checkpoint distributed metrics recipe safety",
-    0: "tables config record plugins errors failpoints durable progress demo_data strikes",
+    1: "data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety",
+    0: "tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data strikes",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.
 CALLS = {
     "evaluating": {"predicting"},
-    "predicting": {"scoring"},
+    "predicting": {"scoring", "scoring_workers"},
     "preparing": {"scoring"},
     "loop": {"learner"},
-    "reporting": {"diagnosing"},
-    "training": {"preparing", "loop", "learner", "reporting"},
+    "reporting": {"diagnosing", "report_page"},
+    "scoring_workers": {"scoring"},
+    "training": {"preparing", "loop", "learner", "reporting", "run_folder"},
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
 # tables/ gives people their own kind of frame back.

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import tiny
-from torchlake import models
+from torchlake import model_folders, models
 from torchlake.errors import DataError, StorageError
 from torchlake.model_writing import quiet
 from torchlake.models import TaskSpec
@@ -43,18 +43,18 @@ def test_transformers_loads_a_model_folder(tiny_model: Path) -> None:
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, tiny_bert: Path, tiny_model: Path) -> None:
     again = tiny.build_model(tmp_path / "again", encoder=tiny.build_encoder(tmp_path / "encoder"))
-    assert models.model_hash(again) == models.model_hash(tiny_model)
-    assert models.tokenizer_hash(again) == models.tokenizer_hash(tiny_model)
+    assert model_folders.model_hash(again) == model_folders.model_hash(tiny_model)
+    assert model_folders.tokenizer_hash(again) == model_folders.tokenizer_hash(tiny_model)
     other = tiny.build_model(tmp_path / "other", encoder=tiny_bert, seed=1)
-    assert models.model_hash(other) != models.model_hash(tiny_model)
-    assert models.tokenizer_hash(other) == models.tokenizer_hash(tiny_model)
+    assert model_folders.model_hash(other) != model_folders.model_hash(tiny_model)
+    assert model_folders.tokenizer_hash(other) == model_folders.tokenizer_hash(tiny_model)
 
 
 def test_the_hash_needs_no_manifest(tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "model" / "manifest.json").unlink()
     (tmp_path / "model" / "README.md").write_text("another card")
-    assert models.model_hash(tmp_path / "model") == models.model_hash(tiny_model)
+    assert model_folders.model_hash(tmp_path / "model") == model_folders.model_hash(tiny_model)
 
 
 @pytest.mark.parametrize(
@@ -130,17 +130,17 @@ def test_a_model_is_replaced_whole_or_not_at_all(
     tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
-    before = models.model_hash(folder)
+    before = model_folders.model_hash(folder)
     for site in ("model.write", "model.task.write", "model.card.rename", "model.manifest.write", "model.rename"):
         monkeypatch.setenv("TORCHLAKE_FAILPOINT", f"{site}:1:enospc")
         monkeypatch.setattr("torchlake.failpoints._hits", {})
         with pytest.raises(StorageError, match="free there"):
             tiny.build_model(folder, encoder=tiny_bert, seed=1)
-        assert models.model_hash(folder) == before
+        assert model_folders.model_hash(folder) == before
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
     monkeypatch.delenv("TORCHLAKE_FAILPOINT")
     tiny.build_model(folder, encoder=tiny_bert, seed=1)
-    assert models.model_hash(folder) != before
+    assert model_folders.model_hash(folder) != before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -152,7 +152,7 @@ def test_a_state_dict_is_saved_like_its_model(tmp_path: Path, tiny_bert: Path) -
     models.save_model_folder(tmp_path / "model", model, model.config, tokenizer, tiny.SPEC, card=card)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     models.save_model_folder(tmp_path / "state", state, model.config, tokenizer, tiny.SPEC, card=card)
-    assert models.model_hash(tmp_path / "model") == models.model_hash(tmp_path / "state")
+    assert model_folders.model_hash(tmp_path / "model") == model_folders.model_hash(tmp_path / "state")
     text = (tmp_path / "model" / "README.md").read_text()
     assert text.startswith("---\nlibrary_name: transformers\n")
     assert "| auc | 0.7000 | 0.6000 to 0.8000 |" in text

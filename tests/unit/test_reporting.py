@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchlake import reporting
+from torchlake import report_page, reporting
 from torchlake.config import job_to_yaml, load_job
 from torchlake.errors import DataError
 from torchlake.reporting import redacted, report
@@ -201,17 +201,17 @@ def test_what_is_no_run_folder(tmp_path: Path) -> None:
 def test_a_chart_stays_inside_its_frame(points: list[tuple[int, float]]) -> None:
     thinned = reporting._thinned(sorted(points))
     assert 1 <= len(thinned) <= reporting.CURVE_POINTS
-    drawn = reporting._figure("loss", [("training", thinned)])
+    drawn = report_page._figure("loss", [("training", thinned)])
     assert "nan" not in drawn
     for pair in re.search(r'points="([^"]*)"', drawn)[1].split():  # type: ignore[index]
         x, y = map(float, pair.split(","))
-        assert 0 <= x <= reporting.WIDTH
-        assert 0 <= y <= reporting.HEIGHT
+        assert 0 <= x <= report_page.WIDTH
+        assert 0 <= y <= report_page.HEIGHT
 
 
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
 def test_ticks_enclose_the_values(low: float, span: float) -> None:
-    ticks = reporting._ticks(low, low + span)
+    ticks = report_page._ticks(low, low + span)
     assert ticks == sorted(set(ticks))
     assert 2 <= len(ticks) <= 7
     slack = (ticks[-1] - ticks[0]) * 1e-6

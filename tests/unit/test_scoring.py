@@ -16,7 +16,8 @@ from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake import models
 from torchlake.errors import TableError, UsageError
 from torchlake.predicting import refuse_unable
-from torchlake.scoring import Scorer, ScoringSettings, output_schema
+from torchlake.scoring import Scorer, ScoringSettings
+from torchlake.scoring_workers import output_schema
 
 
 def settings(model: Path, **changes) -> ScoringSettings:

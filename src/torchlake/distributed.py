@@ -1,0 +1,138 @@
+"""The ranks of one launch and the little they say to each other besides gradients.
+
+A rank knows itself by the variables torchrun sets. All of this works at world size 1 without a process group, so the
+training loop has one path. Every wait is bounded by `collective_timeout`: a rank that hangs shows as a timeout in its
+peers, which say so and fail, and the launch starts again from the last checkpoint.
+"""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchlake.errors import UsageError
+
+WORDS_OF_A_LOST_PEER = ("timed out", "timeout", "connection", "socket", "broken pipe", "nccl", "unhandled system error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """This rank's place: `rank` of `world_size` altogether, `local_rank` of those on this machine."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+
+@contextmanager
+def joined(timeout_s: float) -> Iterator[Group]:
+    """Join the ranks of this launch: nccl between GPUs, gloo between CPUs; no group at world size 1.
+
+    Raises UsageError when a machine has some GPUs, but fewer than ranks.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    group = Group(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
+    if world_size == 1:
+        yield group
+        return
+    with explained(group, "joining the other ranks"):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=_store(group, timedelta(seconds=timeout_s)),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    yield group
+    # Only on the way out of a success: after a failure the peers are gone or stuck, and leaving the group would wait.
+    # Modules that hold the group have to be gone before: the last of them would end the group's threads while holding
+    # Python's lock, which one of these threads may be waiting for.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def all_sum(group: Group, values: Sequence[float], doing: str) -> list[float]:
+    """The sum of each number over all ranks, in float64; every rank calls it with as many numbers."""
+    if group.world_size == 1:
+        return [float(value) for value in values]
+    vector = torch.tensor(values, dtype=torch.float64, device=group.device)
+    with explained(group, doing):
+        dist.all_reduce(vector)
+        return vector.tolist()
+
+
+def any_rank(group: Group, said: bool, doing: str) -> bool:
+    """Whether any rank said yes; every rank asks at the same place."""
+    return all_sum(group, [said], doing)[0] > 0
+
+
+def all_sum_array(group: Group, array: np.ndarray, doing: str) -> np.ndarray:
+    """The sum of a float32 array over all ranks, elementwise."""
+    if group.world_size == 1:
+        return array
+    tensor = torch.from_numpy(array).to(group.device)
+    with explained(group, doing):
+        dist.all_reduce(tensor)
+        return tensor.cpu().numpy()
+
+
+def barrier(group: Group, doing: str) -> None:
+    """Wait until every rank is here."""
+    all_sum(group, [0.0], doing)
+
+
+@contextmanager
+def explained(group: Group, doing: str) -> Iterator[None]:
+    """Say which rank waited for the others, and where, when a collective inside fails for want of a peer."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = str(error).lower()
+        if group.world_size == 1 or not any(word in words for word in WORDS_OF_A_LOST_PEER):
+            raise
+        raise RuntimeError(
+            f"rank {group.rank} of {group.world_size} gave up waiting for the other ranks while {doing}: one of them "
+            "died, hangs, or took longer than train.collective_timeout"
+        ) from error
+
+
+def _store(group: Group, timeout: timedelta) -> Any:
+    """Where the ranks find one another: at MASTER_ADDR and MASTER_PORT, rank 0 listening.
+
+    A launcher that holds the port hands rank 0 its socket, bound to 127.0.0.1; listening on that one keeps the store
+    off the network. Under another launcher the store listens as torch's `env://` does.
+    """
+    held = os.environ.get("TORCHLAKE_MASTER_FD")
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch forgets to export it by name
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        group.world_size,
+        is_master=group.rank == 0,
+        timeout=timeout,
+        master_listen_fd=None if held is None or group.rank != 0 else int(held),
+    )
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        raise UsageError(
+            f"{ranks} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: each rank needs its own. Ask for "
+            f"{gpus} (engine.processes), or train on CPUs with CUDA_VISIBLE_DEVICES= (empty) in the environment."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,81 @@
+"""Where a model's files are, and the hashes that stand for what is in them.
+
+A model is named by its folder, or by its name on the Hugging Face hub, whose snapshot is downloaded once. The hashes
+are of the files that decide an answer or a token, not of cards and manifests. Price: nothing is read where the manifest
+lists a file, which then is believed (`models.load_model` checks it); otherwise the file is read once.
+"""
+
+import logging
+import re
+from pathlib import Path
+
+from torchlake import durable
+from torchlake.errors import DataError
+from torchlake.safety import INDEX
+from torchlake.task_spec import TASK_FILE
+
+log = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+)
+
+
+def model_folder(model: str | Path) -> Path:
+    """The folder of a local model, or of a hub model's snapshot (downloaded when the cache lacks it).
+
+    Raises DataError saying what was looked for, here and on the hub.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise DataError(f"{folder}: is a file; a model is a folder with config.json and model.safetensors")
+    name = str(model)
+    if not HUB_NAME.fullmatch(name):
+        raise DataError(f"{name}: there is no such model folder, and the name is none of the Hugging Face hub")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    log.info("%s: no such folder; looking on the Hugging Face hub", name)
+    try:
+        # What the gate would refuse is not even downloaded.
+        snapshot = snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{name}: there is no such folder here ({folder.absolute()}), and it could not be had from the Hugging "
+            f"Face hub ({cause}). Give the path of a model folder, or download the model where there is a network."
+        ) from None
+    return Path(snapshot)
+
+
+def model_hash(folder: str | Path) -> str:
+    """The sha256 that stands for everything deciding a model's answers: weights, configuration, tokenizer, task."""
+    return _hash_files(model_folder(folder), ("config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES))
+
+
+def weight_bytes(folder: str | Path) -> int:
+    """The size of the weights on disk."""
+    return sum(path.stat().st_size for path in model_folder(folder).glob("*.safetensors"))
+
+
+def tokenizer_hash(folder: str | Path) -> str:
+    """The sha256 that stands for a tokenizer: two folders with the same one have the same."""
+    return _hash_files(model_folder(folder), TOKENIZER_FILES)
+
+
+def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
+    listed = durable.read_json(folder / durable.MANIFEST)["files"] if (folder / durable.MANIFEST).exists() else {}
+    names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
+    hashes = {name: listed[name]["sha256"] if name in listed else durable.sha256_file(folder / name) for name in names}
+    return durable.fingerprint(hashes)

@@ -1,0 +1,138 @@
+"""The run folder: whose it is, whether it is finished, and the frames that a job brought along.
+
+    job.yaml  task.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/  report.html  result.json
+
+One trainer at a time holds it, by a lease that its ranks check before they write. A folder in which nothing was trained
+yet may be given another job (a first attempt that failed on its data is mended in place); one that holds training may
+not: mixing two jobs' steps would be neither.
+"""
+
+import hashlib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from torchlake import durable
+from torchlake.config import Job, job_to_yaml, load_job
+from torchlake.errors import DataError, FingerprintError
+from torchlake.tables import lease
+from torchlake.tables.frames import is_frame, to_arrow
+from torchlake.task_spec import TASK_FILE
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 60.0
+JOB_FILE = "job.yaml"
+RESULT = "result.json"
+# They decide where and how safely a run is computed, not what comes out: a run may continue with others.
+MAY_CHANGE = (
+    "engine.name",
+    "engine.processes",
+    "train.strategy",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.max_restarts",
+    "train.collective_timeout",
+    "train.micro_batch_tokens",
+)
+
+
+def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
+    """The folder asked for, or runs/ and the job file's name."""
+    if run is not None:
+        return Path(run).expanduser()
+    return Path("runs") / ("job" if job is None or isinstance(job, Job) else Path(job).stem)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[tuple[str, str]]:
+    """Be the one trainer of the run folder; yields where the lease lies and its token, for the ranks to check.
+
+    Raises Locked naming the process that trains there, OutputError when the folder cannot be made.
+    """
+    staging = folder / ".training.staging"
+    mine = lease.acquire(staging, LEASE_S)
+    try:
+        yield str(staging), mine.mine["token"]
+    finally:
+        mine.release()
+
+
+def claim(folder: Path, job: Job) -> None:
+    """Note the job in the run folder. Raises FingerprintError when it holds another's training, or something else."""
+    path = folder / JOB_FILE
+    if path.exists():
+        before, now = (_flat(each.model_dump(mode="json")) for each in (load_job(path), job))
+        differing = [
+            f"  {name}: {before.get(name)!r} -> {now.get(name)!r}"
+            for name in dict.fromkeys([*before, *now])
+            if before.get(name) != now.get(name) and name not in MAY_CHANGE
+        ]
+        if differing and not is_trained(folder):
+            durable.remove([folder / name for name in (TASK_FILE, "prepared", "cache")])
+        elif differing:
+            raise FingerprintError(
+                f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\nGive another "
+                f"run folder, or delete this one to train anew. Free to change: {', '.join(MAY_CHANGE)}."
+            )
+    elif foreign := sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")):
+        raise FingerprintError(
+            f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
+            "Give a new folder."
+        )
+    durable.write_bytes(path, job_to_yaml(job).encode(), site="run.job")
+
+
+def is_trained(folder: Path) -> bool:
+    """Whether the folder holds steps of a run: a checkpoint, sound or not, or a result."""
+    checkpoints = folder / "checkpoints"
+    return (folder / RESULT).exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, item in value.items()
+        for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The result of a finished run; None while there is something left to do, a damaged model folder for one."""
+    if not (folder / RESULT).exists():
+        return None
+    try:
+        durable.check_manifest(folder / "model")
+    except DataError as error:
+        log.warning("%s. The model is written again from the checkpoints.", error)
+        return None
+    result: dict[str, Any] = durable.read_json(folder / RESULT)
+    return result
+
+
+def frames_to_paths(sections: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The frames among data.train and data.validation, and the sections with the paths they will be stored at."""
+    data = sections.get("data")
+    if not isinstance(data, Mapping):
+        return {}, sections
+    frames = {name: data[name] for name in ("train", "validation") if is_frame(data.get(name))}
+    paths = {name: str(folder / "input" / f"{name}.parquet") for name in frames}
+    return frames, {**sections, "data": {**data, **paths}}
+
+
+def store_frame(frame: Any, path: Path) -> None:
+    """Write a frame as Parquet, unless the file there holds the same: an unchanged file keeps its time."""
+    sink = io.BytesIO()
+    pq.write_table(to_arrow(frame), sink, compression="zstd", write_page_checksum=True)
+    content = sink.getvalue()
+    if path.exists() and durable.sha256_file(path) == hashlib.sha256(content).hexdigest():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    durable.write_bytes(path, content, site="run.frame")

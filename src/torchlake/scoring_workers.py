@@ -1,0 +1,121 @@
+"""What `predict` hands to an engine: functions that load the model once per process and then score what they are given.
+
+    chunks   read -> tokenise (in a thread, one chunk ahead, beside the model) -> score -> Parquet part
+    tables   score -> the same table with the prediction columns added
+
+`scoring.py` does the scoring. Price: one chunk more in memory than the one being scored.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from torchlake import plugins
+from torchlake.scoring import Scorer, ScoringSettings, Work, string_column
+from torchlake.strikes import Strikes
+from torchlake.tables.chunks import Chunk
+from torchlake.tables.commit import Part, write_part
+from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.task_spec import TaskSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredChunk:
+    """What a worker tells of a chunk it has written."""
+
+    part: Part
+    tokens: int
+    "Tokens of the rows that were scored, without padding."
+    padded_tokens: int
+    "The same with padding: what was computed."
+    seconds: float
+    "Spent in forward passes."
+    examples: tuple[str, ...]
+    "Up to three errors, each with its file and row."
+
+
+def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
+    """Load the model once; the worker then scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
+    scorer = Scorer(settings=settings)
+    reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
+    staging = Path(settings.staging)
+
+    def read(item: tuple[Chunk, str]) -> tuple[Chunk, str, pa.Table, Work]:
+        chunk, name = item
+        table, unreadable = reader.read(chunk)
+        return chunk, name, table, scorer.tokenize(string_column(table[settings.text]), unreadable)
+
+    def score(chunk: Chunk, name: str, table: pa.Table, work: Work) -> ScoredChunk:
+        padded, seconds = scorer.padded_tokens, scorer.seconds
+        strikes = Strikes(staging / "journal" / f"{chunk.index}.json")
+        output = _carry(table, settings, chunk, scorer.score(work, strikes))
+        part = write_part(staging, name, output, chunk=chunk.index)
+        strikes.close()
+        return ScoredChunk(
+            part=part,
+            tokens=int(work.tokens.lengths.sum()),
+            padded_tokens=scorer.padded_tokens - padded,
+            seconds=scorer.seconds - seconds,
+            examples=_examples(chunk, output["error"]),
+        )
+
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[ScoredChunk]:
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
+            first = next(items, None)
+            ready = None if first is None else thread.submit(read, first)
+            while ready is not None:
+                following = next(items, None)
+                current = ready.result()
+                ready = None if following is None else thread.submit(read, following)
+                yield score(*current)
+
+    return worker
+
+
+def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
+    """Load the model once; the worker then adds the prediction columns to any Arrow table."""
+    scorer = Scorer(settings=settings)
+
+    def worker(table: pa.Table) -> pa.Table:
+        predictions = scorer.score(scorer.tokenize(string_column(table[settings.text]), {}))
+        for name in predictions.column_names:
+            table = table.append_column(predictions.schema.field(name), predictions[name])
+        return table
+
+    return worker
+
+
+def with_staging(settings: ScoringSettings, staging: Path) -> ScoringSettings:
+    """The settings of a chunk job that writes its parts into `staging`."""
+    return replace(settings, staging=str(staging))
+
+
+def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
+    """The schema of the scored table, known before any row is read."""
+    task = plugins.load("tasks", spec.task)
+    predicted = task.output_schema(spec, settings.all_probabilities)
+    return pa.schema(
+        [
+            *([pa.field("row_id", pa.string())] if settings.key is None else []),
+            *(source.field(name).remove_metadata().with_nullable(True) for name in settings.keep),
+            *(column.with_name(settings.prefix + column.name) for column in predicted),
+            pa.field("truncated", pa.bool_()),
+            pa.field("error", pa.string()),
+        ]
+    )
+
+
+def _carry(table: pa.Table, settings: ScoringSettings, chunk: Chunk, predictions: pa.Table) -> pa.Table:
+    """Key (or row id), carried columns and predictions side by side."""
+    ids = {"row_id": row_ids(chunk)} if settings.key is None else {}
+    carried = {name: table[name] for name in settings.keep}
+    return pa.table({**ids, **carried, **{name: predictions[name] for name in predictions.column_names}})
+
+
+def _examples(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:
+    reasons = errors.to_pylist() if errors.null_count < len(errors) else []
+    failed = [(row, reason) for row, reason in enumerate(reasons) if reason is not None][:3]
+    return tuple(f"{chunk.file} row {chunk.first_row + row}: {reason}" for row, reason in failed)

@@ -1,0 +1,300 @@
+"""`train`: a table and an encoder in, a model folder out; run again after anything, it continues.
+
+    open the tables -> find the labels -> prepare (token Parquet) -> launch the ranks -> model folder, report
+
+This half runs in the caller's process. It decides everything once, keeps a second trainer out of the run folder, finds
+the newest checkpoint that is whole, and starts the ranks again when one was killed, hung or failed for a reason that is
+no mistake of the user's. `loop.py` is what a rank does. Price of a restart: the steps since the last checkpoint.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from torchlake import durable, models, plugins, record, run_folder
+from torchlake.config import Job, load_job
+from torchlake.engines import Engine
+from torchlake.errors import ConfigError, FingerprintError, RankFailed, UsageError
+from torchlake.failpoints import failpoint
+from torchlake.preparing import prepare
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.reading import ChunkReader
+from torchlake.tables.table import open_table
+from torchlake.task_spec import TASK_FILE, TaskSpec, spec_from_json
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished training run."""
+
+    path: Path
+    "The run folder."
+    model: Path
+    "The model folder in it."
+    steps: int
+    "Optimizer steps that this call added: fewer than the run has when it continued one."
+    seconds: float
+    "Of this call."
+    metrics: dict[str, float]
+    "The best validation's; the last step's loss where there is no validation."
+    complete: bool
+    "Whether the run had been finished before, so that nothing was left to do."
+
+
+def train(
+    job: str | Path | Job | None = None,
+    *,
+    run: str | Path | None = None,
+    engine: Engine | None = None,
+    overrides: Sequence[str] = (),
+    **sections: Any,
+) -> Run:
+    """Fine-tune a model as `job` says: a job file, a Job, or sections (`data={...}`, `model={...}`, `train={...}`).
+
+    Sections and then `overrides` ("train.epochs=5") are laid over the job. `data.train` and `data.validation` may be
+    frames (pyarrow, pandas, polars); they are stored in the run folder first. `run` is the run folder, by default
+    runs/ and the job file's name. The same call again continues an interrupted run, and returns a finished one.
+
+    Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
+    FingerprintError when the run folder holds another job or the input has changed, Locked when another process trains
+    in it, Interrupted when told to stop (after a checkpoint), Diverged when the loss stays non-finite, StorageError
+    when the disk is full, RankFailed with all attempts when the ranks failed more often than `max_restarts`.
+    """
+    began = time.monotonic()
+    folder = run_folder.find(job, run)
+    frames, sections = run_folder.frames_to_paths(sections, folder)
+    wanted = _load(job, overrides, sections)
+    if engine is None:
+        engine = _make_engine(wanted)
+    processes = wanted.engine.processes or engine.processes or 1
+    strategy = choose_strategy(wanted, processes)
+    with run_folder.held(folder) as held:
+        run_folder.claim(folder, wanted)
+        finished = run_folder.finished(folder)
+        if finished is not None:
+            log.info("%s: already complete, %d steps", folder, finished["steps"])
+            return _as_run(folder, finished, steps=0, began=began, complete=True)
+        for name, frame in frames.items():
+            run_folder.store_frame(frame, folder / "input" / f"{name}.parquet")
+        base = models.model_folder(wanted.model.base)
+        spec = _find_spec(wanted, base, folder)
+        metric = choose_metric(wanted, spec)
+        prepared = _prepare(wanted, base, spec, engine, folder)
+        settings = {
+            "job": wanted,
+            "spec": spec,
+            "run": str(folder),
+            "tokens": str(prepared[0]),
+            "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
+            "strategy": strategy,
+            "metric": metric,
+            "lease": held,
+        }
+        done = _launch(engine, settings, processes, wanted.train.max_restarts)
+        result = {"steps": done["total_steps"], "metrics": done["metrics"], "metric": metric, "world_size": processes}
+        durable.write_json(folder / run_folder.RESULT, result, site="run.result")
+    from torchlake import reporting
+
+    reporting.report(folder)
+    return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """One rank of the launch: what `engine.launch` runs. `settings` are the fields of `RankSettings`.
+
+    SIGTERM sets a flag and nothing else; the loop looks at it where it can save. That has to be so before torch is
+    imported, which takes seconds.
+    """
+    told_to_stop = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told_to_stop.set())
+    from torchlake.learner import RankSettings
+    from torchlake.loop import run_rank
+
+    rank = int(os.environ.get("RANK", "0"))
+    with record.log_file(Path(settings["run"]) / "logs" / f"rank_{rank}.jsonl", rank=rank):
+        try:
+            failpoint(f"rank{rank}.start")
+            return run_rank(RankSettings(**settings), told_to_stop.is_set)
+        except Exception:
+            log.exception("rank %d stopped", rank)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def choose_strategy(job: Job, processes: int) -> str:
+    """The strategy's name, "auto" resolved. Raises UsageError when it cannot run that task or so many ranks."""
+    name = job.train.strategy
+    if name == "auto":
+        return "single" if processes == 1 else "ddp"
+    strategy = plugins.load("strategies", name)
+    if strategy.MAX_RANKS is not None and processes > strategy.MAX_RANKS:
+        raise UsageError(
+            f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, {processes} were asked for. "
+            "Use strategy auto or ddp, or engine.processes=1."
+        )
+    if job.model.task in strategy.never:
+        raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.model.task]}.")
+    return name
+
+
+def choose_metric(job: Job, spec: TaskSpec) -> str:
+    """The metric that picks the best model. Raises ConfigError listing the choices for one that there is not."""
+    task = plugins.load("tasks", spec.task)
+    wanted = job.train.metric
+    if job.data.validation is None and (wanted is not None or job.train.patience is not None):
+        raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
+    if wanted is None:
+        return str(task.DEFAULT_METRIC[spec.problem])
+    choices = ["loss", *_metric_names(task, spec)]
+    if wanted not in choices:
+        raise ConfigError(f"train.metric: there is no {wanted!r} for {spec.problem}; choose from {', '.join(choices)}")
+    return wanted
+
+
+def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
+    """The names of the task's metrics, found by computing them over two rows."""
+    classes = max(1, len(spec.labels))
+    targets = {
+        "single_label": np.array([0, 1]),
+        "multi_label": np.eye(2, classes, dtype=np.float32),
+        "regression": np.array([0.0, 1.0], dtype=np.float32),
+    }
+    scores = np.eye(2, classes, dtype=np.float32)
+    return list(task.metrics(scores, targets[spec.problem], spec))
+
+
+def _launch(engine: Engine, settings: dict[str, Any], processes: int, max_restarts: int) -> dict[str, Any]:
+    """Launch the ranks, again from the newest checkpoint after a failure; rank 0's summary, and this call's `steps`.
+
+    Raises RankFailed telling of every attempt when they are used up.
+    """
+    from torchlake import checkpoint
+
+    folder = Path(settings["run"]) / checkpoint.FOLDER
+    attempts: list[str] = []
+    first: int | None = None
+    while True:
+        newest, problems = checkpoint.newest(folder)
+        step = 0 if newest is None else int(newest.state["step"])
+        first = step if first is None else first
+        for problem in problems:
+            log.warning("%s", problem)
+        where = "the beginning" if newest is None else f"step {step:,}"
+        log.info("training on %d rank%s from %s", processes, "s" * (processes > 1), where)
+        start = {**settings, "checkpoint": None if newest is None else str(newest.path)}
+        try:
+            summary: dict[str, Any] = engine.launch(train_rank, start, processes=processes)
+            return {**summary, "steps": summary["total_steps"] - first}
+        except RankFailed as error:
+            attempts.append(f"attempt {len(attempts) + 1}, from {where}: {str(error).splitlines()[0]}")
+            if len(attempts) > max_restarts:
+                raise _used_up(attempts, max_restarts, folder, error) from error
+            log.warning("%s; starting again", attempts[-1])
+
+
+def _used_up(attempts: list[str], max_restarts: int, folder: Path, last: RankFailed) -> RankFailed:
+    times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
+    message = "\n".join(
+        [
+            f"training failed {times} (train.max_restarts={max_restarts}):",
+            *attempts,
+            f"Checkpoints are kept in {folder}, each rank's log in {folder.parent / 'logs'}.",
+            "Run the same command again to continue.",
+            *([f"\n{last.traceback}"] if last.traceback else []),
+        ]
+    )
+    return RankFailed(message, rank=last.rank, traceback=last.traceback, signal=last.signal)
+
+
+def _load(job: str | Path | Job | None, overrides: Sequence[str], sections: Mapping[str, Any]) -> Job:
+    if not isinstance(job, Job):
+        return load_job(job, overrides, **sections)
+    merged: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in job}
+    for name, section in sections.items():
+        values = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
+        merged[name] = {**merged.get(name, {}), **values}
+    return load_job(None, overrides, **merged)
+
+
+def _make_engine(job: Job) -> Engine:
+    module = plugins.load("engines", job.engine.name)
+    engine: Engine = getattr(module, job.engine.name.title())(processes=job.engine.processes)
+    return engine
+
+
+def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:
+    return Run(
+        path=folder,
+        model=folder / "model",
+        steps=steps,
+        seconds=time.monotonic() - began,
+        metrics=result["metrics"],
+        complete=complete,
+    )
+
+
+def _find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
+    """What the model is asked: read off the label column once, then kept in the run folder."""
+    path = folder / TASK_FILE
+    if path.exists():
+        return spec_from_json(path, durable.read_json(path))
+    data = job.data
+    task = plugins.load("tasks", job.model.task)
+    table = open_table(data.train, columns=(data.text, data.label))
+    reader = ChunkReader((data.label,))
+    chunks = plan_chunks(table, columns=(data.label,)).chunks
+    problem, labels = task.find_labels(reader.read(chunk)[0][data.label] for chunk in chunks)
+    reader.close()
+    spec = TaskSpec(
+        task=job.model.task,
+        problem=problem,
+        labels=labels,
+        text=data.text,
+        label=data.label,
+        max_length=models.max_length(base, job.model.max_length),
+    )
+    durable.write_json(path, asdict(spec), site="run.task")
+    return spec
+
+
+def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path) -> list[Path]:
+    """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
+    tables = {"train": job.data.train}
+    if isinstance(job.data.validation, str | tuple):
+        tables["validation"] = job.data.validation
+    folders = []
+    for name, table in tables.items():
+        output = folder / "prepared" / name
+        output.parent.mkdir(exist_ok=True)
+        try:
+            done = prepare(
+                table,
+                output,
+                tokenizer=base,
+                spec=spec,
+                engine=engine,
+                bad_rows=job.data.bad_rows,
+                overwrite=not run_folder.is_trained(folder),
+            )
+        except FingerprintError as error:
+            different = "\n".join(str(error).splitlines()[:-1])  # the last line offers what an output may do
+            raise FingerprintError(
+                f"{different}\nThe training in {folder} cannot go on with another {name} table than it began with: "
+                "give the earlier table, or a new run folder (--run)."
+            ) from error
+        if done["failed"]:
+            log.warning("%s: %d of %d rows are left out (data.bad_rows=drop)", table, done["failed"], done["rows"])
+        folders.append(output)
+    return folders

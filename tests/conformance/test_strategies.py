@@ -1,0 +1,79 @@
+"""What every strategy promises (see torchlake/strategies/__init__.py); a new file there is held to it unasked."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import training_runs as runs
+from torchlake import plugins
+
+NAMES = plugins.names("strategies")
+TOLERANCE = 1e-5
+
+
+def ranks(name: str) -> int:
+    limit = plugins.load("strategies", name).MAX_RANKS
+    return 2 if limit is None else min(2, limit)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_declares_what_it_can(name: str) -> None:
+    strategy = plugins.load("strategies", name)
+    assert strategy.MAX_RANKS is None or strategy.MAX_RANKS >= 1
+    assert set(strategy.never) <= set(plugins.names("tasks"))
+    assert all(reason for reason in strategy.never.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> None:
+    """The losses of `single`, over batches of one row too, and a model that loads without the strategy."""
+    sections = runs.job(
+        tmp_path, tiny_bert, rows=90, batch_size=17, micro_batch_tokens=64, clip_norm=0.5, strategy="single"
+    )
+    runs.succeed(tmp_path / "single", sections)
+    sections["train"]["strategy"] = name
+    runs.succeed(tmp_path / name, sections, ranks=ranks(name))
+    expected = runs.losses(tmp_path / "single")
+    assert runs.losses(tmp_path / name) == pytest.approx(expected, abs=TOLERANCE)
+    norms = [
+        [line["grad_norm"] for line in runs.metrics(run) if "loss" in line]
+        for run in (tmp_path / "single", tmp_path / name)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    from safetensors.torch import load_file
+
+    one, other = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("single", name))
+    assert one.keys() == other.keys()
+    assert all(torch.allclose(one[key], other[key], atol=1e-4) for key in one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_checkpoint_continues_under_any_other(name: str, tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert, strategy=name)
+    stopped = runs.attempt(
+        tmp_path / "run",
+        sections,
+        ranks=ranks(name),
+        failpoint="rank0.step:8:raise",
+        overrides=("train.max_restarts=0",),
+    )
+    assert stopped.exit_code == 70
+    sections["train"]["strategy"] = "single"
+    runs.succeed(tmp_path / "run", sections)
+    runs.succeed(tmp_path / "single", sections)
+    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
+
+
+def test_single_is_the_model_itself() -> None:
+    single = plugins.load("strategies", "single")
+    model = nn.Linear(2, 2)
+    assert single.wrap(model, device=torch.device("cpu")) is model
+    with single.no_sync(model):
+        (model(torch.ones(1, 2)).sum() * 100).backward()
+    before = single.clip_norm(model, 1.0)
+    assert before == pytest.approx(float(torch.tensor([100.0] * 6).norm()))
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    assert float(gradients.norm()) == pytest.approx(1.0, rel=1e-4)
+    assert single.state(model).keys() == {"weight", "bias"}

@@ -1,0 +1,70 @@
+"""The first 20 losses of one job, at full precision: a change that is not meant to change a result changes no digit.
+
+On the machine and the torch that wrote a file the losses must be equal; other processors sum in another order, and
+there they may differ by `TOLERANCE`. After a change that is meant to change them: UPDATE_GOLDEN=1 pytest tests/golden
+"""
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import tiny
+import training_runs as runs
+
+TOLERANCE = 2e-5
+"On another machine or torch."
+BETWEEN_STRATEGIES = 1e-5
+"A sum over two ranks rounds differently from a sum over one."
+HERE = Path(__file__).parent
+STEPS = 20
+
+
+def table(problem: str) -> pa.Table:
+    reviews = tiny.reviews(200, seed=3)
+    if problem == "single_label":
+        return reviews
+    words = [text.split() for text in reviews["text"].to_pylist()]
+    if problem == "regression":
+        labels: list[object] = [len(each) / 10 for each in words]
+    else:
+        labels = [[word for word in ("movie", "plot") if word in each] for each in words]
+    return reviews.set_column(2, "label", pa.array(labels))
+
+
+def losses(folder: Path, encoder: Path, problem: str, *, ranks: int = 1) -> list[float]:
+    folder.mkdir(exist_ok=True)
+    pq.write_table(table(problem), folder / "reviews.parquet")
+    sections = runs.job(folder, encoder, batch_size=16, max_steps=STEPS, micro_batch_tokens=256)
+    runs.succeed(folder / "run", sections, ranks=ranks)
+    return runs.losses(folder / "run")
+
+
+def machine() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    processor = " ".join(facts.get(name, "?") for name in ("model name", "cpu family", "model", "stepping"))
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {processor}"
+
+
+@pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
+def test_single_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_bert: Path, problem: str) -> None:
+    path = HERE / f"text_classification_{problem}.txt"
+    found = losses(tmp_path, tiny_bert, problem)
+    if os.environ.get("UPDATE_GOLDEN"):
+        lines = [f"# {machine()}", *(f"{step} {loss!r}" for step, loss in enumerate(found, start=1))]
+        path.write_text("\n".join(lines) + "\n")
+    header, *rows = path.read_text().splitlines()
+    golden = [float(row.split()[1]) for row in rows]
+    assert len(golden) == STEPS
+    assert found == (golden if header == f"# {machine()}" else pytest.approx(golden, abs=TOLERANCE, rel=TOLERANCE))
+
+
+def test_two_ranks_give_the_losses_of_one(tmp_path: Path, tiny_bert: Path) -> None:
+    one = losses(tmp_path / "one", tiny_bert, "single_label")
+    two = losses(tmp_path / "two", tiny_bert, "single_label", ranks=2)
+    assert two == pytest.approx(one, abs=BETWEEN_STRATEGIES)

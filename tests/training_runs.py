@@ -1,0 +1,263 @@
+"""Training runs for tests: each in a process of its own, forked from one that has imported torch and done nothing.
+
+Such a process starts in milliseconds, may be killed at a failpoint like a machine that loses its power, and computes on
+one thread of the CPU, so that equal jobs give equal bytes.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from torchlake import errors
+from torchlake.engines import Engine
+from torchlake.errors import RankFailed, TorchlakeError
+
+ALONE = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHLAKE_PROGRESS": "0",
+}
+DEADLINE_S = 120.0
+
+
+class Inline(Engine):
+    """An engine for tests: chunks and a single rank run in the caller's process, several ranks are forks of it.
+
+    A fork has torch at once, where a fresh process needs seconds to import it. The caller must not have computed
+    anything with torch before: threads do not survive a fork.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self.processes = processes
+
+    def run_chunks(self, make_worker: Callable[[], Any], chunks: Any, **_: Any) -> Iterator[Any]:
+        return iter(make_worker()(iter(chunks)))
+
+    def launch(self, fn: Callable[..., Any], *args: Any, processes: int = 1, **_: Any) -> Any:
+        if processes == 1:
+            return fn(*args)
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            ranks = [_fork_rank(rank, processes, held, fn, args) for rank in range(processes)]
+            return _gather(ranks)
+
+    def map_frame(self, frame: Any, make_worker: Callable[[], Any], schema: Any) -> Any:
+        return make_worker()(frame)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """How a process ended: `exit_code` as a shell counts it, negative for a signal."""
+
+    exit_code: int
+    error: str = ""
+    "The error's class and message, empty without one."
+    steps: int = 0
+    metrics: dict[str, float] | None = None
+    complete: bool = False
+
+
+def _fork_rank(rank: int, processes: int, held: socket.socket, fn: Any, args: Any) -> tuple[int, Any]:
+    """Fork one rank; its process id and the connection that its value, or its error, comes over."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    try:
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])})
+        os.environ.update({"TORCHLAKE_MASTER_FD": str(held.fileno()), "GLOO_SOCKET_IFNAME": "lo"})
+        theirs.send(("value", fn(*args)))
+    except TorchlakeError as error:
+        theirs.send((type(error).__name__, str(error)))
+    except BaseException:
+        theirs.send(("RankFailed", traceback.format_exc()))
+    finally:
+        theirs.close()
+        os._exit(0)
+
+
+def _gather(ranks: list[tuple[int, Any]]) -> Any:
+    """Rank 0's value, or the error of the rank that failed first; every rank is gone afterwards."""
+    values = {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    try:
+        while waiting:
+            for connection in wait(list(waiting)):
+                rank = waiting.pop(connection)
+                try:
+                    kind, values[rank] = connection.recv()
+                except EOFError:
+                    raise RankFailed(f"rank {rank} was killed", rank=rank) from None
+                if kind == "RankFailed":
+                    raise RankFailed(f"rank {rank} failed", rank=rank, traceback=values[rank])
+                if kind != "value":
+                    raise getattr(errors, kind)(values[rank])
+        return values[0]
+    finally:
+        for pid, _ in ranks:
+            if waiting:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def job(folder: Path, encoder: Path, *, rows: int = 96, **train: Any) -> dict[str, Any]:
+    """Sections of a job over `rows` generated reviews in `folder`: 4 epochs of short steps unless told otherwise."""
+    import tiny
+
+    folder.mkdir(parents=True, exist_ok=True)
+    table = folder / "reviews.parquet"
+    if not table.exists():
+        pq.write_table(tiny.reviews(rows), table)
+    recipe = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "checkpoint_every": "3steps", **train}
+    return {
+        "data": {"train": str(table), "validation": {"fraction": 0.25}},
+        "model": {"base": str(encoder)},
+        "train": recipe,
+    }
+
+
+def attempt(
+    run: Path,
+    sections: dict[str, Any],
+    *,
+    failpoint: str | None = None,
+    sigterm_at: str | None = None,
+    stub: Callable[[], None] | None = None,
+    ranks: int = 1,
+    local: bool = False,
+    overrides: tuple[str, ...] = (),
+    **environment: str,
+) -> Attempt:
+    """`tl.train` with so many ranks in a fresh process, on the engine above or (`local`, slow) on the local one.
+
+    `failpoint` ("site:nth:action") breaks it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level
+    function, is called first.
+    """
+    out = run.with_name(f"{run.name}.attempt.json")
+    out.unlink(missing_ok=True)
+    run.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**ALONE, **environment}
+    if failpoint is not None:
+        variables["TORCHLAKE_FAILPOINT"] = failpoint
+        variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
+    arguments = (str(run), sections, sigterm_at, stub, ranks, local, overrides, variables, str(out))
+    process = _context().Process(target=_train, args=arguments)
+    process.start()
+    process.join(DEADLINE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"{run}: the training hung for {DEADLINE_S} s")
+    assert process.exitcode is not None
+    told = json.loads(out.read_text()) if out.exists() else {}
+    return Attempt(exit_code=process.exitcode, **told)
+
+
+def succeed(run: Path, sections: dict[str, Any], **options: Any) -> Attempt:
+    """`attempt`, which must end well."""
+    done = attempt(run, sections, **options)
+    assert done.exit_code == 0, done.error
+    return done
+
+
+def losses(run: Path) -> list[float]:
+    """The loss of every step, in order; that each is there once is asserted."""
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [float(line["loss"]) for line in lines]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_sha256(run: Path) -> str:
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["training_runs", "torchlake.loop", "transformers.models.bert.modeling_bert"])
+    # OpenMP reads its variables when it is loaded, so the server must start with them.
+    before = {name: os.environ.get(name) for name in ALONE}
+    path = os.environ.get("PYTHONPATH")
+    os.environ.update(ALONE)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in {**before, "PYTHONPATH": path}.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+def _train(
+    run: str,
+    sections: dict[str, Any],
+    sigterm_at: str | None,
+    stub: Callable[[], None] | None,
+    ranks: int,
+    local: bool,
+    overrides: tuple[str, ...],
+    variables: dict[str, str],
+    out: str,
+) -> None:
+    os.environ.update(variables)
+    import torchlake as tl
+
+    if sigterm_at is not None:
+        _send_sigterm_at(*sigterm_at.split(":"))
+    if stub is not None:
+        stub()
+    engine = tl.Local(processes=ranks) if local else Inline(ranks)
+    try:
+        done = tl.train(run=run, engine=engine, overrides=overrides, **sections)
+    except TorchlakeError as error:
+        Path(out).write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        os._exit(error.exit_code)
+    except BaseException:
+        Path(out).write_text(json.dumps({"error": traceback.format_exc()}))
+        os._exit(70)
+    told = {"steps": done.steps, "metrics": done.metrics, "complete": done.complete}
+    Path(out).write_text(json.dumps(told))
+
+
+def _send_sigterm_at(site: str, nth: str) -> None:
+    """Send this process SIGTERM when it comes to a failpoint for the nth time."""
+    from torchlake import checkpoint, durable, failpoints, loop, training
+
+    hits = 0
+
+    def failpoint(name: str) -> None:
+        nonlocal hits
+        hits += name == site
+        if name == site and hits == int(nth):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for module in (checkpoint, durable, failpoints, loop, training):
+        module.failpoint = failpoint  # type: ignore[attr-defined]
