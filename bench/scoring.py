@@ -56,7 +56,7 @@ def main() -> None:
     real = int(mask.sum())
     rows = [
         {
-            "name": "seed: padded to 128, batch 32, arrival order, autograd",
+            "name": "padded to 128, batch 32, in arrival order, autograd on",
             "kind": "seed",
             "exact": True,
             "rows_per_s": len(table) / peer_s,

@@ -8,14 +8,16 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
 from _common import SCRATCH, arguments, finish, random_model, reviews
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 import torchlake as tl
+from torchlake import models
 from torchlake.data.order import epoch_batches
 
 LEARNING_RATE = 2e-5
@@ -25,7 +27,9 @@ BATCH = 32
 def plain_loop(folder, texts, labels) -> tuple[list[float], float, int]:
     """Losses of each step, seconds, and tokens computed."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder).train()
+    spec = replace(models.load_spec(folder), labels=(0, 1))
+    torch.manual_seed(0)
+    model = models.base_model(folder, spec, "AutoModelForSequenceClassification").train()  # the head torchlake draws
     padded = tokenizer(texts, padding="max_length", max_length=128, truncation=True, return_tensors="pt")
     ids, mask = padded["input_ids"], padded["attention_mask"]
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -47,7 +51,7 @@ def plain_loop(folder, texts, labels) -> tuple[list[float], float, int]:
 
 
 def main() -> None:
-    options = arguments(__doc__, rows=256)
+    options = arguments(__doc__, rows=384)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # children inherit it
     torch.set_num_threads(1)
     folder = random_model(SCRATCH / "roberta-base-shape")

@@ -20,7 +20,7 @@ import typer
 from torchlake import commands
 from torchlake.commands import Outcome, given, make_engine
 from torchlake.console import apart, error_outcome, interruptible, resume_line
-from torchlake.errors import Interrupted, RankFailed, TorchlakeError, UsageError
+from torchlake.errors import Interrupted, TorchlakeError, UsageError
 
 app = typer.Typer(
     name="torchlake",
@@ -280,9 +280,6 @@ def _run(words: list[str]) -> Outcome:
         if callable(show):
             show(file=sys.stderr)
         return error_outcome(error, error.format_message(), UsageError.exit_code)
-    except RankFailed as error:
-        print(f"{error.traceback}\n" if error.traceback else "", end="", file=sys.stderr)
-        return error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
     except Interrupted as error:
         return error_outcome(error, str(error), error.exit_code, shown=f"{error}\n{resume_line(words)}")
     except TorchlakeError as error:

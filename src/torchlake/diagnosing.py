@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from torchlake.engines._machine import available_memory, cgroup_cores, cgroup_memory, cores
+
 CORE = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "fsspec", "pydantic"),
     *("PyYAML", "typer", "rich", "numpy", "scipy", "scikit-learn", "psutil", "cloudpickle"),
@@ -128,17 +130,15 @@ def _devices() -> tuple[dict[str, Any], str | None]:
 
 
 def _machine() -> dict[str, Any]:
-    memory = psutil.virtual_memory()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": platform.platform(),
         "cores": os.cpu_count(),
-        "cores_usable": usable,
-        "cores_cgroup_limit": _cgroup_cores(),
+        "cores_usable": cores(),
+        "cores_cgroup_limit": cgroup_cores(),
         "cpu_features": ", ".join(_cpu_features()) or "none of those that matter here",
-        "memory": memory.total,
-        "memory_available": memory.available,
-        "memory_cgroup_limit": _cgroup_memory(),
+        "memory": psutil.virtual_memory().total,
+        "memory_available": available_memory(),
+        "memory_cgroup_limit": cgroup_memory(),
     }
 
 
@@ -150,28 +150,6 @@ def _cpu_features() -> list[str]:
         return []
     flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
     return [name for flag, name in {**CPU_FLAGS, **AMX_FLAGS}.items() if flag in flags]
-
-
-def _cgroup_cores() -> float | None:
-    """Cores' worth of time that a container may use (cgroup v2, then v1); None: no limit."""
-    quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "").partition(" ")
-    if not quota:
-        quota = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or ""
-        period = _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or ""
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def _cgroup_memory() -> int | None:
-    limit = _read("/sys/fs/cgroup/memory.max") or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
-    # cgroup v1 writes "no limit" as a number near 2^63.
-    return int(limit) if limit.isdigit() and int(limit) < 2**60 else None
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def _storage() -> dict[str, dict[str, Any]]:

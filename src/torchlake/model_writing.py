@@ -82,7 +82,7 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
     except PackageNotFoundError:
         release = "from its source folder"
     front = {"library_name": "transformers", "pipeline_tag": "text-classification", "tags": ["torchlake", spec.problem]}
-    if "base" in card:
+    if "base" in card and not Path(str(card["base"])).is_absolute():  # a path means nothing on the hub
         front["base_model"] = str(card["base"])
     labels = ", ".join(f"`{label}`" for label in spec.labels[:SHOWN_LABELS])
     if len(spec.labels) > SHOWN_LABELS:
@@ -96,7 +96,8 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
         "made with": f"torchlake {release}",
     }
     lines = [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
-    text = f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {_cell(card.get('base', 'Model'))}, fine-tuned\n\n"
+    title = Path(str(card.get("base", "Model"))).name
+    text = f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {_cell(title)}, fine-tuned\n\n"
     text += "| | |\n|---|---|\n" + "\n".join(lines) + "\n"
     if metrics := card.get("metrics"):
         text += "\n| metric | value | 95 % interval |\n|---|---|---|\n"

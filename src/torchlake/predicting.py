@@ -5,6 +5,8 @@ and one commit record makes them visible at once; whatever is killed when, the s
 is missing. A frame in memory becomes a frame of the same kind: no files, no plan.
 """
 
+import logging
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchlake import model_folders, models, plugins
 from torchlake.engines import Engine
@@ -28,10 +31,14 @@ from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.commit import Writing, known_inputs, part_name, writing
 from torchlake.tables.frames import is_frame, like, to_arrow
 from torchlake.tables.keys import check_key
-from torchlake.tables.table import open_table
+from torchlake.tables.table import Table, open_table
 from torchlake.task_spec import TaskSpec
 
+log = logging.getLogger(__name__)
+
 ROWS_BEFORE_STOPPING = 1000
+MAX_TIMEOUT_S = 1_000_000
+NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
 WORKER_BYTES = 600 << 20
 "What a worker takes before it loads a model: Python, torch, transformers."
 
@@ -49,6 +56,8 @@ class Scored:
     "Rows this call scored, per second of the whole call."
     record: dict[str, Any]
     "The commit record, with the provenance."
+    quarantined: tuple[tuple[str, str], ...] = ()
+    'Files left out, each with the reason (`on_bad_file="quarantine"`); their rows are in no count.'
 
 
 def predict(
@@ -85,14 +94,15 @@ def predict(
     error rows. A forward pass longer than `row_timeout_s` seconds has its rows tried alone, and given up the second
     time. `batch_tokens` bounds a batch's padded tokens (default: by the device), `chunk_rows` a chunk's rows (default:
     from the table's size).
-    `overwrite` replaces an output of another job; `accept_new_input` scores only what the input gained.
+    `overwrite` replaces an output of another job; `accept_new_input` scores only the files that the input gained or
+    that changed. `key`, `columns`, `row_timeout_s`, `chunk_rows`, `overwrite`, `accept_new_input` and `on_bad_file`
+    concern stored tables.
 
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
     UsageError for what is wrong before any work.
     """
-    if not 0 <= max_error_rate <= 1:
-        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {max_error_rate} was given.")
+    _check_options(max_error_rate, null, row_timeout_s, on_bad_file, batch_tokens=batch_tokens, chunk_rows=chunk_rows)
     folder = model_folders.model_folder(model)
     spec = models.load_spec(folder)
     refuse_unable(runtime, spec.task)
@@ -115,7 +125,7 @@ def predict(
                 "A frame comes back as a frame with all its columns: output, key and columns are for stored tables. "
                 "To write an output folder, save the frame as Parquet and predict that."
             )
-        return _predict_frame(table, settings, spec, engine)
+        return _predict_frame(table, settings, spec, engine, max_error_rate)
     if output is None:
         raise UsageError("predict of a stored table needs an output folder: predict(model, table, output).")
     return _predict_table(
@@ -132,6 +142,22 @@ def predict(
     )
 
 
+def _check_options(
+    max_error_rate: float, null: str, row_timeout_s: float, on_bad_file: str, **counts: int | None
+) -> None:
+    """Raise UsageError for a value that means nothing."""
+    if not 0 <= max_error_rate <= 1:
+        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {max_error_rate} was given.")
+    if not 0 < row_timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(f"row_timeout_s is seconds, above 0 and up to {MAX_TIMEOUT_S:,}; {row_timeout_s} was given.")
+    for name, value, choices in (("null", null, NULL), ("on_bad_file", on_bad_file, ON_BAD_FILE)):
+        if value not in choices:
+            raise UsageError(f"{name} is one of {', '.join(choices)}; {value!r} was given.")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise UsageError(f"{name} has to be 1 or more; {count} was given.")
+
+
 def refuse_unable(runtime: Runtime, task: str) -> None:
     """Raise UsageError when the runtime says that it never runs this task."""
     never = plugins.load("runtimes", runtime).never if isinstance(runtime, str) else {}
@@ -139,13 +165,16 @@ def refuse_unable(runtime: Runtime, task: str) -> None:
         raise UsageError(f"The runtime {runtime!r} cannot run {task}: {never[task]}.")
 
 
-def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
+def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
     table = to_arrow(frame)
     _check_text(table.schema, settings.text, "the frame")
     schema = output_schema(settings, spec, table.schema)
     added = [column for column in schema if column.name != "row_id"]
     _refuse_collisions([*table.column_names, *(column.name for column in added)])
     scored = engine.map_frame(table, partial(make_table_worker, settings), pa.schema([*table.schema, *added]))
+    failed = len(scored) - scored["error"].null_count
+    examples = [f"{reason}" for reason in pc.unique(scored["error"].drop_null()).to_pylist()[:3]]
+    _refuse_too_many(failed, len(scored), len(scored), max_error_rate, examples)
     return like(frame, scored)
 
 
@@ -168,6 +197,9 @@ def _predict_table(
     _check_text(source.schema, settings.text, source.source)
     schema = output_schema(settings, spec, source.schema)
     _refuse_collisions(schema.names)
+    _refuse_own_input(source, output)
+    for file, reason in source.quarantined:
+        log.warning("%s is left out: %s", file, reason)
     plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows, known=known_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
@@ -201,6 +233,7 @@ def _predict_table(
         seconds=seconds,
         rows_per_s=scored_rows / seconds,
         record=record,
+        quarantined=tuple(source.quarantined),
     )
 
 
@@ -223,19 +256,26 @@ def _score(
     chunks = engine.run_chunks(make_worker, items, gpus_per_process=None, memory_per_process=memory)
     with closing(chunks), progress("predict", total, "rows") as advance:
         advance(rows)
+        _refuse_too_many(failed, rows, total, max_error_rate, examples)  # of a run before this one
         for chunk in chunks:
             made.append(chunk)
             rows += chunk.part.rows
             failed += chunk.part.failed
             examples = (examples + list(chunk.examples))[:3]
             advance(chunk.part.rows)
-            if failed > max_error_rate * min(total, max(rows, ROWS_BEFORE_STOPPING)):
-                raise TooManyErrors(
-                    f"{failed:,} of the first {rows:,} rows failed, more than max_error_rate={max_error_rate} allows. "
-                    f"For example: {'; '.join(examples)}. Nothing was published; finished chunks are kept. "
-                    "Mend the rows, or allow more with a higher max_error_rate."
-                )
+            _refuse_too_many(failed, rows, total, max_error_rate, examples)
     return made
+
+
+def _refuse_too_many(failed: int, rows: int, total: int, max_error_rate: float, examples: Sequence[str]) -> None:
+    """Raise TooManyErrors once more than the allowed share of all rows, or of the first thousand or more, failed."""
+    if failed <= max_error_rate * min(total, max(rows, ROWS_BEFORE_STOPPING)):
+        return
+    shown = f" For example: {'; '.join(examples)}." if examples else ""
+    raise TooManyErrors(
+        f"{failed:,} of {rows:,} rows failed, more than max_error_rate={max_error_rate} allows.{shown} Nothing was "
+        "published; finished chunks are kept. Mend the rows, or allow more with a higher max_error_rate."
+    )
 
 
 def _fingerprint(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
@@ -289,8 +329,20 @@ def _check_text(schema: pa.Schema, text: str, where: str) -> None:
         raise TableError(f"{where}: the text column {text!r} holds {kind}, not strings; name another with text=.")
 
 
+def _refuse_own_input(source: Table, output: Path) -> None:
+    for file in source.files:
+        if Path(os.path.realpath(file)).is_relative_to(os.path.realpath(output)):
+            raise UsageError(
+                f"{output}: holds {file}, which is being scored; publishing would replace it. Give another."
+            )
+
+
 def _refuse_collisions(names: Sequence[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
+    if twice and twice[0] in ("row_id", "truncated", "error"):
+        raise UsageError(
+            f"Every output has a column {twice[0]!r} of its own: rename the input's column, or leave it out of columns."
+        )
     if twice:
         raise UsageError(
             f"The column {twice[0]!r} would be there twice, carried from the input and predicted. "

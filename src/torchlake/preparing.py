@@ -117,7 +117,11 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
         good = pa.array([row not in errors for row in range(chunk.rows)], pa.bool_())
         flat, offsets, _ = task.tokenize(tokenizer, pc.filter(texts, good).to_pylist(), spec)
         ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
-        targets = task.encode_labels(pc.filter(labels, good), spec)
+        try:
+            targets = task.encode_labels(pc.filter(labels, good), spec)
+        except DataError as error:
+            last = chunk.first_row + chunk.rows - 1
+            raise DataError(f"{chunk.file}, rows {chunk.first_row:,} to {last:,}: {error}") from error
         place = pc.if_else(good, pc.subtract(pc.cumulative_sum(pc.cast(good, pa.int64())), 1), None)
         columns = [
             row_ids(chunk),
@@ -138,8 +142,11 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
 def _untrainable(texts: pa.Array, labels: pa.Array, unreadable: dict[int, str]) -> dict[int, str]:
     """The rows that cannot be trained on, with their reasons."""
     errors = dict(unreadable)
-    for reason, column in (("null_input", texts), ("null_label", labels)):
-        if column.null_count:
-            for row in pc.indices_nonzero(pc.is_null(column)).to_pylist():
-                errors.setdefault(row, reason)
+    blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
+    unlabelled = pc.is_null(labels)
+    if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
+        unlabelled = pc.or_(unlabelled, pc.equal(pc.fill_null(labels, ""), ""))  # an empty cell of a CSV file
+    for reason, found in (("null_input", blank), ("null_label", unlabelled)):
+        for row in pc.indices_nonzero(found).to_pylist():
+            errors.setdefault(row, reason)
     return errors

@@ -56,7 +56,7 @@ def held(folder: Path) -> Iterator[tuple[str, str]]:
     Raises Locked naming the process that trains there, OutputError when the folder cannot be made.
     """
     staging = folder / ".training.staging"
-    mine = lease.acquire(staging, LEASE_S)
+    mine = lease.acquire(staging, LEASE_S, name=str(folder))
     try:
         yield str(staging), mine.mine["token"]
     finally:

@@ -9,6 +9,7 @@ row that ends or hangs the process is found by `strikes.py`. Sorting costs one a
 
 import faulthandler
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,6 +145,8 @@ class Scorer:
                 raise
             except Exception as error:
                 if _device_is_lost(error):
+                    if strikes is not None:
+                        os._exit(1)  # no later call would work; the next process finds the row by its strikes
                     raise
                 if len(batch) > 1:
                     pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]

@@ -18,7 +18,7 @@ from torchlake.scoring import Scorer, ScoringSettings, Work, string_column
 from torchlake.strikes import Strikes
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.commit import Part, write_part
-from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 from torchlake.task_spec import TaskSpec
 
 
@@ -80,7 +80,8 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
     scorer = Scorer(settings=settings)
 
     def worker(table: pa.Table) -> pa.Table:
-        predictions = scorer.score(scorer.tokenize(string_column(table[settings.text]), {}))
+        texts, unreadable = isolate_bad_text(table.select([settings.text]))
+        predictions = scorer.score(scorer.tokenize(string_column(texts[settings.text]), unreadable))
         for name in predictions.column_names:
             table = table.append_column(predictions.schema.field(name), predictions[name])
         return table

@@ -16,6 +16,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchlake.durable import storage_error
+
 
 class Strikes:
     """The record of one chunk's attempts, kept in `path`; rows are positions within the chunk.
@@ -31,8 +33,11 @@ class Strikes:
         if path.exists():
             self._read_dead_attempt()
         state = {"suspects": self.suspects, "quarantined": self.quarantined}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(state) + "\n", encoding="utf-8")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(state) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise storage_error(error, path) from error
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def running(self, rows: Sequence[int]) -> None:

@@ -23,10 +23,21 @@ import numpy as np
 from torchlake import durable, models, plugins, record, run_folder
 from torchlake.config import Job, load_job
 from torchlake.engines import Engine
-from torchlake.errors import ConfigError, FingerprintError, RankFailed, UsageError
+from torchlake.errors import (
+    ConfigError,
+    DataError,
+    FingerprintError,
+    OutputError,
+    RankFailed,
+    TableError,
+    UsageError,
+)
 from torchlake.failpoints import failpoint
 from torchlake.preparing import prepare
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.commit import known_inputs
+from torchlake.tables.files import content_id, stat
+from torchlake.tables.keys import check_key
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 from torchlake.task_spec import TASK_FILE, TaskSpec, spec_from_json
@@ -81,12 +92,13 @@ def train(
     strategy = choose_strategy(wanted, processes)
     with run_folder.held(folder) as held:
         run_folder.claim(folder, wanted)
-        finished = run_folder.finished(folder)
-        if finished is not None:
-            log.info("%s: already complete, %d steps", folder, finished["steps"])
-            return _as_run(folder, finished, steps=0, began=began, complete=True)
         for name, frame in frames.items():
             run_folder.store_frame(frame, folder / "input" / f"{name}.parquet")
+        finished = run_folder.finished(folder)
+        if finished is not None:
+            _refuse_changed_input(wanted, folder)
+            log.info("%s: already complete, %d steps", folder, finished["steps"])
+            return _as_run(folder, finished, steps=0, began=began, complete=True)
         base = models.model_folder(wanted.model.base)
         spec = _find_spec(wanted, base, folder)
         metric = choose_metric(wanted, spec)
@@ -139,6 +151,11 @@ def choose_strategy(job: Job, processes: int) -> str:
     if name == "auto":
         return "single" if processes == 1 else "ddp"
     strategy = plugins.load("strategies", name)
+    if processes < strategy.MIN_RANKS:
+        raise UsageError(
+            f"train.strategy {name!r} needs {strategy.MIN_RANKS} processes or more, {processes} was asked for. "
+            f"Use strategy auto, or engine.processes={strategy.MIN_RANKS} (--processes {strategy.MIN_RANKS})."
+        )
     if strategy.MAX_RANKS is not None and processes > strategy.MAX_RANKS:
         raise UsageError(
             f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, {processes} were asked for. "
@@ -248,15 +265,19 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 def _find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
     """What the model is asked: read off the label column once, then kept in the run folder."""
     path = folder / TASK_FILE
-    if path.exists():
+    if path.exists() and run_folder.is_trained(folder):
         return spec_from_json(path, durable.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
     table = open_table(data.train, columns=(data.text, data.label))
     reader = ChunkReader((data.label,))
     chunks = plan_chunks(table, columns=(data.label,)).chunks
-    problem, labels = task.find_labels(reader.read(chunk)[0][data.label] for chunk in chunks)
-    reader.close()
+    try:
+        problem, labels = task.find_labels(reader.read(chunk)[0][data.label] for chunk in chunks)
+    except DataError as error:
+        raise DataError(f"{table.source}, column {data.label!r}: {error}") from error
+    finally:
+        reader.close()
     spec = TaskSpec(
         task=job.model.task,
         problem=problem,
@@ -271,13 +292,13 @@ def _find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
 
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path) -> list[Path]:
     """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
-    tables = {"train": job.data.train}
-    if isinstance(job.data.validation, str | tuple):
-        tables["validation"] = job.data.validation
     folders = []
-    for name, table in tables.items():
+    for name, table in _tables(job).items():
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
+        if job.data.key is not None and not run_folder.is_trained(folder):
+            keyed = open_table(table, columns=(job.data.key,))
+            check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
         try:
             done = prepare(
                 table,
@@ -289,12 +310,43 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path)
                 overwrite=not run_folder.is_trained(folder),
             )
         except FingerprintError as error:
-            different = "\n".join(str(error).splitlines()[:-1])  # the last line offers what an output may do
+            lines = str(error).splitlines()
+            different = "\n".join(lines[:-1] or lines)  # the last line offers what an output may do
             raise FingerprintError(
                 f"{different}\nThe training in {folder} cannot go on with another {name} table than it began with: "
                 "give the earlier table, or a new run folder (--run)."
             ) from error
+        except OutputError as error:
+            raise OutputError(f"{error} Delete {output}, and run the same command again.") from error
         if done["failed"]:
             log.warning("%s: %d of %d rows are left out (data.bad_rows=drop)", table, done["failed"], done["rows"])
         folders.append(output)
     return folders
+
+
+def _tables(job: Job) -> dict[str, str | tuple[str, ...]]:
+    """The stored tables of a job, by what they are for."""
+    validation = job.data.validation
+    return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
+
+
+def _refuse_changed_input(job: Job, folder: Path) -> None:
+    """Raise FingerprintError when a table of a finished run is another one now; a table that is gone is not."""
+    for name, table in _tables(job).items():
+        planned = {one.name: one for one in known_inputs(folder / "prepared" / name)}
+        try:
+            now = open_table(table)
+            sizes = {name: stat(file) for name, file in zip(now.names, now.files, strict=True)}
+        except (TableError, OSError):
+            continue
+        paths = dict(zip(now.names, now.files, strict=True))
+        changed = sorted(planned.keys() ^ paths.keys()) or [
+            one.path
+            for one in planned.values()
+            if sizes[one.name] != (one.size, one.mtime_ns) and content_id(paths[one.name]) != one.sha256
+        ]
+        if changed and planned:
+            raise FingerprintError(
+                f"{folder}: is finished, and was trained on another {name} table: {changed[0]} has changed since. "
+                "Give a new run folder (--run) to train on it."
+            )

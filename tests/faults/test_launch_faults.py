@@ -73,10 +73,13 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     yield made
     made.process.kill()
     made.process.wait()
-    left = [path for path in tmp_path.glob("*.pid") if not gone(int(path.read_text()))]
-    for path in left:
-        os.kill(int(path.read_text()), signal.SIGKILL)
-    assert not left
+    numbers = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    try:
+        wait_for(lambda: all(gone(number) for number in numbers), seconds=NO_ORPHAN_S)
+    finally:
+        for number in numbers:
+            if not gone(number):
+                os.kill(number, signal.SIGKILL)
 
 
 def assert_gone(numbers: list[int]) -> None:

@@ -174,6 +174,8 @@ def test_too_many_bad_rows_stop_the_job(job: dict, tmp_path: Path) -> None:
     assert done.returncode == 4, done.stderr
     assert "this text raises" in done.stderr
     assert not job["output"].exists()
+    assert scoring_runs.predict(job, SCORED_LOG=str(tmp_path / "scored")).returncode == 4  # nothing was left to score
+    assert not job["output"].exists()
     succeed({**job, "max_error_rate": 1.0}, SCORED_LOG=str(tmp_path / "scored"))
 
 

@@ -109,10 +109,11 @@ def test_every_error_has_its_exit_status_and_no_traceback(
 
 
 def test_a_failed_rank_shows_its_own_traceback(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    raising(errors.RankFailed("rank 1 of 2 failed", rank=1, traceback="Traceback: KeyError: 'lr'", signal=None))
+    words = "rank 1 failed with KeyError: 'lr'\n\nTraceback: KeyError: 'lr'"  # as the engine puts it
+    raising(errors.RankFailed(words, rank=1, traceback="Traceback: KeyError: 'lr'", signal=None))
     assert main(["verify", "scored", "--json"]) == 70
     out, err = capfd.readouterr()
-    assert err == "Traceback: KeyError: 'lr'\nerror: rank 1 of 2 failed\n"
+    assert err == f"error: {words}\n"
     assert json.loads(out)["error"]["rank"] == 1
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -349,6 +350,17 @@ def test_an_interrupted_replacement_survives_a_look_at_the_old_output(
     assert is_clean(out)
 
 
+def test_a_killed_overwrite_can_be_given_again(forks: Forks, source: Path, tmp_path: Path) -> None:
+    for site in [site for site in sites(forks, source, tmp_path) if site.startswith(("plan", "part.done", "commit"))]:
+        out = tmp_path / f"out-{site.replace(':', '-')}" / "table"
+        for kill in (site, "part.done:1"):  # killed again while it starts anew
+            forks.run(source, out, f"{kill}:kill9", overwrite=True)
+        run(source, out, overwrite=True)
+        assert rows_of(out) == expected(), site
+        assert verify(out).problems == [], site
+        assert os.listdir(out.parent) == ["table"], site
+
+
 def test_a_changed_input_is_refused_then_accepted(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(source, out)
@@ -524,6 +536,23 @@ def test_what_holds_no_commit_is_not_read(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / COMMIT).write_text('{"format": 1, "parts": [1]}')
     with pytest.raises(TableError, match="not a commit record"):
         read_commit(tmp_path / "out")
+
+
+def test_an_output_in_a_folder_that_cannot_be_listed_is_an_output_error(source: Path) -> None:
+    plan, user = plan_of(source), os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to everybody else
+        Path(folder).chmod(0o333)
+        try:
+            if user == 0:
+                os.seteuid(65534)  # root may list every folder
+            with (
+                pytest.raises(OutputError, match=r"out: may not be looked at: Permission denied: .* Give an output in"),
+                writing(Path(folder) / "out", plan=plan, fingerprint={}),
+            ):
+                pass
+        finally:
+            os.seteuid(user)
+            Path(folder).chmod(0o700)
 
 
 def test_an_error_in_the_job_lets_the_next_writer_in_at_once(source: Path, tmp_path: Path) -> None:

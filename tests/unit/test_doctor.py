@@ -2,12 +2,14 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 
 from torchlake import diagnosing
 from torchlake.commands import plain
 from torchlake.diagnosing import CORE, OPTIONAL, doctor
+from torchlake.engines import _machine
 
 
 def test_a_whole_installation() -> None:
@@ -19,6 +21,18 @@ def test_a_whole_installation() -> None:
     assert 1 <= found.facts["machine"]["cores_usable"] <= found.facts["machine"]["cores"]
     assert 0 < found.facts["machine"]["memory_available"] <= found.facts["machine"]["memory"]
     json.dumps(plain(found), allow_nan=False)
+
+
+def test_a_containers_limits_are_what_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"cpu.max": "50000 100000", "memory.max": str(2**30), "memory.current": str(2**29), "memory.stat": ""}
+    for name, content in limits.items():
+        (tmp_path / name).write_text(content + "\n")
+    monkeypatch.setattr(_machine, "CGROUP", tmp_path)
+    found = doctor()
+    machine = found.facts["machine"]
+    assert (machine["cores_usable"], machine["cores_cgroup_limit"]) == (1, 0.5)
+    assert (machine["memory_available"], machine["memory_cgroup_limit"]) == (2**29, 2**30)
+    assert any("Only 0.5 GiB of memory are free" in problem for problem in found.problems)
 
 
 def test_a_missing_library_comes_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

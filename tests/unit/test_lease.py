@@ -39,6 +39,13 @@ def test_a_live_lease_locks_and_a_released_one_does_not(staging: Path) -> None:
     again.release()
 
 
+def test_a_lock_names_what_is_held(staging: Path) -> None:
+    lease = acquire(staging, 60, name="runs/reviews")
+    with pytest.raises(Locked, match=r"^runs/reviews: being written by pid"):
+        acquire(staging, 60, name="runs/reviews")
+    lease.release()
+
+
 def test_an_expired_lease_is_taken_over_and_its_holder_is_refused(staging: Path) -> None:
     zombie = acquire(staging, 60)
     edit(staging, renewed=time.time() - 61)
@@ -110,3 +117,13 @@ def test_a_folder_that_is_gone_is_lost_and_one_that_cannot_be_made_is_an_output_
         acquire(tmp_path / "file" / ".x.staging", 60)
     with pytest.raises(OutputError, match="cannot be created"):
         acquire(Path("/proc/none/.x.staging"), 60)
+
+
+def test_a_lock_that_is_never_given_back_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: its holder was stopped in the middle of publishing; the newcomer says so instead of waiting for ever."""
+    monkeypatch.setattr("torchlake.tables.lease.LOCK_WAIT_S", 0.2)
+    staging = tmp_path / ".out.staging"
+    first = acquire(staging, 60.0)
+    with locked(staging), pytest.raises(Locked, match=r"locked for 0 s by pid \d+.*kill -CONT"):
+        acquire(staging, 60.0)
+    first.release()

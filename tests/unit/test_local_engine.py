@@ -94,6 +94,65 @@ def test_no_more_processes_than_memory_holds() -> None:
     assert _machine.most_processes(1) == _machine.most_processes(0) == _machine.cores()
 
 
+V2 = {
+    "cpu.max": "{quota} 100000",
+    "memory.max": "{limit}",
+    "memory.current": "{used}",
+    "memory.stat": "anon 5\nactive_file 30\ninactive_file 70",
+}
+V1 = {
+    "cpu/cpu.cfs_quota_us": "{quota}",
+    "cpu/cpu.cfs_period_us": "100000",
+    "memory/memory.limit_in_bytes": "{limit}",
+    "memory/memory.usage_in_bytes": "{used}",
+    "memory/memory.stat": "active_file 1\ntotal_active_file 30\ntotal_inactive_file 70",
+}
+
+
+def contain(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], **values: Any) -> None:
+    """Put this process into a container, as far as it can tell."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content.format(**values) + "\n")
+    monkeypatch.setattr(_machine, "CGROUP", folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux's")
+@pytest.mark.parametrize("files", [V2, V1], ids=["v2", "v1"])
+def test_a_containers_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    gib = 2**30
+    # Of 4 GiB, 3 GiB and 100 bytes are used, and the kernel can give back those 100 of cached files.
+    contain(tmp_path, monkeypatch, files, quota=250000, limit=4 * gib, used=3 * gib + 100)
+    assert _machine.cores() == 3, "two and a half, rounded up"
+    assert _machine.most_processes(gib // 4) == 2, "half of the free GiB, though the machine has more"
+    contain(tmp_path, monkeypatch, files, quota=1000, limit=4 * gib, used=5 * gib)
+    assert _machine.cores() == 1
+    assert _machine.available_memory() == 0
+    assert _machine.most_processes(gib) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux's")
+@pytest.mark.parametrize(
+    ("files", "values"),
+    [
+        (V2, {"quota": "max", "limit": "max", "used": 1}),
+        (V1, {"quota": -1, "limit": 2**63 - 4096, "used": 1}),
+        ({}, {}),
+    ],
+    ids=["v2", "v1", "none"],
+)
+def test_a_container_without_limits_has_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], values: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    contain(tmp_path, monkeypatch, files, **values)
+    assert _machine.cores() == 64
+    assert _machine.cgroup_cores() is None
+    assert _machine.cgroup_memory() is None
+    assert _machine.available_memory() > 0
+
+
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UsageError, match=r"2 processes with 1 GPUs each need 2 GPUs; 1 found"):

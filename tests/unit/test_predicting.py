@@ -72,6 +72,17 @@ def test_a_changed_job_is_refused_and_a_changed_input_can_be_accepted(model: Pat
     assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(ROWS))
 
 
+def test_a_bad_file_may_be_left_out_and_is_named(model: Path, tmp_path: Path) -> None:
+    """Case 25."""
+    source = tmp_path / "in"
+    source.mkdir()
+    pq.write_table(tiny.reviews(3), source / "0.parquet")
+    (source / "1.parquet").write_bytes(b"PAR1 and nothing else")
+    scored = tl.predict(model, source, tmp_path / "out", on_bad_file="quarantine", engine=tiny.Here())
+    assert scored.rows_out == 3
+    assert [Path(file).name for file, _ in scored.quarantined] == ["1.parquet"]
+
+
 def test_a_key_must_be_one(model: Path, tmp_path: Path) -> None:
     """Case 27."""
     pq.write_table(pa.table({"id": [1, 2, 2], "text": ["a", "b", "c"]}), tmp_path / "in.parquet")

@@ -14,7 +14,7 @@ import tiny
 import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake import models
-from torchlake.errors import TableError, UsageError
+from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.predicting import refuse_unable
 from torchlake.scoring import Scorer, ScoringSettings
 from torchlake.scoring_workers import output_schema
@@ -103,6 +103,14 @@ def test_a_pyarrow_frame_comes_back_with_predictions(model: Path, kind: pa.DataT
     assert scored["error"].to_pylist() == [None, "null_input"]
 
 
+def test_a_frame_has_a_threshold_too_and_bad_text_is_a_row_of_its_own(model: Path) -> None:
+    """Cases 17 and 20, in memory."""
+    bad = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 4, 6], np.int32)), pa.py_buffer(b"good\xff\xfe"))
+    assert tl.predict(model, pa.table({"text": bad}))["error"].to_pylist() == [None, "bad_utf8"]
+    with pytest.raises(TooManyErrors, match="1 of 2 rows failed"):
+        tl.predict(model, pa.table({"text": bad}), max_error_rate=0.1)
+
+
 def test_pandas_keeps_its_index_and_polars_its_kind(model: Path) -> None:
     pandas = pd.DataFrame({"text": ["good film", "bad film"]}, index=[7, 9])
     scored = tl.predict(model, pandas)
@@ -132,8 +140,21 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
     pq.write_table(frame, tmp_path / "in.parquet")
     with pytest.raises(UsageError, match="output folder"):
         tl.predict(model, tmp_path / "in.parquet")
-    with pytest.raises(UsageError, match="from 0 to 1"):
-        tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", max_error_rate=7)
+    wrong = {
+        "from 0 to 1": {"max_error_rate": 7},
+        "row_timeout_s is seconds": {"row_timeout_s": 0},
+        "null is one of error, score": {"null": "skip"},
+        "on_bad_file is one of": {"on_bad_file": "ignore"},
+        "batch_tokens has to be 1": {"batch_tokens": 0},
+        "chunk_rows has to be 1": {"chunk_rows": 0},
+    }
+    for words, options in wrong.items():
+        with pytest.raises(UsageError, match=words):
+            tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", text="body", **options)
+    with pytest.raises(UsageError, match="to be replaced|would replace it"):
+        tl.predict(model, tmp_path / "in.parquet", tmp_path, text="body")
+    with pytest.raises(UsageError, match="column 'error' of its own"):
+        tl.predict(model, pa.table({"text": ["good"], "error": ["x"]}), prefix="predicted_")
     with pytest.raises(UsageError, match="Choose from: eager"):
         refuse_unable("eagre", "text_classification")
 

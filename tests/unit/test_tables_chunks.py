@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -121,6 +122,25 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_text("a\n12\n")
     plan_chunks(open_table(path), columns=["a"], known=plan.inputs)
     assert hashed == [str(path)]
+
+
+@pytest.mark.parametrize("step", ["pieces_of", "content_id"])
+def test_rows_appended_while_planning_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a\n1\n")
+    table, real = open_table(path), getattr(planning, step)
+
+    def appended_after(*arguments: Any) -> Any:
+        result = real(*arguments)
+        with path.open("a") as stream:
+            stream.write("2\n")
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, step, appended_after)
+        with pytest.raises(TableError, match=r"a\.csv: changed while it was being planned. Run the same command again"):
+            plan_chunks(table, columns=["a"])
+    assert plan_chunks(table, columns=["a"]).rows == 2
 
 
 def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Frames go in and come back as what they were."""
 
+from typing import Any
+
 import pandas as pd
 import polars as pl
 import pyarrow as pa
@@ -32,9 +34,46 @@ def test_a_frame_comes_back_as_its_kind(kind: str) -> None:
 @pytest.mark.parametrize("kind", FRAMES)
 def test_a_frame_without_rows_comes_back(kind: str) -> None:
     frame = FRAMES[kind][:0] if kind != "batch" else FRAMES[kind].slice(0, 0)
-    back = like(frame, to_arrow(frame))
-    assert type(back) is type(frame)
-    assert to_arrow(back).num_rows == 0
+    table = to_arrow(frame)
+    for given in (table, table.append_column("label", pa.array([], pa.string()))):
+        back = like(frame, given)
+        assert type(back) is type(frame)
+        assert to_arrow(back).column_names == given.column_names
+        assert to_arrow(back).num_rows == 0
+
+
+def with_label(frame: Any) -> pa.Table:
+    return to_arrow(frame).append_column("label", pa.array(["x"] * len(frame)))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pd.DataFrame({"n": pd.array([1, None], "Int64"), "b": pd.array([True, None], "boolean")}),
+        pd.DataFrame({"c": pd.Categorical(["u", "v"]), "d": pd.to_datetime(["2020-01-01", None])}, index=[3, 3]),
+        pd.DataFrame([[1, "u"], [2, "v"]]),
+        pd.DataFrame([[1, "u"], [2, "v"]], columns=pd.MultiIndex.from_tuples([("a", "n"), ("a", "t")])),
+        pd.DataFrame([[1, "u"], [2, "v"]], index=pd.MultiIndex.from_tuples([("i", 0), ("i", 1)], names=["k", "l"])),
+    ],
+    ids=["nullable", "categorical", "numbered columns", "nested columns", "nested index"],
+)
+def test_the_own_columns_of_a_pandas_frame_stay_as_they_are(frame: pd.DataFrame) -> None:
+    back = like(frame, with_label(frame))
+    assert back.columns.tolist() == [*frame.columns, "label"]
+    assert back["label"].tolist() == ["x", "x"]
+    own = back.iloc[:, : frame.shape[1]]
+    pd.testing.assert_frame_equal(own.set_axis(frame.columns, axis="columns"), frame)
+    pd.testing.assert_frame_equal(like(frame, to_arrow(frame)), frame)
+
+
+def test_the_own_columns_of_a_polars_frame_stay_as_they_are() -> None:
+    enum = pl.Enum(["u", "v"])
+    frame = pl.DataFrame({"e": pl.Series(["u", "v"], dtype=enum), "c": pl.Series(["u", None], dtype=pl.Categorical)})
+    back = like(frame, with_label(frame))
+    assert back.select("e", "c").schema == frame.schema
+    assert back.columns == ["e", "c", "label"]
+    assert back.rows() == [("u", "u", "x"), ("v", None, "x")]
+    assert like(frame, to_arrow(frame)).equals(frame)
 
 
 @pytest.mark.parametrize("value", ["reviews.parquet", {"a": [1]}, None, [1], pa.schema([])])

@@ -129,6 +129,36 @@ def test_a_run_that_failed_before_its_first_step_is_mended_in_place(tmp_path: Pa
     assert runs.succeed(tmp_path / "run", mended).steps > 0
 
 
+def test_labels_of_a_failed_attempt_are_forgotten(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert)
+    table = tiny.reviews(96)
+    labels = [None, "typo", *table["label"].to_pylist()[2:]]
+    pq.write_table(table.set_column(2, "label", pa.array(labels)), tmp_path / "reviews.parquet")
+    assert runs.attempt(tmp_path / "run", sections).exit_code == 65
+    pq.write_table(table, tmp_path / "reviews.parquet")
+    runs.succeed(tmp_path / "run", sections)
+    assert models.load_spec(tmp_path / "run" / "model").labels == ("bad", "good")
+
+
+def test_a_finished_run_is_not_taken_for_one_of_other_rows(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=1)
+    runs.succeed(tmp_path / "run", sections)
+    pq.write_table(tiny.reviews(97), tmp_path / "reviews.parquet")
+    refused = runs.attempt(tmp_path / "run", sections)
+    assert refused.exit_code == 65
+    assert "trained on another train table" in refused.error
+    (tmp_path / "reviews.parquet").unlink()
+    assert runs.succeed(tmp_path / "run", sections).complete
+
+
+def test_a_key_is_checked(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert)
+    sections["data"]["key"] = "label"
+    refused = runs.attempt(tmp_path / "run", sections)
+    assert refused.exit_code == 65
+    assert "not unique" in refused.error
+
+
 @pytest.mark.parametrize("kind", ["arrow", "pandas", "polars"])
 def test_frames_train_like_the_file_they_came_from(
     tmp_path: Path, tiny_bert: Path, finished: tuple[Path, dict[str, Any]], kind: str
@@ -216,6 +246,12 @@ def test_mistakes_are_told_before_anything_is_trained(
 
 def job(**train: Any) -> config.Job:
     return config.load_job(None, data={"train": "x"}, model={"base": "y"}, train=train)
+
+
+def test_a_strategy_for_several_ranks_is_refused_on_one() -> None:
+    job = config.load_job(None, data={"train": "t"}, model={"base": "b"}, train={"strategy": "ddp"})
+    with pytest.raises(UsageError, match="needs 2 processes or more"):
+        training.choose_strategy(job, 1)
 
 
 def test_the_strategy_follows_the_number_of_ranks() -> None:

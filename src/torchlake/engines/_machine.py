@@ -4,6 +4,7 @@ Thread counts and device lists have to be in the environment before the child's 
 CUDA read them once, when their libraries load.
 """
 
+import math
 import os
 import socket
 import subprocess
@@ -26,18 +27,61 @@ _RANK_VARIABLES = (
     "MASTER_PORT",
     "TORCHLAKE_MASTER_FD",
 )
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """The cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """The cores this process may run on, and no more than its container's share of time keeps busy."""
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = cgroup_cores()
+    return allowed if quota is None else min(allowed, max(1, math.ceil(quota)))
+
+
+def available_memory() -> int:
+    """Bytes that new processes may take: the machine's free memory, or what the container's limit leaves of it."""
+    available = psutil.virtual_memory().available
+    limit = cgroup_memory()
+    return available if limit is None else min(available, max(0, limit - _cgroup_memory_used()))
+
+
+def cgroup_cores() -> float | None:
+    """Cores' worth of time that a container may use (cgroup v2, then v1); None: no limit."""
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if not quota:
+        quota, period = _cgroup("cpu/cpu.cfs_quota_us"), _cgroup("cpu/cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def cgroup_memory() -> int | None:
+    """Bytes of memory that a container may use (cgroup v2, then v1); None: no limit."""
+    limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
+    # cgroup v1 writes "no limit" as a number near 2^63.
+    return int(limit) if limit.isdigit() and int(limit) < 2**60 else None
+
+
+def _cgroup_memory_used() -> int:
+    """Bytes that count against the limit, but for cached file pages: the kernel gives those up when asked for more."""
+    used = _cgroup("memory.current") or _cgroup("memory/memory.usage_in_bytes")
+    lines = (_cgroup("memory.stat") or _cgroup("memory/memory.stat")).splitlines()
+    stat = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
+    # cgroup v1 counts the groups below under "total_" names only.
+    cached = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return int(used or 0) - cached
+
+
+def _cgroup(name: str) -> str:
+    """A file of the control group; empty where there is none."""
+    try:
+        return (CGROUP / name).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def most_processes(memory_per_process: int) -> int:
-    """One process per core, but no more than half of the free memory holds at `memory_per_process` bytes each."""
+    """One process per core, but no more than half of the available memory holds at `memory_per_process` bytes each."""
     if memory_per_process == 0:
         return cores()
-    return max(1, min(cores(), psutil.virtual_memory().available // 2 // memory_per_process))
+    return max(1, min(cores(), available_memory() // 2 // memory_per_process))
 
 
 def gpus() -> list[str]:

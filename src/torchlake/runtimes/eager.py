@@ -1,16 +1,24 @@
 """The stock transformers model, op by op, in fp32: the reference that every other runtime must agree with.
 
-Two things keep it fast without touching its mathematics: `torch.inference_mode` (no autograd bookkeeping) and no
-attention mask where a batch has no padding, so that scaled dot-product attention may take its unmasked kernel.
+Three things keep it fast without touching its mathematics: `torch.inference_mode` (no autograd bookkeeping); no
+attention mask where a batch has no padding, so that scaled dot-product attention may take its unmasked kernel; and, on
+AMD's CPUs, oneDNN's matrix product in the linear layers. torch takes MKL's there, which keeps to AVX2 on CPUs of other
+makers than Intel: measured on an EPYC with AVX-512, 100 against 220 GFLOP/s. The sums run in another order, so logits
+differ by about 1e-6 from those of a machine that has no need of it.
 """
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchlake import models, plugins
 from torchlake.runtimes import Forward
 from torchlake.task_spec import TaskSpec
+
+if TYPE_CHECKING:
+    import torch
 
 TOLERANCE = 0.0
 never: dict[str, str] = {}
@@ -23,6 +31,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
     torch.nn.Module.to(model, device)
+    if device == "cpu" and _mkl_holds_back():
+        _use_onednn(model)
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         mask = None if attention_mask.all() else torch.from_numpy(attention_mask).to(device)
@@ -32,3 +42,30 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         return scores
 
     return forward
+
+
+def _mkl_holds_back() -> bool:
+    """Whether torch's MKL runs below what this CPU has. Read off the maker, not timed: a retry must take the same."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and cpuinfo.exists()
+        and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
+    )
+
+
+def _use_onednn(model: "torch.nn.Module") -> None:
+    """Let the linear layers multiply by the operator that torch.compile would choose for them."""
+    import torch
+
+    def multiply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+        return product
+
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.forward = partial(multiply, module)  # type: ignore[method-assign]

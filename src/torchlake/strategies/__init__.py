@@ -1,6 +1,7 @@
 """How ranks share one model; a file here is a strategy.
 
-    MAX_RANKS: int | None                    the most ranks it runs with, None: any number
+    MIN_RANKS: int                           the fewest ranks it runs with
+    MAX_RANKS: int | None                    the most, None: any number
     never: dict[str, str]                    task -> why it cannot be trained this way
     wrap(model, *, device) -> module         the module that the loop calls; the model is on its device already
     no_sync(module) -> context               inside it, gradients add up unshared (all micro-batches but the last)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+MIN_RANKS = 2
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+MIN_RANKS = 1
 MAX_RANKS: int | None = 1
 never: dict[str, str] = {}
 

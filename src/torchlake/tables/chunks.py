@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.errors import DataError
+from torchlake.errors import DataError, TableError
 from torchlake.tables.files import content_id, is_url, stat
 from torchlake.tables.formats import Pieces, pieces_of
 from torchlake.tables.lines import Segment
@@ -93,25 +93,36 @@ def plan_chunks(
     """Cut `table` into chunks of `chunk_rows` rows: by default 1/64 of it, from 1,024 to 32,768; 16 MiB at most.
 
     The sha256 of a local file that is in `known` with the same path, size and time is taken from there.
-    Raises TableError when a column is missing or a file cannot be read.
+    Raises TableError when a column is missing, or a file cannot be read or changes meanwhile.
     """
     for name in columns:
         if name not in table.schema.names:
             raise missing_column(table.source, name, table.schema)
     schema = pa.schema([table.schema.field(name) for name in columns])
     serialised = schema.serialize().to_pybytes()
+    stats = [stat(file) for file in table.files]  # before the scan: what is appended later is seen to be missing
     pieces = [pieces_of(file, table.format, columns, chunk_rows) for file in table.files]
     rows = [sum(segment.rows for segment in one.segments) for one in pieces]
     size = chunk_rows or min(max(sum(rows) // CHUNKS, MIN_ROWS), MAX_ROWS)
     trusted = {(one.path, one.size, one.mtime_ns): one.sha256 for one in known if not is_url(one.path)}
     inputs: list[InputFile] = []
     chunks: list[Chunk] = []
-    for file, name, one, count in zip(table.files, table.names, pieces, rows, strict=True):
-        length, mtime_ns = stat(file)
-        sha256 = trusted.get((file, length, mtime_ns)) or content_id(file)
+    for file, name, status, one, count in zip(table.files, table.names, stats, pieces, rows, strict=True):
+        file_bytes, mtime_ns = status
+        sha256 = trusted.get((file, file_bytes, mtime_ns)) or content_id(file)
+        if stat(file) != status:
+            raise TableError(
+                f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
+            )
         inputs.append(
             InputFile(
-                path=file, name=name, size=length, mtime_ns=mtime_ns, sha256=sha256, rows=count, checksums=one.checksums
+                path=file,
+                name=name,
+                size=file_bytes,
+                mtime_ns=mtime_ns,
+                sha256=sha256,
+                rows=count,
+                checksums=one.checksums,
             )
         )
         text = table.format in ("csv", "jsonl")

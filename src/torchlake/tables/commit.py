@@ -129,6 +129,7 @@ class Writing:
             "parts": [asdict(part) for part in parts],
             "schema": {column.name: str(column.type) for column in schema},
             "quarantined": [list(one) for one in self.quarantined],
+            "removed": self.removed,
             "provenance": dict(provenance),
             "committed": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -183,10 +184,16 @@ def writing(
 
 def _begin(out: Path, job: Job, *, overwrite: bool, accept: bool, lease_s: float) -> Writing:
     folder = staging.staging_of(out)
-    staging.sweep(out)
     finished = Writing(output=out, staging=folder, job=job, complete=True)
-    present = present_job(out)
-    done = is_done(out, present, job, thorough=overwrite)
+    try:
+        staging.sweep(out)
+        present = present_job(out)
+        done = is_done(out, present, job, thorough=overwrite)
+    except PermissionError as error:
+        raise OutputError(
+            f"{out}: may not be looked at: {error.strerror}: {error.filename}. Give an output in a folder that this "
+            "user can read and write, or change the folder's permissions."
+        ) from error
     if done:
         finished.record = read_commit(out)
         if not folder.exists():

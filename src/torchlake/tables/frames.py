@@ -39,18 +39,25 @@ def to_arrow(frame: Any) -> pa.Table:
 
 
 def like(frame: Any, table: pa.Table) -> Any:
-    """`table` as a frame of the kind of `frame`; a pandas frame gets its index back. Rows must be in the same order."""
+    """`table` as a frame of the kind of `frame`: its own columns first, in its order, then new ones; rows likewise.
+
+    A pandas or polars frame keeps its own columns (and index) as they are, types that Arrow does not have included;
+    only the new ones are taken from `table`.
+    """
     if isinstance(frame, pa.RecordBatch):
         batches = table.combine_chunks().to_batches()
         return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
     if isinstance(frame, pa.Table):
         return table
+    assert table.num_rows == len(frame), "a frame comes back with as many rows as it had"
+    added = table.select(table.column_names[len(frame.columns) :])
+    if added.num_columns == 0:
+        return frame
     if _is(frame, "polars"):
-        return sys.modules["polars"].from_arrow(table)
-    result = table.to_pandas()
-    assert len(result) == len(frame), "a frame comes back with as many rows as it had"
-    result.index = frame.index
-    return result
+        return frame.hstack(sys.modules["polars"].from_arrow(added))
+    new = added.to_pandas()
+    new.index = frame.index
+    return sys.modules["pandas"].concat([frame, new], axis=1)
 
 
 def _is(value: Any, library: str) -> bool:

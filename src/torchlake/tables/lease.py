@@ -23,6 +23,9 @@ import psutil
 from torchlake import durable
 from torchlake.errors import DataError, LeaseLost, Locked, OutputError, StorageError
 
+LOCK_WAIT_S = 30.0
+LOCK_POLL_S = 0.01
+
 
 class Lease:
     """A lease that is held and renewed by a thread until `stop`; see `acquire`."""
@@ -71,17 +74,17 @@ class Lease:
                 continue
 
 
-def acquire(staging: Path, lease_s: float) -> Lease:
-    """Become the one writer of `staging`, which is created.
+def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
+    """Become the one writer of `staging`, which is created; messages call what is held `name`, by default the output.
 
     Raises Locked naming the writer that is at work, OutputError when the folder cannot be made.
     """
     with locked(staging, create=True):
         current = _read(staging)
         if current and _is_live(current):
+            held = name or str(staging.parent / staging.name[1:].removesuffix(".staging"))
             raise Locked(
-                f"{staging.parent / staging.name[1:].removesuffix('.staging')}: being written by {_holder(current)}. "
-                "Wait for it, or stop it; finished work is kept."
+                f"{held}: being written by {_holder(current)}. Wait for it, or stop it; finished work is kept."
             )
         now = time.time()
         mine = {
@@ -101,9 +104,10 @@ def acquire(staging: Path, lease_s: float) -> Lease:
 
 @contextmanager
 def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
-    """Hold the exclusive lock of a staging folder; with `create`, make the folder first.
+    """Hold the exclusive lock of a staging folder; a newcomer (`create`) makes the folder first.
 
-    Raises LeaseLost when the folder is gone (and is not to be made), OutputError when it cannot be made.
+    Raises LeaseLost when the folder is gone (and is not to be made), OutputError when it cannot be made, Locked when
+    a newcomer has waited for half a minute: who is at home waits as long as it takes.
     """
     path = staging / "lock"
     while True:
@@ -111,12 +115,33 @@ def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
         if descriptor is None:
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if create:
+                _take(descriptor, staging)
+            else:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_at(descriptor, path):  # else the folder was removed and made anew while this one waited
                 yield
                 return
         finally:
             os.close(descriptor)
+
+
+def _take(descriptor: int, staging: Path) -> None:
+    """Take the lock. Raises Locked when its holder keeps it: a writer stopped inside it must not hang another one."""
+    until = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                current = _read(staging)
+                holder = _holder(current) if current else "another process"
+                raise Locked(
+                    f"{staging}: locked for {LOCK_WAIT_S:.0f} s by {holder}, which may have been stopped in the middle "
+                    "of publishing. Continue it (kill -CONT) or end it, then run the same command again."
+                ) from None
+            time.sleep(LOCK_POLL_S)
 
 
 def _open(path: Path, create: bool) -> int | None:

@@ -46,7 +46,7 @@ class ChunkReader:
         elif chunk.format == "jsonl":
             table, errors = _read_json(chunk, schema)
         else:
-            table, errors = _isolate_bad_text(self._read_binary(chunk, schema))
+            table, errors = isolate_bad_text(self._read_binary(chunk, schema))
         if table.num_rows != chunk.rows:
             raise TableError(
                 f"{chunk.file}: {table.num_rows:,} rows where {chunk.rows:,} were planned from row {chunk.first_row:,} "
@@ -234,7 +234,7 @@ def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.Chunk
     return column.cast(field.type)
 
 
-def _isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
+def isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
     """Null the values that are not UTF-8, and name their rows."""
     errors: dict[int, str] = {}
     for place, field in enumerate(table.schema):

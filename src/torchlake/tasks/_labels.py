@@ -99,7 +99,10 @@ def _plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
         array = array.dictionary_decode()
     kind = array.type
     if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
-        return array.cast(pa.string())
+        array = array.cast(pa.string())
+    if pa.types.is_string(array.type):
+        # An empty cell of a file without types is no label; no class is named by nothing.
+        return pc.if_else(pc.equal(array, ""), pa.scalar(None, pa.string()), array)
     if pa.types.is_large_list(kind) or pa.types.is_list_view(kind) or pa.types.is_fixed_size_list(kind):
         return array.cast(pa.list_(kind.value_type))
     return array

@@ -1,0 +1,202 @@
+"""Inputs that attack: case 54 where the unit tests of safety.py, config.py and the tables leave something open."""
+
+import json
+import os
+import pickle
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import tiny
+import torchlake as tl
+import training_runs as runs
+from torchlake import checkpoint, durable, models
+from torchlake.cli import main
+from torchlake.errors import DataError, OutputError, TorchlakeError, UnsafeError
+from torchlake.tables.committed import COMMIT, PLAN
+from torchlake.tables.table import open_table
+
+TENSORS = {"weight": torch.zeros(2, 2)}
+
+
+class Canary:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+def spring(content: bytes, canary: Path) -> bytes:
+    """`content`, after a proof that loading it as a pickle creates the canary."""
+    pickle.loads(content).close()
+    canary.unlink()
+    return content
+
+
+def save(folder: Path, step: int) -> Path:
+    return checkpoint.save(folder, model=TENSORS, optimizer=TENSORS, state={"step": step, "best": None}, keep=9)
+
+
+@pytest.mark.parametrize("name", ["rng_state.pth", "optimizer.pt", ".metadata", "data.pkl", "__0_0.distcp"])
+def test_a_pickle_planted_in_a_checkpoint_is_never_opened(tmp_path: Path, name: str) -> None:
+    """54a: a checkpoint is the files of its manifest, and these are safetensors and JSON."""
+    trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
+    path = save(tmp_path / "checkpoints", 1)
+    (path / name).write_bytes(trap)
+    found, problems = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert problems == []
+    checkpoint.load_tensors(found.path / checkpoint.MODEL, TENSORS)
+    checkpoint.load_tensors(found.path / checkpoint.OPTIMIZER)
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("file", [checkpoint.MODEL, checkpoint.OPTIMIZER])
+def test_a_pickle_in_the_place_of_tensors_is_no_tensor(tmp_path: Path, file: str) -> None:
+    """54a: even with a manifest that vouches for it."""
+    trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
+    path = save(tmp_path / "checkpoints", 1)
+    (path / file).write_bytes(trap)
+    (path / durable.MANIFEST).unlink()
+    durable.write_manifest(path, site="test")
+    found, _ = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None
+    with pytest.raises(DataError, match=f"{file}: cannot be read"):
+        checkpoint.load_tensors(found.path / file)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_run_resumes_past_planted_pickles(tmp_path: Path, tiny_bert: Path) -> None:
+    """54a, whole: the run that finds them ends well and runs none of them."""
+    sections = runs.job(tmp_path, tiny_bert)
+    assert runs.attempt(tmp_path / "run", sections, failpoint="rank0.step:5:kill9").exit_code < 0
+    trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
+    for name in ("rng_state.pth", ".metadata", "training_args.bin"):
+        (tmp_path / "run" / "checkpoints" / "step_00000003" / name).write_bytes(trap)
+    assert runs.succeed(tmp_path / "run", sections).steps == 15
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_manifest_may_not_lead_out(tmp_path: Path) -> None:
+    """54e: `../` in a name."""
+    (tmp_path / "secret").write_text("secret")
+    path = save(tmp_path / "checkpoints", 1)
+    manifest = json.loads((path / durable.MANIFEST).read_text())
+    size = {"bytes": 6, "sha256": durable.sha256_file(tmp_path / "secret")}
+    for name in ("../../secret", str(tmp_path / "secret")):
+        (path / durable.MANIFEST).write_text(json.dumps({**manifest, "files": {**manifest["files"], name: size}}))
+        with pytest.raises(UnsafeError, match="leads out of the folder") as error:
+            durable.check_manifest(path)
+        assert error.value.exit_code == 77
+
+
+def test_a_table_with_an_extension_type_is_refused_by_predict(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """54c: exit code 77 with file and rule; that no class hears of the file is in test_tables_table."""
+    field = pa.field("text", pa.string(), metadata={"ARROW:extension:name": "ray.data.arrow_tensor"})
+    pq.write_table(pa.table([["good film"]], schema=pa.schema([field])), tmp_path / "t.parquet")
+    assert main(["predict", str(tiny_model), str(tmp_path / "t.parquet"), str(tmp_path / "out")]) == 77
+    said = capfd.readouterr().err
+    assert str(tmp_path / "t.parquet") in said
+    assert "ray.data.arrow_tensor" in said
+    assert os.listdir(tmp_path) == ["t.parquet"]
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_archives_are_not_unpacked(tmp_path: Path, tiny_model: Path, kind: str) -> None:
+    """54d and f: there is no code that unpacks one, as a model or as a table, so nothing slips out or swells."""
+    archive = tmp_path / f"model.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(archive, "w") as packed:
+            packed.writestr("../../slipped", "slipped")
+    else:
+        with tarfile.open(archive, "w") as packed:
+            packed.add(tiny_model / "config.json", "../../slipped")
+    with pytest.raises(DataError, match="no such model folder"):
+        models.check_folder(archive)
+    with pytest.raises(DataError, match="format is not known|not read"):
+        open_table(archive)
+    assert os.listdir(tmp_path) == [archive.name]
+    assert not list(tmp_path.parent.glob("slipped"))
+
+
+def test_an_output_that_is_a_link_to_others_files_is_left_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """54d."""
+    pq.write_table(pa.table({"text": ["good film"]}), tmp_path / "t.parquet")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("precious")
+    (tmp_path / "out").symlink_to(tmp_path / "precious")
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="holds files that torchlake did not write"):
+            tl.predict(tiny_model, tmp_path / "t.parquet", tmp_path / "out", engine=tiny.Here(), overwrite=overwrite)
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "precious"
+
+
+JOB = "data: {train: reviews.parquet}\nmodel: {base: encoder}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("train: !!python/object/apply:os.system ['touch canary']", 77, "job.yaml:3: the tag"),
+        ("_target_: os.system", 65, "job.yaml:3: _target_: unknown key"),
+        ("train: {_target_: os.system}", 65, "job.yaml:3: train._target_: unknown key"),
+        ("trust_remote_code: true", 65, "trust_remote_code: unknown key"),
+    ],
+)
+def test_a_job_file_that_asks_for_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: str, code: int, said: str
+) -> None:
+    """54e, by the command line."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB + line)
+    assert main(["train", "job.yaml", "--run", "run"]) == code
+    assert said in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["job.yaml"]
+
+
+def test_names_of_strategies_and_runtimes_are_names(tiny_model: Path, tmp_path: Path) -> None:
+    """54e: what is chosen by name is one of the modules that are there, not a path and not any module."""
+    pq.write_table(pa.table({"text": ["good film"]}), tmp_path / "t.parquet")
+    for name in ("../../evil", "os", "eager.__init__", "/tmp/evil.py"):
+        with pytest.raises(TorchlakeError, match="Choose from: eager"):
+            tl.predict(tiny_model, tmp_path / "t.parquet", tmp_path / "out", runtime=name, engine=tiny.Here())
+    assert os.listdir(tmp_path) == ["t.parquet"]
+
+
+@pytest.mark.parametrize("file", [COMMIT, PLAN])
+def test_a_record_that_nests_too_deep_is_an_error_in_words(tiny_model: Path, tmp_path: Path, file: str) -> None:
+    """54f: what torchlake wrote itself is not trusted when it is read again."""
+    pq.write_table(pa.table({"text": ["good film"]}), tmp_path / "t.parquet")
+    out = tmp_path / "out"
+    tl.predict(tiny_model, tmp_path / "t.parquet", out, engine=tiny.Here())
+    (out / file).write_text("[" * 200_000)
+    with pytest.raises(DataError, match=f"{file}: not valid JSON"):
+        raise_problems(tl.verify(out).problems)
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Some damage is an error of `verify`, some a problem that it lists: here both are errors."""
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def test_a_model_folder_with_a_link_out_is_refused_by_predict(tiny_model: Path, tmp_path: Path) -> None:
+    """54d: a link in the model folder that leads out ends `predict` with exit code 77 before anything is made."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "vocab.txt").symlink_to("/etc/hostname")
+    pq.write_table(pa.table({"text": ["good film"]}), tmp_path / "t.parquet")
+    assert main(["predict", str(folder), str(tmp_path / "t.parquet"), str(tmp_path / "out")]) == 77
+    assert sorted(os.listdir(tmp_path)) == ["model", "t.parquet"]
