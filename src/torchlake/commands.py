@@ -169,7 +169,7 @@ def demo(folder: Path, rows: int) -> Outcome:
         None,
         data={"train": str(train_table), "validation": {"fraction": 0.1}, "key": "id"},
         model={"base": str(base)},
-        train={"epochs": 2, "learning_rate": 1e-4},
+        train={"epochs": 2, "batch_size": 32, "learning_rate": 1e-4},
     )
     run = train(job, run=folder / "run")
     scored = predict(run.model, test_table, folder / "scored", key="id", columns=["label"], prefix="predicted_")

@@ -160,11 +160,11 @@ class TrainConfig(BaseModel):
 
     model_config = STRICT
 
-    epochs: Int = Field(default=3, ge=1)
+    epochs: Int = Field(default=2, ge=1)
     """Passes over the training rows."""
-    batch_size: Int = Field(default=32, ge=1)
+    batch_size: Int = Field(default=64, ge=1)
     """Rows of one optimizer step, over all ranks."""
-    learning_rate: Float = Field(default=5e-5, gt=0)
+    learning_rate: Float = Field(default=1e-4, gt=0)
     """AdamW's step size at the peak of the schedule."""
     weight_decay: Float = Field(default=0.01, ge=0)
     """AdamW's decay, on matrices only: biases and norms are spared."""
