@@ -209,7 +209,7 @@ def test_the_environment_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRAIN__EPOCHS", "99")
     monkeypatch.setenv("EPOCHS", "99")
     job = load_job(write(tmp_path, GOOD + "train: {metric: $EPOCHS}\n"))
-    assert (job.train.epochs, job.train.metric) == (3, "$EPOCHS")
+    assert (job.train.epochs, job.train.metric) == (TrainConfig().epochs, "$EPOCHS")
 
 
 def test_jobs_are_frozen() -> None:
