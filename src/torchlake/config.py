@@ -160,7 +160,7 @@ class TrainConfig(BaseModel):
 
     model_config = STRICT
 
-    epochs: Int = Field(default=2, ge=1)
+    epochs: Int = Field(default=4, ge=1)
     """Passes over the training rows."""
     batch_size: Int = Field(default=64, ge=1)
     """Rows of one optimizer step, over all ranks."""
