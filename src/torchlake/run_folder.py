@@ -10,6 +10,7 @@ not: mixing two jobs' steps would be neither.
 import hashlib
 import io
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 RESULT = "result.json"
+HALF_WRITTEN = re.compile(r"\.[\w.]+\.\d+\.tmp")
 # They decide where and how safely a run is computed, not what comes out: a run may continue with others.
 MAY_CHANGE = (
     "engine.name",
@@ -85,6 +87,9 @@ def claim(folder: Path, job: Job) -> None:
             f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
             "Give a new folder."
         )
+    # Half-written by a run that was killed: whoever wrote here held the lease, and now we do.
+    left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
+    durable.remove(entry for entry in left if HALF_WRITTEN.fullmatch(entry.name))
     durable.write_bytes(path, job_to_yaml(job).encode(), site="run.job")
 
 
