@@ -14,7 +14,15 @@ import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from torchlake import models
 from torchlake.engines import Engine, Worker
@@ -89,10 +97,10 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_encoder(
-    folder: Path, *, dropout: float = 0.0, kind: Literal["bert", "roberta"] = "bert", seed: int = 0
+    folder: Path, *, dropout: float = 0.0, kind: Literal["bert", "distilbert", "roberta"] = "bert", seed: int = 0
 ) -> Path:
     """An encoder without a head in `folder`: what a job fine-tunes. Same seed, same bytes."""
-    tokenizer = wordpiece_tokenizer() if kind == "bert" else bpe_tokenizer()
+    tokenizer = bpe_tokenizer() if kind == "roberta" else wordpiece_tokenizer()
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
@@ -107,6 +115,17 @@ def build_encoder(
         torch.manual_seed(seed)
         if kind == "bert":
             model: Any = BertModel(BertConfig(max_position_embeddings=128, **shape))
+        elif kind == "distilbert":
+            names = {
+                "hidden_size": "dim",
+                "num_hidden_layers": "n_layers",
+                "num_attention_heads": "n_heads",
+                "intermediate_size": "hidden_dim",
+                "hidden_dropout_prob": "dropout",
+                "attention_probs_dropout_prob": "attention_dropout",
+            }
+            shape = {names.get(name, name): value for name, value in shape.items()}
+            model = DistilBertModel(DistilBertConfig(max_position_embeddings=128, **shape))
         else:
             model = RobertaModel(RobertaConfig(max_position_embeddings=130, type_vocab_size=1, **shape))
         # The usual 0.02 gives a net this small nearly constant answers; tests want to tell rows apart.
@@ -164,6 +183,7 @@ class Here(Engine):
         processes: int | None = None,
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
+        threads_per_process: int | None = None,
     ) -> Generator[Any, None, None]:
         yield from make_worker()(iter(chunks))
 

@@ -18,7 +18,7 @@ from torchlake import durable
 from torchlake.errors import DataError
 from torchlake.model_folders import model_folder
 from torchlake.model_writing import quiet, save_model_folder
-from torchlake.safety import check_folder
+from torchlake.safety import INDEX, check_folder
 from torchlake.task_spec import TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 
 if TYPE_CHECKING:
@@ -31,9 +31,11 @@ __all__ = [
     "TaskSpec",
     "base_model",
     "check_folder",
+    "load_config",
     "load_model",
     "load_spec",
     "load_tokenizer",
+    "load_weights",
     "max_length",
     "model_folder",
     "save_model_folder",
@@ -73,7 +75,7 @@ def load_spec(folder: str | Path) -> TaskSpec:
     check_folder(folder)
     if (folder / TASK_FILE).exists():
         return spec_from_json(folder / TASK_FILE, durable.read_json(folder / TASK_FILE))
-    config = _load_config(folder)
+    config = load_config(folder)
     architecture = (config.architectures or ["unknown"])[0]
     if not architecture.endswith("ForSequenceClassification"):
         raise DataError(
@@ -103,7 +105,7 @@ def max_length(folder: str | Path, requested: int | None = None) -> int:
     """
     folder = model_folder(folder)
     check_folder(folder)
-    config = _load_config(folder)
+    config = load_config(folder)
     positions = getattr(config, "max_position_embeddings", None)
     limit = positions if isinstance(positions, int) and positions > 0 else None
     if limit is not None and config.model_type in POSITIONS_AFTER_PADDING:
@@ -170,6 +172,29 @@ def load_model(
     return model
 
 
+def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
+    """The tensors of a model folder by name, verified like `load_model`'s, in a memory map that processes share.
+
+    Raises UnsafeError as `check_folder` does, DataError for a file that is damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_folder(folder)
+    if (folder / durable.MANIFEST).exists():
+        durable.check_manifest(folder)
+    files = [folder / "model.safetensors"]
+    if (folder / INDEX).exists():
+        files = [folder / name for name in sorted(set(durable.read_json(folder / INDEX)["weight_map"].values()))]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{file}: cannot be read: {_in_words(error)}") from error
+    return tensors
+
+
 def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrainedModel":
     """The encoder `base` with a fresh head for `spec`, in fp32; torch's global generator decides the head's weights.
 
@@ -179,7 +204,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
 
     folder = model_folder(base)
     check_folder(folder)
-    config = _load_config(folder)
+    config = load_config(folder)
     names = [str(label).lower() if isinstance(label, bool) else str(label) for label in spec.labels] or ["value"]
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
@@ -201,7 +226,8 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
     return model
 
 
-def _load_config(folder: Path) -> "PretrainedConfig":
+def load_config(folder: Path) -> "PretrainedConfig":
+    """The configuration of a model folder that `check_folder` has let in. Raises DataError."""
     import transformers
 
     model_type = durable.read_json(folder / "config.json").get("model_type")
@@ -225,7 +251,7 @@ def _from_pretrained(
     import torch
     import transformers
 
-    config = config if config is not None else _load_config(folder)
+    config = config if config is not None else load_config(folder)
     try:
         with quiet():
             model, info = getattr(transformers, auto_class).from_pretrained(

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     PreTrainedTokenizerFast,
     ViTConfig,
     ViTModel,
@@ -246,3 +249,33 @@ def test_the_head_must_fit_the_task(tiny_model: Path) -> None:
     spec: TaskSpec = tiny.spec_for("single_label", ("a", "b", "c"))
     with pytest.raises(DataError, match=r"2 outputs.*3 classes"):
         models.load_model(tiny_model, spec, auto_class=AUTO)
+
+
+READ_AND_TOUCH = """
+import re, sys
+from pathlib import Path
+from torchlake import models
+
+def own() -> int:
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"Anonymous:\\s+(\\d+)", rollup)[1]) << 10
+
+import torch, transformers.models.bert.modeling_bert
+before = own()
+model = models.load_model(sys.argv[1], auto_class="AutoModelForSequenceClassification")
+assert sum(parameter.sum().item() for parameter in model.parameters()) != 0
+print(own() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells shared pages from own ones")
+def test_processes_share_the_weights(tmp_path: Path) -> None:
+    """A process that has loaded a model and read every weight owns hardly any page of them: they are the file's."""
+    config = BertConfig(hidden_size=512, num_hidden_layers=2, num_attention_heads=2, vocab_size=50_000)
+    with quiet():
+        BertForSequenceClassification(config).save_pretrained(tmp_path)
+    weights = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", READ_AND_TOUCH, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert weights > 100 << 20
+    assert int(done.stdout) < weights / 4

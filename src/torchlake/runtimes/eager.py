@@ -2,9 +2,8 @@
 
 Three things keep it fast without touching its mathematics: `torch.inference_mode` (no autograd bookkeeping); no
 attention mask where a batch has no padding, so that scaled dot-product attention may take its unmasked kernel; and, on
-AMD's CPUs, oneDNN's matrix product in the linear layers. torch takes MKL's there, which keeps to AVX2 on CPUs of other
-makers than Intel: measured on an EPYC with AVX-512, 100 against 220 GFLOP/s. The sums run in another order, so logits
-differ by about 1e-6 from those of a machine that has no need of it.
+AMD's CPUs, oneDNN's matrix product in the linear layers (`_products.py`). The sums run in another order there, so
+logits differ by about 1e-6 from those of a machine that has no need of it.
 """
 
 from functools import partial
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlake import models, plugins
-from torchlake.runtimes import Forward
+from torchlake.runtimes import Forward, _products
 from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
@@ -24,6 +23,11 @@ TOLERANCE = 0.0
 never: dict[str, str] = {}
 
 
+def refusal(folder: Path) -> str | None:
+    """None: whatever transformers loads, it runs."""
+    return None
+
+
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The model of `folder` on `device` ("cpu", "cuda"), ready to score. Raises as `models.load_model` does."""
     # Here, not above: the process that plans a job reads this file's declarations and never runs a model.
@@ -31,7 +35,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
     torch.nn.Module.to(model, device)
-    if device == "cpu" and _mkl_holds_back():
+    if device == "cpu" and _products.use_onednn():
         _use_onednn(model)
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
@@ -44,27 +48,11 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     return forward
 
 
-def _mkl_holds_back() -> bool:
-    """Whether torch's MKL runs below what this CPU has. Read off the maker, not timed: a retry must take the same."""
-    import torch
-
-    cpuinfo = Path("/proc/cpuinfo")
-    return (
-        torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and cpuinfo.exists()
-        and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
-    )
-
-
 def _use_onednn(model: "torch.nn.Module") -> None:
-    """Let the linear layers multiply by the operator that torch.compile would choose for them."""
     import torch
 
     def multiply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
-        return product
+        return _products.product(x, layer.weight, layer.bias)
 
     for module in model.modules():
         if type(module) is torch.nn.Linear:

@@ -1,0 +1,283 @@
+"""BERT, RoBERTa, DistilBERT and their like as plain tensors, and their forward pass over rows laid end to end.
+
+    ids, mask (B, L) -> tokens (T,), no padding among them -> layers -> first token of each row (B, H) -> logits (B, C)
+
+All these encoders (Vaswani et al. 2017, with the norm after each block; Devlin et al. 2018) are the same few products,
+whatever their modules are called. With them in hand a runtime leaves out what nobody reads: padding, of which there is
+none here, and in the last layer everything but the first token, which alone the classifiers of this family look at
+(a twelfth of RoBERTa-base's work, a sixth of MiniLM's).
+
+Rows of one length are neighbours in a batch that was sorted by length, so attention runs over them together and
+without a mask; each further length in a batch costs one more call per layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlake import durable, models
+from torchlake.errors import DataError
+from torchlake.task_spec import TASK_FILE, TaskSpec
+
+if TYPE_CHECKING:
+    import torch
+
+ACTIVATIONS = ("gelu", "relu")
+ROBERTA_LIKE = ("camembert", "roberta", "xlm-roberta")
+MODEL_TYPES = ("bert", "distilbert", *ROBERTA_LIKE)
+
+BODIES = {"camembert": "roberta", "xlm-roberta": "roberta"}
+"What the encoder's tensors are called after, where it is not the model type."
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Where the parts of a layer are in a safetensors file, and what follows the last layer."""
+
+    layers: str
+    qkv: tuple[str, str, str]
+    out: str
+    norm: str
+    up: str
+    down: str
+    last_norm: str
+    head: tuple[str, str]
+
+
+BERT = _Names(
+    layers="encoder.layer",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    out="attention.output.dense",
+    norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    last_norm="output.LayerNorm",
+    head=("{}.pooler.dense", "classifier"),
+)
+DISTILBERT = _Names(
+    layers="transformer.layer",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    out="attention.out_lin",
+    norm="sa_layer_norm",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    last_norm="output_layer_norm",
+    head=("pre_classifier", "classifier"),
+)
+
+Apply = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """x (T, I) -> x weight^T + bias (T, O)."""
+
+    weight: "torch.Tensor"
+    "(O, I)"
+    bias: "torch.Tensor"
+    "(O,)"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Layer normalisation over the last dimension."""
+
+    weight: "torch.Tensor"
+    bias: "torch.Tensor"
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One encoder layer, its queries, keys and values as one product."""
+
+    qkv: Linear
+    out: Linear
+    norm: Norm
+    up: Linear
+    down: Linear
+    last_norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A classifier of this family."""
+
+    words: "torch.Tensor"
+    "(vocabulary, H)"
+    positions: "torch.Tensor"
+    "(positions, H), the embedding of the first segment added."
+    norm: Norm
+    layers: tuple[Layer, ...]
+    heads: int
+    activation: str
+    padding_id: int | None
+    "RoBERTa's kind counts positions from this id on, and gives it to padding in the text; None: from 0 on."
+    head: "torch.nn.Module"
+    "First tokens (B, H) -> logits (B, C), of the model's own modules."
+
+    @property
+    def width(self) -> int:
+        """H."""
+        return self.words.shape[1]
+
+    def to(self, device: str, dtype: "torch.dtype") -> "Encoder":
+        """The same encoder elsewhere, in another precision."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Linear | Norm | Layer):
+                return type(value)(*(moved(getattr(value, each.name)) for each in fields(value)))
+            return value if isinstance(value, float) else value.to(device, dtype)
+
+        return replace(
+            self,
+            words=moved(self.words),
+            positions=moved(self.positions),
+            norm=moved(self.norm),
+            layers=tuple(moved(layer) for layer in self.layers),
+            head=self.head.to(device, dtype),
+        )
+
+
+def heads(folder: Path) -> int:
+    """Attention heads of the model of `folder`."""
+    config = durable.read_json(folder / "config.json")
+    return int(config.get("num_attention_heads", config.get("n_heads", 1)))
+
+
+def refusal(folder: Path) -> str | None:
+    """Why the model of `folder` is not of this family; None when it is."""
+    config = durable.read_json(folder / "config.json")
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        return f"it knows the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}"
+    activation = config.get("hidden_act", config.get("activation", "gelu"))
+    if activation not in ACTIVATIONS:
+        return f"it knows the activations {' and '.join(ACTIVATIONS)} only, and this model has {activation!r}"
+    if config.get("is_decoder") or config.get("position_embedding_type", "absolute") != "absolute":
+        return "it knows encoders with absolute positions only"
+    return None
+
+
+def read(folder: Path, spec: TaskSpec) -> Encoder:
+    """The classifier of a model folder as an `Encoder`, in fp32, in main memory. Raises as `models.load_model` does.
+
+    The tensors are taken from the file by name, without a model of transformers around them: its import alone takes
+    longer than all the rest. The products of queries, keys and values become one, so they are copied; the other weights
+    stay where they are, in a memory map that processes share.
+    """
+    import torch
+
+    config: Any = models.load_config(folder)
+    tensors = models.load_weights(folder)
+    take = _Taker(folder, {_modern(name): tensor for name, tensor in tensors.items()})
+    distilled = config.model_type == "distilbert"
+    names = DISTILBERT if distilled else BERT
+    prefix = BODIES.get(config.model_type, config.model_type)
+    eps = 1e-12 if distilled else config.layer_norm_eps
+    positions = take(f"{prefix}.embeddings.position_embeddings.weight")
+    if not distilled:
+        positions = positions + take(f"{prefix}.embeddings.token_type_embeddings.weight")[0]
+    head: list[torch.nn.Module] = []
+    for name in names.head if prefix != "roberta" else ("classifier.dense", "classifier.out_proj"):
+        linear = take.linear(name.format(prefix))
+        outputs, inputs = linear.weight.shape
+        module = torch.nn.Linear(inputs, outputs, device="meta")
+        module.load_state_dict({"weight": linear.weight, "bias": linear.bias}, assign=True)
+        head += [module] if head else [module, torch.nn.ReLU() if distilled else torch.nn.Tanh()]
+    if len(linear.bias) != max(1, len(spec.labels)):
+        raise DataError(
+            f"{folder}: the head has {len(linear.bias)} outputs, {TASK_FILE} names {len(spec.labels)} classes"
+        )
+    return Encoder(
+        words=take(f"{prefix}.embeddings.word_embeddings.weight"),
+        positions=positions,
+        norm=take.norm(f"{prefix}.embeddings.LayerNorm", eps),
+        layers=tuple(
+            take.layer(f"{prefix}.{names.layers}.{index}", names, eps) for index in range(config.num_hidden_layers)
+        ),
+        heads=config.num_attention_heads,
+        activation=config.activation if distilled else config.hidden_act,
+        padding_id=config.pad_token_id if config.model_type in ROBERTA_LIKE else None,
+        head=torch.nn.Sequential(*head),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """The tokens of a padded batch without its padding, and where each row is among them."""
+
+    ids: np.ndarray
+    "(T,) int64"
+    positions: np.ndarray
+    "(T,) int64, rows of the table of positions."
+    lengths: np.ndarray
+    "(B,) int64"
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(B,) int64: the first token of each row."""
+        starts: np.ndarray = np.cumsum(self.lengths) - self.lengths
+        return starts
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(rows, length) of each stretch of neighbours of one length."""
+        edges = np.flatnonzero(np.diff(self.lengths, prepend=-1, append=-1))
+        return list(zip(np.diff(edges).tolist(), self.lengths[edges[:-1]].tolist(), strict=True))
+
+
+def lay_end_to_end(padding_id: int | None, input_ids: np.ndarray, attention_mask: np.ndarray) -> Ragged:
+    """Take the padding out of ids (B, L) that are padded on the right as the mask (B, L) says.
+
+    `padding_id` is `Encoder.padding_id`.
+    """
+    real = attention_mask != 0
+    if padding_id is None:
+        positions = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
+    else:
+        counted = input_ids != padding_id
+        positions = np.cumsum(counted, axis=1) * counted + padding_id
+    return Ragged(input_ids[real], positions[real], real.sum(axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taker:
+    """Tensors by name; one that is missing is an error that says so."""
+
+    folder: Path
+    tensors: "dict[str, torch.Tensor]"
+
+    def __call__(self, name: str) -> "torch.Tensor":
+        if name not in self.tensors:
+            raise DataError(
+                f"{self.folder}: the weights lack {name}. It is not a fine-tuned model of its kind: its answers would "
+                "be random. Fine-tune it first (torchlake train)."
+            )
+        return self.tensors[name].float()
+
+    def linear(self, name: str) -> Linear:
+        return Linear(self(f"{name}.weight"), self(f"{name}.bias"))
+
+    def norm(self, name: str, eps: float) -> Norm:
+        return Norm(self(f"{name}.weight"), self(f"{name}.bias"), eps)
+
+    def layer(self, place: str, names: _Names, eps: float) -> Layer:
+        import torch
+
+        parts = [self.linear(f"{place}.{name}") for name in names.qkv]
+        return Layer(
+            qkv=Linear(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])),
+            out=self.linear(f"{place}.{names.out}"),
+            norm=self.norm(f"{place}.{names.norm}", eps),
+            up=self.linear(f"{place}.{names.up}"),
+            down=self.linear(f"{place}.{names.down}"),
+            last_norm=self.norm(f"{place}.{names.last_norm}", eps),
+        )
+
+
+def _modern(name: str) -> str:
+    """The first BERTs, converted from TensorFlow, call a norm's weight and bias gamma and beta."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -1,0 +1,132 @@
+"""The forward pass of an `Encoder` over rows laid end to end; what multiplies its matrices is the runtime's own.
+
+    linear(Linear) -> (x, residual) -> x weight^T + bias [+ residual]
+    feed_forward(Layer) -> x -> x + down(activation(up(x)))
+
+The last layer is computed for first tokens alone: their queries, against the keys and values of every token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlake.runtimes import Forward
+from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm, Ragged, lay_end_to_end
+
+if TYPE_CHECKING:
+    import torch
+
+Multiply = Callable[["torch.Tensor", "torch.Tensor | None"], "torch.Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One layer's products. `first` is the queries of the last layer, whose `inner` is keys and values only."""
+
+    inner: Multiply
+    out: Multiply
+    norm: Norm
+    feed_forward: Apply
+    last_norm: Norm
+    first: Multiply | None = None
+
+
+def make_forward(
+    encoder: Encoder, *, linear: Callable[[Linear], Multiply], feed_forward: Callable[[Layer], Apply]
+) -> Forward:
+    """The encoder's forward pass, where its tensors are. It keeps of the weights what the two functions keep."""
+    import torch
+
+    functions = torch.nn.functional
+
+    width, heads, padding_id, head = encoder.width, encoder.heads, encoder.padding_id, encoder.head
+    words, positions, norm = encoder.words, encoder.positions, encoder.norm
+    device = words.device
+    attend = _attend if device.type == "cpu" else _attend_flash
+    blocks = []
+    for layer in encoder.layers[:-1]:
+        blocks.append(_Block(linear(layer.qkv), linear(layer.out), layer.norm, feed_forward(layer), layer.last_norm))
+    last = encoder.layers[-1]
+    queries, keys_values = _split(last.qkv, width)
+    blocks.append(
+        _Block(
+            linear(keys_values), linear(last.out), last.norm, feed_forward(last), last.last_norm, first=linear(queries)
+        )
+    )
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        rows = lay_end_to_end(padding_id, input_ids, attention_mask)
+        starts = torch.from_numpy(rows.starts).to(device)
+        with torch.inference_mode():
+            x = functions.embedding(torch.from_numpy(rows.ids).to(device), words)
+            x += functions.embedding(torch.from_numpy(rows.positions).to(device), positions)
+            x = _normalise(x, norm)
+            for block in blocks:
+                inner = block.inner(x, None)
+                if block.first is None:
+                    queries, keys, values = inner.view(-1, 3, heads, width // heads).unbind(1)
+                    context = attend(queries, keys, values, rows, first=False)
+                else:
+                    x = x[starts]
+                    queries = block.first(x, None).view(-1, heads, width // heads)
+                    keys, values = inner.view(-1, 2, heads, width // heads).unbind(1)
+                    context = attend(queries, keys, values, rows, first=True)
+                x = _normalise(block.out(context, x), block.norm)
+                x = _normalise(block.feed_forward(x), block.last_norm)
+            logits: np.ndarray = head(x).float().cpu().numpy()
+        return logits
+
+    return forward
+
+
+def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
+    """Queries apart from keys and values."""
+    return Linear(qkv.weight[:width], qkv.bias[:width]), Linear(qkv.weight[width:], qkv.bias[width:])
+
+
+def _normalise(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":
+    import torch
+
+    return torch.nn.functional.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
+
+
+def _attend(
+    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: Ragged, *, first: bool
+) -> "torch.Tensor":
+    """Attention inside each row: keys and values (T, heads, D); queries as many, or the rows' first ones (B, heads, D).
+
+    Returns (T, H) or (B, H).
+    """
+    import torch
+
+    heads, depth = keys.shape[1:]
+    context = keys.new_empty(len(queries), heads, depth)
+    at = begin = 0
+    for count, length in rows.runs():
+        end, asked = at + count * length, 1 if first else length
+        k, v = (part[at:end].view(count, length, heads, depth).transpose(1, 2) for part in (keys, values))
+        place = slice(begin, begin + count * asked)
+        q = queries[place].view(count, asked, heads, depth).transpose(1, 2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        context[place].view(count, asked, heads, depth).copy_(mixed.transpose(1, 2))
+        at, begin = end, begin + count * asked
+    return context.view(-1, heads * depth)
+
+
+def _attend_flash(
+    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: Ragged, *, first: bool
+) -> "torch.Tensor":
+    """The same on a GPU, by one kernel for rows of any length."""
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = int(rows.lengths.max())
+    edges = torch.from_numpy(np.append(rows.starts, rows.lengths.sum()).astype(np.int32)).to(keys.device)
+    asked = torch.arange(len(rows.lengths) + 1, dtype=torch.int32, device=keys.device) if first else edges
+    mixed = varlen_attn(
+        queries.contiguous(), keys.contiguous(), values.contiguous(), asked, edges, 1 if first else longest, longest
+    )
+    assert isinstance(mixed, torch.Tensor)
+    return mixed.flatten(1)

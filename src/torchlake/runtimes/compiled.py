@@ -1,0 +1,62 @@
+"""The stock model through torch.compile: fused kernels from TorchInductor, for any architecture that it can trace.
+
+One graph serves all shapes: rows and lengths are marked as dynamic, both are at least 2, since the compiler treats 0
+and 1 as shapes of their own, and lengths are rounded up to a multiple of 8, which its vector code likes. So a process
+compiles once, whatever comes; a second graph would be an error of ours. Price: half a minute to a minute per process
+before the first row, less where the compiler's cache has the kernels. Needs a C++ compiler on CPUs, Triton on GPUs.
+"""
+
+import shutil
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from torchlake import models, plugins
+from torchlake.runtimes import Forward
+from torchlake.task_spec import TaskSpec
+
+TOLERANCE = 1e-5
+never: dict[str, str] = {}
+
+MULTIPLE = 8
+"Lengths are rounded up to a multiple of this."
+
+
+def refusal(folder: Path) -> str | None:
+    """Why nothing can be compiled here; None when it can."""
+    if find_spec("triton") is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return "torch.compile needs a C++ compiler (g++ or clang++), and there is none on the PATH"
+    return None
+
+
+def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+    """The model of `folder`, compiled by its first batch. Raises as `models.load_model` does."""
+    import torch
+
+    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    torch.nn.Module.to(model, device)
+    pad_id = model.config.pad_token_id or 0
+    longest = spec.max_length
+
+    def logits_of(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+    compiled = torch.compile(logits_of, fullgraph=True, dynamic=True)
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        rows, length = input_ids.shape
+        rounded = min(-(-length // MULTIPLE) * MULTIPLE, max(length, longest))
+        extra = ((0, max(2 - rows, 0)), (0, max(rounded, 2) - length))
+        ids = torch.from_numpy(np.pad(input_ids, extra, constant_values=pad_id)).to(device)
+        mask = torch.from_numpy(np.pad(attention_mask, extra)).to(device)
+        mask[rows:, 0] = 1  # a row that is nothing but padding has no softmax
+        with torch.inference_mode(), warnings.catch_warnings():
+            # torch's compiler imports parts of torch that announce their own end.
+            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+            logits: np.ndarray = compiled(ids, mask)[:rows].float().cpu().numpy()
+        return logits
+
+    return forward

@@ -1,0 +1,98 @@
+"""What `varlen`, `int8` and `compiled` promise beyond agreeing with eager: what is left out, which numbers differ."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny
+from torchlake import models
+from torchlake.data.batching import Ragged, pad
+from torchlake.errors import UsageError
+from torchlake.runtimes import _encoder, compiled, int8, varlen
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
+
+
+@given(lengths=LENGTHS, padding_id=st.sampled_from([None, 1]))
+def test_laying_rows_end_to_end_loses_no_token(lengths: list[int], padding_id: int | None) -> None:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    values = np.arange(2, offsets[-1] + 2, dtype=np.int32)
+    ids, mask = pad(Ragged(values, offsets), np.arange(len(lengths)), 1)
+    rows = _encoder.lay_end_to_end(padding_id, ids, mask)
+    assert rows.ids.tolist() == values.tolist()
+    assert rows.lengths.tolist() == lengths
+    first = 0 if padding_id is None else padding_id + 1
+    assert rows.positions.tolist() == [first + place for length in lengths for place in range(length)]
+    assert [length for count, length in rows.runs() for _ in range(count)] == lengths
+    assert all(a[1] != b[1] for a, b in zip(rows.runs()[:-1], rows.runs()[1:], strict=True))
+
+
+def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_path: Path) -> None:
+    """RoBERTa gives a padding token the position of padding wherever it stands; so must we."""
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_roberta)
+    spec, pad_id = models.load_spec(folder), models.load_tokenizer(folder).pad_token_id
+    ids = np.array([[0, 7, pad_id, 9, 2]])
+    mask = np.ones_like(ids)
+    model = models.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
+    with torch.inference_mode():
+        expected = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).logits.numpy()
+    np.testing.assert_allclose(varlen.load(folder, spec, device="cpu")(ids, mask), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [None, 0.17])
+def test_an_8_bit_product_is_off_by_its_rounding_only(shift: float | None) -> None:
+    """Each number is off by at most half a step, a product by half a step per term of its sum; every token apart."""
+    torch.manual_seed(0)
+    x = torch.nn.functional.gelu(torch.randn(5, 64) * torch.tensor([[1e-3], [0.1], [1.0], [10.0], [1e3]]))
+    layer = _encoder.Linear(torch.randn(32, 64), torch.randn(32))
+    exact = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    largest = x.abs().amax(1, keepdim=True) if shift is None else x.amax(1, keepdim=True) + shift
+    step_x, step_w = largest / (127 if shift is None else 255), layer.weight.abs().amax(1) / 127
+    reach = x.abs() if shift is None else x + shift
+    bound = step_x / 2 * layer.weight.abs().sum(1) + step_w / 2 * reach.sum(1, keepdim=True) + 64 * step_x * step_w / 4
+    product = int8._linear(layer, shift=shift)(x.clone(), None)
+    assert ((product - exact).abs() <= bound * 1.01 + 1e-5).all()
+    assert ((product - exact).abs() > 0).any()
+
+
+def test_a_token_of_zeros_is_no_division_by_zero() -> None:
+    layer = _encoder.Linear(torch.randn(32, 64), torch.randn(32))
+    product = int8._linear(layer)(torch.zeros(3, 64), None)
+    torch.testing.assert_close(product, layer.bias.expand(3, 32))
+
+
+def test_what_is_not_finite_stays_in_its_token() -> None:
+    layer = _encoder.Linear(torch.randn(32, 64), torch.randn(32))
+    x = torch.randn(3, 64)
+    good = int8._linear(layer)(x, None)
+    x[1, 5] = float("nan")
+    bad = int8._linear(layer)(x, None)
+    assert bad[1].isnan().any()
+    torch.testing.assert_close(bad[[0, 2]], good[[0, 2]])
+
+
+def test_int8_is_for_cpus(tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match="CPUs only"):
+        int8.load(tiny_model, models.load_spec(tiny_model), device="cuda")
+
+
+def test_one_compilation_serves_all_shapes(tiny_model: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    spec = models.load_spec(tiny_model)
+    forward = compiled.load(tiny_model, spec, device="cpu")
+    counters.clear()
+    for rows, length in [(1, 1), (3, 5), (8, 40), (2, 64), (1, 17), (40, 8)]:
+        ids = np.full((rows, length), 5)
+        assert forward(ids, np.ones_like(ids)).shape == (rows, 2)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiling_needs_a_compiler(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    assert "C++ compiler" in (compiled.refusal(tiny_model) or "")
