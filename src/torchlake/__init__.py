@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchlake.errors import TorchlakeError
     from torchlake.evaluating import evaluate
     from torchlake.launching import launch
+    from torchlake.optimizing import optimize
     from torchlake.predicting import predict
     from torchlake.reporting import report
     from torchlake.training import train
@@ -35,6 +36,7 @@ __all__ = [
     "errors",
     "evaluate",
     "launch",
+    "optimize",
     "predict",
     "report",
     "train",
@@ -48,6 +50,7 @@ _HOMES = {
     "doctor": "diagnosing",
     "evaluate": "evaluating",
     "launch": "launching",
+    "optimize": "optimizing",
     "predict": "predicting",
     "report": "reporting",
     "train": "training",

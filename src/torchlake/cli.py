@@ -38,7 +38,9 @@ Work = Callable[[], Outcome]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output; all else on stderr.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, as training writes it.")]
 TextColumn = Annotated[str | None, typer.Option("--text", help="Text column, where it is not the training table's.")]
-RuntimeName = Annotated[str | None, typer.Option("--runtime", help="What executes the forward pass (default: eager).")]
+RuntimeName = Annotated[
+    str | None, typer.Option("--runtime", help="What scores (default: what optimize chose, else eager).")
+]
 EngineName = Annotated[str | None, typer.Option("--engine", help="Where the job runs (default: local).")]
 Processes = Annotated[int | None, typer.Option("--processes", min=1, help="Processes (default: the engine's choice).")]
 
@@ -164,6 +166,48 @@ def evaluate(
     """
     options = given({"text": text, "label": label, "runtime": runtime})
     return lambda: commands.evaluate(model, table, make_engine(engine, processes, as_json=as_json), options)
+
+
+@app.command()
+def optimize(
+    model: Model,
+    sample: Annotated[
+        str, typer.Option("--sample", metavar="TABLE", help="Rows like yours, with labels or without (required).")
+    ],
+    text: TextColumn = None,
+    label: Annotated[
+        str | None, typer.Option("--label", help="Label column, where it is not the training table's.")
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option("--max-drop", min=0, max=1, help="Accuracy that may be lost (default: 0.005).")
+    ] = None,
+    min_agreement: Annotated[
+        float | None,
+        typer.Option("--min-agreement", min=0, max=1, help="Share of labels that must be eager's (default: 0.99)."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Time for all candidates (default: 5min).")
+    ] = None,
+    runtimes: Annotated[
+        str | None, typer.Option("--runtimes", metavar="A,B", help="Runtimes to try (default: all that can run).")
+    ] = None,
+    processes: Processes = None,
+    as_json: Json = False,
+) -> Work:
+    """Choose the fastest runtime that agrees. Measured on your rows, on this machine; predict then uses it.
+
+    \b
+    Example: torchlake optimize runs/reviews/model --sample reviews.parquet --max-drop 0.002
+    """
+    options = {
+        "text": text,
+        "label": label,
+        "max_drop": max_drop,
+        "min_agreement": min_agreement,
+        "budget": budget,
+        "runtimes": [name.strip() for name in runtimes.split(",")] if runtimes else None,
+    }
+    return lambda: commands.optimize(model, sample, make_engine(None, processes, as_json=as_json), given(options))
 
 
 @app.command()

@@ -88,6 +88,31 @@ def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[s
     return Outcome(values=values, lines=lines)
 
 
+def optimize(model: str, sample: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
+    """Choose the model's runtime; `options` are those of the Python function that were given."""
+    from torchlake.optimizing import optimize
+
+    done = optimize(model, sample, engine=engine, **options)
+    lines = _grid([_CANDIDATE, *map(_candidate, done.candidates)], left=(0, len(_CANDIDATE) - 1))
+    choice = (
+        f"predict will use {done.runtime} for {model}, with batches of {done.batch_tokens:,} tokens and "
+        f"{done.threads} thread{'s' if done.threads > 1 else ''} a process: {done.rows_per_s:,.0f} rows/s, "
+        f"{done.ratio:.2f} times eager's."
+    )
+    return Outcome(values=done.to_json(), lines=[*lines, "", choice])
+
+
+_CANDIDATE = ("runtime", "threads", "batch", "rows/s", "agreement", "difference", "change", "95 % interval", "verdict")
+
+
+def _candidate(one: Any) -> list[str]:
+    """A candidate as a line of the table; a dash for what was not measured."""
+    interval = None if one.change is None else f"{one.change_low:+.4f} to {one.change_high:+.4f}"
+    numbers = [(one.threads, "d"), (one.batch_tokens, ",d"), (one.rows_per_s, ",.1f"), (one.agreement, ".2%")]
+    numbers += [(one.difference, ".1e"), (one.change, "+.4f"), (interval, "")]
+    return [one.runtime, *("-" if value is None else format(value, form) for value, form in numbers), one.verdict]
+
+
 def launch(
     target: str,
     arguments: Sequence[str],
@@ -227,12 +252,12 @@ def _interval(metric: Any) -> dict[str, float]:
     return {"value": metric.value, "low": metric.low, "high": metric.high}
 
 
-def _grid(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Columns side by side, the first to the left and the others to the right."""
+def _grid(rows: Sequence[Sequence[Any]], left: Sequence[int] = (0,)) -> list[str]:
+    """Columns side by side, those in `left` aligned to the left and the others to the right."""
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     aligned = (
         [
-            f"{cell!s:>{width}}" if at else f"{cell!s:<{width}}"
+            f"{cell!s:<{width}}" if at in left else f"{cell!s:>{width}}"
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         for row in rows

@@ -26,6 +26,7 @@ from torchlake.engines import Engine
 from torchlake.errors import DataError, TableError
 from torchlake.metrics import Metric, evaluate_metrics
 from torchlake.models import Label, TaskSpec
+from torchlake.scoring import Runtime
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.committed import committed_files
 from torchlake.tables.frames import is_frame, to_arrow
@@ -71,11 +72,11 @@ def evaluate(
     text: str | None = None,
     label: str | None = None,
     engine: Engine | None = None,
-    runtime: str = "eager",
+    runtime: Runtime | None = None,
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
 
-    `text` and `label` name the columns where they are not the training table's.
+    `text` and `label` name the columns where they are not the training table's; `runtime` is as `predict` takes it.
     Raises DataError for a label that the model does not know and when no row could be used, TableError for a missing
     column, and what `predict` raises.
     """

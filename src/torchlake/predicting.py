@@ -20,13 +20,22 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import model_folders, models, plugins
+from torchlake import exports, model_folders, models
 from torchlake.engines import Engine
+from torchlake.engines._machine import gpus
 from torchlake.engines.local import Local
-from torchlake.errors import TableError, TooManyErrors, UsageError
+from torchlake.errors import TooManyErrors, UsageError
 from torchlake.progress import progress
-from torchlake.scoring import Runtime, ScoringSettings
-from torchlake.scoring_workers import ScoredChunk, make_chunk_worker, make_table_worker, output_schema, with_staging
+from torchlake.runtime_choice import RuntimeChoice, asked_for, chosen, lacks_export
+from torchlake.scoring import Runtime, ScoringSettings, check_text, device, runtime_name, worker_memory
+from torchlake.scoring_workers import (
+    ScoredChunk,
+    make_chunk_worker,
+    make_preparing_worker,
+    make_table_worker,
+    output_schema,
+    with_staging,
+)
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.commit import Writing, known_inputs, part_name, writing
 from torchlake.tables.frames import is_frame, like, to_arrow
@@ -39,8 +48,6 @@ log = logging.getLogger(__name__)
 ROWS_BEFORE_STOPPING = 1000
 MAX_TIMEOUT_S = 1_000_000
 NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
-WORKER_BYTES = 600 << 20
-"What a worker takes before it loads a model: Python, torch, transformers."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ def predict(
     columns: Sequence[str] = (),
     all_probabilities: bool = False,
     prefix: str = "",
-    runtime: Runtime = "eager",
+    runtime: Runtime | None = None,
     engine: Engine | None = None,
     max_error_rate: float = 0.5,
     null: Literal["error", "score"] = "error",
@@ -90,10 +97,11 @@ def predict(
     `text` names the text column where it is not the training table's; `key` a column of unique values without nulls to
     carry instead of a generated `row_id`; `columns` more columns to carry; `prefix` is put before the prediction
     columns' names. `all_probabilities` adds a column per class. `runtime` is a runtime's name, or a module-level
-    function like a runtime's `load`. `null="score"` scores rows without text as the empty string; by default they are
-    error rows. A forward pass longer than `row_timeout_s` seconds has its rows tried alone, and given up the second
-    time. `batch_tokens` bounds a batch's padded tokens (default: by the device), `chunk_rows` a chunk's rows (default:
-    from the table's size).
+    function like a runtime's `load`; by default it is what `optimize` chose for this model, with its batches and
+    threads, else `eager`. `null="score"` scores rows without text as the empty string; by default they are error rows.
+    A forward pass longer than `row_timeout_s` seconds has its rows tried alone, and given up the second time.
+    `batch_tokens` bounds a batch's padded tokens (default: the choice's, else by the device), `chunk_rows` a chunk's
+    rows (default: from the table's size).
     `overwrite` replaces an output of another job; `accept_new_input` scores only the files that the input gained or
     that changed. `key`, `columns`, `row_timeout_s`, `chunk_rows`, `overwrite`, `accept_new_input` and `on_bad_file`
     concern stored tables.
@@ -105,10 +113,13 @@ def predict(
     _check_options(max_error_rate, null, row_timeout_s, on_bad_file, batch_tokens=batch_tokens, chunk_rows=chunk_rows)
     folder = model_folders.model_folder(model)
     spec = models.load_spec(folder)
-    refuse_unable(runtime, spec.task)
+    if runtime is None:
+        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
+    else:
+        choice = asked_for(folder, spec.task, runtime)
     settings = ScoringSettings(
         model=str(folder),
-        runtime=runtime,
+        runtime=choice.runtime,
         text=text or spec.text,
         keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
         key=key,
@@ -116,7 +127,7 @@ def predict(
         all_probabilities=all_probabilities,
         null=null,
         row_timeout_s=row_timeout_s,
-        batch_tokens=batch_tokens,
+        batch_tokens=batch_tokens or choice.batch_tokens,
     )
     engine = engine or Local()
     if is_frame(table):
@@ -134,6 +145,7 @@ def predict(
         settings,
         spec,
         engine,
+        choice,
         max_error_rate=max_error_rate,
         chunk_rows=chunk_rows,
         overwrite=overwrite,
@@ -158,19 +170,28 @@ def _check_options(
             raise UsageError(f"{name} has to be 1 or more; {count} was given.")
 
 
-def refuse_unable(runtime: Runtime, task: str) -> None:
-    """Raise UsageError when the runtime says that it never runs this task."""
-    never = plugins.load("runtimes", runtime).never if isinstance(runtime, str) else {}
-    if task in never:
-        raise UsageError(f"The runtime {runtime!r} cannot run {task}: {never[task]}.")
+def _make_export(settings: ScoringSettings, engine: Engine) -> None:
+    """Let an asked-for runtime make what it keeps of the model, where it has not: once, in a process of its own."""
+    folder, runtime = Path(settings.model), settings.runtime
+    module = lacks_export(folder, runtime)
+    if module is None:
+        return
+    if module.CALIBRATED:
+        raise UsageError(
+            f"The runtime {runtime!r} is calibrated on rows of yours first, once: torchlake optimize {folder} "
+            f"--sample TABLE --runtimes {runtime}"
+        )
+    log.info("%s: the runtime %r makes its export of the model; that is done once", folder, runtime)
+    list(engine.run_chunks(partial(make_preparing_worker, settings.model), [runtime], processes=1))
 
 
 def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
     table = to_arrow(frame)
-    _check_text(table.schema, settings.text, "the frame")
+    check_text(table.schema, settings.text, "the frame")
     schema = output_schema(settings, spec, table.schema)
     added = [column for column in schema if column.name != "row_id"]
     _refuse_collisions([*table.column_names, *(column.name for column in added)])
+    _make_export(settings, engine)
     scored = engine.map_frame(table, partial(make_table_worker, settings), pa.schema([*table.schema, *added]))
     failed = len(scored) - scored["error"].null_count
     examples = [f"{reason}" for reason in pc.unique(scored["error"].drop_null()).to_pylist()[:3]]
@@ -184,6 +205,7 @@ def _predict_table(
     settings: ScoringSettings,
     spec: TaskSpec,
     engine: Engine,
+    choice: RuntimeChoice,
     *,
     max_error_rate: float,
     chunk_rows: int | None,
@@ -194,7 +216,7 @@ def _predict_table(
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
     source = open_table(table, columns=columns, on_bad_file=on_bad_file)
-    _check_text(source.schema, settings.text, source.source)
+    check_text(source.schema, settings.text, source.source)
     schema = output_schema(settings, spec, source.schema)
     _refuse_collisions(schema.names)
     _refuse_own_input(source, output)
@@ -203,6 +225,7 @@ def _predict_table(
     plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows, known=known_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
+    _make_export(settings, engine)
     fingerprint = _fingerprint(settings, spec)
     with writing(
         output,
@@ -220,9 +243,9 @@ def _predict_table(
         else:
             items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
             scored_rows = sum(chunk.rows for chunk in out.pending)
-            made = _score(out, items, settings, engine, total=out.plan.rows, max_error_rate=max_error_rate)
+            made = _score(out, items, settings, engine, choice.threads, max_error_rate=max_error_rate)
             seconds = time.perf_counter() - began
-            provenance = _provenance(settings, engine, made, seconds=seconds, rows=scored_rows)
+            provenance = _provenance(settings, engine, choice, made, seconds=seconds, rows=scored_rows)
             record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
     seconds = time.perf_counter() - began
     return Scored(
@@ -242,18 +265,24 @@ def _score(
     items: list[tuple[Chunk, str]],
     settings: ScoringSettings,
     engine: Engine,
+    threads: int | None,
     *,
-    total: int,
     max_error_rate: float,
 ) -> list[ScoredChunk]:
     """Run the pending chunks; raises TooManyErrors as soon as it is certain, or well founded, that too many failed."""
     made: list[ScoredChunk] = []
     examples: list[str] = []
+    total = out.plan.rows
     rows = sum(part.rows for part in out.done)
     failed = sum(part.failed for part in out.done)
     make_worker = partial(make_chunk_worker, with_staging(settings, out.staging))
-    memory = WORKER_BYTES + 2 * model_folders.weight_bytes(Path(settings.model))
-    chunks = engine.run_chunks(make_worker, items, gpus_per_process=None, memory_per_process=memory)
+    chunks = engine.run_chunks(
+        make_worker,
+        items,
+        gpus_per_process=None,
+        memory_per_process=worker_memory(settings.model),
+        threads_per_process=threads,
+    )
     with closing(chunks), progress("predict", total, "rows") as advance:
         advance(rows)
         _refuse_too_many(failed, rows, total, max_error_rate, examples)  # of a run before this one
@@ -280,12 +309,14 @@ def _refuse_too_many(failed: int, rows: int, total: int, max_error_rate: float, 
 
 def _fingerprint(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
     """Everything besides the rows that decides the bytes of the output."""
-    runtime = settings.runtime
+    folder, runtime = Path(settings.model), settings.runtime
+    export = exports.identity(folder, runtime) if isinstance(runtime, str) else None
     return {
         "format": 1,
-        "model": model_folders.model_hash(Path(settings.model)),
+        "model": model_folders.model_hash(folder),
         "task": spec.task,
-        "runtime": runtime if isinstance(runtime, str) else f"{runtime.__module__}:{runtime.__qualname__}",
+        "runtime": runtime_name(runtime),
+        **({} if export is None else {"export": export}),
         "text": settings.text,
         "key": settings.key,
         "columns": list(settings.keep),
@@ -297,12 +328,22 @@ def _fingerprint(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
 
 
 def _provenance(
-    settings: ScoringSettings, engine: Engine, made: list[ScoredChunk], *, seconds: float, rows: int
+    settings: ScoringSettings,
+    engine: Engine,
+    choice: RuntimeChoice,
+    made: list[ScoredChunk],
+    *,
+    seconds: float,
+    rows: int,
 ) -> dict[str, Any]:
     tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
     return {
         "model": settings.model,
         "engine": type(engine).__name__.lower(),
+        "runtime": runtime_name(choice.runtime),
+        "runtime_by": choice.why,
+        "batch_tokens": settings.batch_tokens,
+        "threads": choice.threads,
         "torchlake": version("torchlake"),
         "torch": version("torch"),
         "transformers": version("transformers"),
@@ -314,19 +355,6 @@ def _provenance(
         "padding": round(1 - tokens / padded, 4) if padded else 0.0,
         "errors": [example for chunk in made for example in chunk.examples][:20],
     }
-
-
-def _check_text(schema: pa.Schema, text: str, where: str) -> None:
-    if text not in schema.names:
-        raise TableError(
-            f"{where}: there is no text column {text!r}; it has: {', '.join(schema.names)}. Name it with text=."
-        )
-    kind = schema.field(text).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    if not any(is_text(kind) for is_text in texts):
-        raise TableError(f"{where}: the text column {text!r} holds {kind}, not strings; name another with text=.")
 
 
 def _refuse_own_input(source: Table, output: Path) -> None:

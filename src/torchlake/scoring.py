@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import models, plugins
+from torchlake import model_folders, models, plugins
 from torchlake.data.batching import Ragged, length_batches, pad
-from torchlake.errors import Interrupted
+from torchlake.errors import Interrupted, TableError
 from torchlake.runtimes import Forward
 from torchlake.strikes import Strikes
 from torchlake.task_spec import TaskSpec
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 # A few hundred tokens keep a core busy, and its caches hold no more; a GPU wants thousands.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
 MAX_BATCH_ROWS = 1024
+WORKER_BYTES = 600 << 20
+"What a worker takes before it loads a model: Python, torch, transformers."
 
 Runtime = str | Callable[..., Forward]
 """A runtime's name, or a module-level function with the signature of a runtime's `load`."""
@@ -80,6 +82,7 @@ class Scorer:
     settings: ScoringSettings
     spec: TaskSpec = field(init=False)
     batch_tokens: int = field(init=False)
+    device: str = field(init=False)
     padded_tokens: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
 
@@ -88,11 +91,11 @@ class Scorer:
         self.spec = models.load_spec(folder)
         self.task = plugins.load("tasks", self.spec.task)
         self.tokenizer = models.load_tokenizer(folder)
-        device = _device()
+        self.device = device()
         runtime = self.settings.runtime
         load = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
-        self.forward: Forward = load(folder, self.spec, device=device)
-        self.batch_tokens = self.settings.batch_tokens or BATCH_TOKENS[device]
+        self.forward: Forward = load(folder, self.spec, device=self.device)
+        self.batch_tokens = self.settings.batch_tokens or BATCH_TOKENS[self.device]
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
         """Make a string column ready; `unreadable` rows and, unless told otherwise, empty ones become errors."""
@@ -183,7 +186,47 @@ def string_column(column: pa.ChunkedArray) -> pa.Array:
     return array if pa.types.is_string(array.type) else pc.cast(array, pa.large_string())
 
 
-def _device() -> str:
+def check_text(schema: pa.Schema, text: str, where: str) -> None:
+    """Raise TableError when the table of `schema` has no column `text`, or one that holds no strings."""
+    if text not in schema.names:
+        raise TableError(
+            f"{where}: there is no text column {text!r}; it has: {', '.join(schema.names)}. Name it with text=."
+        )
+    kind = schema.field(text).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    if not any(is_text(kind) for is_text in texts):
+        raise TableError(f"{where}: the text column {text!r} holds {kind}, not strings; name another with text=.")
+
+
+def worker_memory(model: str) -> int:
+    """Bytes that one process takes to score with a model."""
+    return WORKER_BYTES + 2 * model_folders.weight_bytes(Path(model))
+
+
+def runtime_name(runtime: Runtime) -> str:
+    """What records call a runtime: its name, or a function's module and name."""
+    return runtime if isinstance(runtime, str) else f"{runtime.__module__}:{runtime.__qualname__}"
+
+
+def prepare_runtime(model: str, runtime: str, texts: pa.Array) -> None:
+    """Let a runtime make of the model what it keeps in the model folder, calibrated on the batches of `texts`.
+
+    `texts` is a string array without nulls; it may be empty where the runtime calibrates nothing. Raises what the
+    runtime's `prepare` does.
+    """
+    folder = Path(model)
+    spec = models.load_spec(folder)
+    tokenizer = models.load_tokenizer(folder)
+    tokens = Ragged(*plugins.load("tasks", spec.task).tokenize(tokenizer, texts.to_pylist(), spec)[:2])
+    cuts = length_batches(tokens.lengths, batch_tokens=BATCH_TOKENS["cpu"], max_rows=MAX_BATCH_ROWS)
+    batches = [pad(tokens, cut, tokenizer.pad_token_id) for cut in cuts]
+    plugins.load("runtimes", runtime).prepare(folder, spec, batches)
+
+
+def device() -> str:
+    """Where a model is scored: "cuda" where torch finds a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.scoring import Scorer, ScoringSettings, Work, string_column
+from torchlake.scoring import Scorer, ScoringSettings, Work, prepare_runtime, string_column
 from torchlake.strikes import Strikes
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.commit import Part, write_part
@@ -85,6 +85,17 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
         for name in predictions.column_names:
             table = table.append_column(predictions.schema.field(name), predictions[name])
         return table
+
+    return worker
+
+
+def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]]:
+    """The worker lets runtimes, by name, make their exports of the model; for those that need no rows for it."""
+
+    def worker(runtimes: Iterator[str]) -> Iterator[str]:
+        for runtime in runtimes:
+            prepare_runtime(model, runtime, pa.array([], pa.string()))
+            yield runtime
 
     return worker
 

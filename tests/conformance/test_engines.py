@@ -16,7 +16,7 @@ import pytest
 
 from pids import wait_for
 from torchlake import plugins
-from torchlake.engines import Engine
+from torchlake.engines import Engine, _machine
 from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, UsageError
 
 
@@ -70,6 +70,19 @@ def test_results_come_while_others_are_worked_on(engine: Engine, tmp_path: Path)
 
 def test_a_worker_may_pull_one_ahead_from_a_thread(engine: Engine) -> None:
     assert sorted(engine.run_chunks(_prefetching, range(11))) == [chunk * chunk for chunk in range(11)]
+
+
+def test_processes_share_the_cores_and_may_have_several_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    engine.processes = None  # the number is the engine's own choice here, of as many as there are chunks
+    cores = _machine.cores()
+    everything = set(engine.run_chunks(_threads, range(2), threads_per_process=10_000))
+    assert len({pid for pid, _ in everything}) == 1
+    assert {int(threads) for _, threads in everything} == {cores}
+    shared = set(engine.run_chunks(_threads, range(2), processes=2, threads_per_process=10_000))
+    assert {int(threads) for _, threads in shared} == {max(1, cores // 2)}, "a number that is given is the number"
+    with pytest.raises(UsageError, match="threads_per_process is 0"):
+        list(engine.run_chunks(_squares, range(3), threads_per_process=0))
 
 
 def test_a_worker_ends_in_order(engine: Engine, tmp_path: Path) -> None:
@@ -202,6 +215,10 @@ def _counting(folder: Path) -> Callable[[Chunks], Iterator[tuple[int, int]]]:
     (folder / f"{os.getpid()}-{time.monotonic_ns()}").touch()
     made = len(list(folder.glob(f"{os.getpid()}-*")))
     return lambda chunks: ((os.getpid(), made) for _ in chunks)
+
+
+def _threads() -> Callable[[Chunks], Iterator[tuple[int, str]]]:
+    return lambda chunks: ((os.getpid(), os.environ["OMP_NUM_THREADS"]) for _ in chunks)
 
 
 def _last_is_zero(folder: Path, number: int) -> Callable[[Chunks], Iterator[int]]:

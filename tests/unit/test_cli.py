@@ -47,7 +47,9 @@ def test_help_is_quick_and_loads_no_library() -> None:
     assert done.stderr.split() == []
 
 
-@pytest.mark.parametrize("command", ["train", "predict", "evaluate", "launch", "verify", "report", "doctor", "demo"])
+@pytest.mark.parametrize(
+    "command", ["train", "predict", "evaluate", "optimize", "launch", "verify", "report", "doctor", "demo"]
+)
 def test_every_command_has_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"Example: torchlake {command}" in capfd.readouterr().out
@@ -71,6 +73,8 @@ def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
         (["predict", "m", "i", "o", "--null", "maybe"], "'maybe'"),
         (["predict", "m", "i", "o", "--max-error-rate", "2"], "--max-error-rate"),
         (["train", "job.yaml", "--processes", "0"], "--processes"),
+        (["optimize", "m"], "--sample"),
+        (["optimize", "m", "--sample", "t", "--max-drop", "2"], "--max-drop"),
         (["train"], "Name a job file"),
         (["launch", "train.py", "--lr", "3"], "--lr"),
     ],

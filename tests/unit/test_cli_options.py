@@ -31,6 +31,19 @@ OPTIONS = {
         }
     ),
     "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--json"}),
+    "optimize": frozenset(
+        {
+            "--sample",
+            "--text",
+            "--label",
+            "--max-drop",
+            "--min-agreement",
+            "--budget",
+            "--runtimes",
+            "--processes",
+            "--json",
+        }
+    ),
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--json"}),
     "verify": frozenset({"--json"}),
     "report": frozenset({"--json"}),
@@ -42,6 +55,7 @@ ARGUMENTS = {
     "train": ["job"],
     "predict": ["model", "table", "output"],
     "evaluate": ["model", "table"],
+    "optimize": ["model"],
     "launch": ["target", "arguments"],
     "verify": ["output"],
     "report": ["run"],

@@ -13,20 +13,25 @@ SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli commands console",
     3: "preparing training predicting scoring scoring_workers launching evaluating verifying reporting report_page "
-    "diagnosing loop learner run_folder",
+    "diagnosing loop learner run_folder optimizing candidates trials sampling agreement",
     2: "engines strategies tasks runtimes",
-    1: "data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety",
+    1: "data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
+    "exports runtime_choice",
     0: "tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data strikes",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.
 CALLS = {
-    "evaluating": {"predicting"},
+    "candidates": {"agreement", "sampling", "scoring", "trials"},
+    "evaluating": {"predicting", "scoring"},
+    "optimizing": {"candidates", "sampling", "scoring", "trials"},
     "predicting": {"scoring", "scoring_workers"},
     "preparing": {"scoring"},
     "loop": {"learner"},
     "reporting": {"diagnosing", "report_page"},
+    "sampling": {"scoring"},
     "scoring_workers": {"scoring"},
+    "trials": {"scoring"},
     "training": {"preparing", "loop", "learner", "reporting", "run_folder"},
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}

@@ -17,6 +17,7 @@ PUBLIC = {
     "errors",
     "evaluate",
     "launch",
+    "optimize",
     "predict",
     "report",
     "train",
@@ -47,7 +48,17 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_importing_a_module_first_hides_no_function() -> None:
     """Modules are named by gerunds so that `torchlake.train` can only be the function."""
-    for module in ("training", "predicting", "evaluating", "launching", "verifying", "reporting", "diagnosing"):
+    gerunds = (
+        "training",
+        "predicting",
+        "evaluating",
+        "optimizing",
+        "launching",
+        "verifying",
+        "reporting",
+        "diagnosing",
+    )
+    for module in gerunds:
         importlib.import_module(f"torchlake.{module}")
-    for name in ("train", "predict", "evaluate", "launch", "verify", "report", "doctor"):
+    for name in ("train", "predict", "evaluate", "optimize", "launch", "verify", "report", "doctor"):
         assert inspect.isfunction(getattr(torchlake, name))

@@ -15,7 +15,7 @@ import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake import models
 from torchlake.errors import TableError, TooManyErrors, UsageError
-from torchlake.predicting import refuse_unable
+from torchlake.runtime_choice import refuse_unable
 from torchlake.scoring import Scorer, ScoringSettings
 from torchlake.scoring_workers import output_schema
 
@@ -155,7 +155,7 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
         tl.predict(model, tmp_path / "in.parquet", tmp_path, text="body")
     with pytest.raises(UsageError, match="column 'error' of its own"):
         tl.predict(model, pa.table({"text": ["good"], "error": ["x"]}), prefix="predicted_")
-    with pytest.raises(UsageError, match="Choose from: eager"):
+    with pytest.raises(UsageError, match="Did you mean 'eager'"):
         refuse_unable("eagre", "text_classification")
 
 

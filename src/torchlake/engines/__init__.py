@@ -30,6 +30,7 @@ class Engine(ABC):
         processes: int | None = None,
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
+        threads_per_process: int | None = None,
     ) -> Generator[Any, None, None]:
         """Run every chunk at least once and yield the results as they complete, in any order.
 
@@ -40,14 +41,16 @@ class Engine(ABC):
 
         `gpus_per_process=None` gives each process one GPU while there are any, and starts no more processes than GPUs.
         An engine that chooses the number of processes itself starts no more of them than fit into the machine's free
-        memory at `memory_per_process` bytes each.
+        memory at `memory_per_process` bytes each, and no more than leave each `threads_per_process` cores (None: one).
+        Whatever their number, processes share the cores evenly: each begins with the thread counts of OpenMP, MKL and
+        Rayon at cores // processes, 1 at least, unless the user set them.
 
         A process that dies is replaced and its unfinished chunks run again. Closing the iterator, or an exception in
         the thread that consumes it, kills the processes: consume it inside `contextlib.closing`.
 
         Raises the TorchlakeError that a worker raised as itself; RankFailed, with the traceback, for any other
         exception of a worker, for a chunk whose processes keep dying, and when no worker can be started; UsageError
-        for impossible numbers of processes or GPUs.
+        for impossible numbers of processes, GPUs or threads.
         """
 
     @abstractmethod

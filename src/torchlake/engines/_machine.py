@@ -77,11 +77,15 @@ def _cgroup(name: str) -> str:
         return ""
 
 
-def most_processes(memory_per_process: int) -> int:
-    """One process per core, but no more than half of the available memory holds at `memory_per_process` bytes each."""
+def most_processes(memory_per_process: int, threads_per_process: int = 1) -> int:
+    """One process for every `threads_per_process` cores, but no more than half of the available memory holds.
+
+    `memory_per_process` is in bytes; 0: any number fits.
+    """
+    wanted = max(1, cores() // threads_per_process)
     if memory_per_process == 0:
-        return cores()
-    return max(1, min(cores(), available_memory() // 2 // memory_per_process))
+        return wanted
+    return max(1, min(wanted, available_memory() // 2 // memory_per_process))
 
 
 def gpus() -> list[str]:

@@ -30,8 +30,8 @@ class Local(Engine):
     """Processes of this machine.
 
     `processes` is the number for every job of this engine; None means, for chunks, one per core but no more than there
-    are chunks, and 1 for launch. `stdout_to_stderr` sends what children print to this process's stderr, for callers
-    whose own stdout is read by a program.
+    are chunks (fewer where the job wants several threads in each), and 1 for launch. `stdout_to_stderr` sends what
+    children print to this process's stderr, for callers whose own stdout is read by a program.
     """
 
     def __init__(self, processes: int | None = None, *, stdout_to_stderr: bool = False) -> None:
@@ -46,12 +46,14 @@ class Local(Engine):
         processes: int | None = None,
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
+        threads_per_process: int | None = None,
     ) -> Generator[Any, None, None]:
         todo = list(chunks)
+        threads = 1 if threads_per_process is None else _at_least_one(threads_per_process, "threads_per_process")
         if processes is not None:
             wanted = _at_least_one(processes)
         else:
-            wanted = self.processes or most_processes(memory_per_process)
+            wanted = self.processes or most_processes(memory_per_process, threads)
         if gpus_per_process is None:
             found = len(gpus())
             wanted, gpus_per_process = (min(wanted, found), 1) if found else (wanted, 0)
@@ -86,10 +88,10 @@ class Local(Engine):
         return result
 
 
-def _at_least_one(processes: int) -> int:
-    if processes < 1:
-        raise UsageError(f"processes is {processes}; it has to be 1 or more.")
-    return processes
+def _at_least_one(number: int, name: str = "processes") -> int:
+    if number < 1:
+        raise UsageError(f"{name} is {number}; it has to be 1 or more.")
+    return number
 
 
 def _run_chunks(

@@ -1,0 +1,334 @@
+"""optimize: the sample, the trials and their crashes, agreement, the choice; with real worker processes."""
+
+import json
+import logging
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+import rivals
+import tiny
+import torchlake as tl
+from torchlake import sampling
+from torchlake.agreement import CLOSE, compare, outside
+from torchlake.cli import main
+from torchlake.engines._machine import cores
+from torchlake.errors import DataError, TableError, TorchlakeError, UsageError
+from torchlake.sampling import draw_sample
+from torchlake.trials import Stopped, run_guarded
+
+ONE = tl.Local(processes=1)
+
+
+@pytest.fixture
+def model(tiny_bert: Path, tmp_path: Path) -> Path:
+    return tiny.build_model(tmp_path / "model", encoder=tiny_bert)
+
+
+def verdicts(done) -> dict[str, str]:
+    return {one.runtime.removeprefix("rivals:"): one.verdict for one in done.candidates}
+
+
+# the whole verb
+
+
+def test_only_what_agrees_is_chosen_and_what_dies_is_passed_over(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Eager's answers from memory win; what is wrong, killed, leaves, raises or gives NaN is named and skipped."""
+    wrong = [rivals.guessing, rivals.not_a_number, rivals.killed, rivals.leaving, rivals.raising]
+    done = tl.optimize(
+        model, tiny.reviews(120), runtimes=[*wrong, rivals.remembering], engine=ONE, budget="10min", rows=80
+    )
+    assert done.runtime == "rivals:remembering"
+    assert done.ratio > 1
+    said = verdicts(done)
+    assert said["remembering"] == "chosen"
+    assert said["eager"] == "agrees"
+    assert said["guessing"].startswith("outside: ")
+    assert said["not_a_number"] == "failed: non_finite: the model gave NaN or infinity"
+    assert said["killed"].startswith("crashed: its process died without a word")
+    assert said["leaving"].startswith("crashed: ")
+    assert said["raising"] == "failed: RuntimeError: this engine has no wings"
+    assert "nothing is written" in caplog.text, "a function has no name that a file may hold"
+    assert not (model / "runtime.json").exists()
+    (best,) = (one for one in done.candidates if one.verdict == "chosen")
+    assert (best.rows, best.failed, best.agreement, best.metric, best.change) == (80, 0, 1.0, "accuracy", 0.0)
+    assert best.difference is not None
+    assert best.difference <= CLOSE
+
+
+def test_the_choice_is_written_and_predict_uses_it(model: Path, tmp_path: Path) -> None:
+    """Without labels, from a stored table, when nothing but eager agrees."""
+    pq.write_table(tiny.reviews(60).select(["text"]), tmp_path / "sample.parquet")
+    done = tl.optimize(model, tmp_path / "sample.parquet", runtimes=[rivals.guessing], engine=ONE)
+    assert (done.runtime, done.ratio) == ("eager", 1.0)
+    (eager,) = (one for one in done.candidates if one.runtime == "eager")
+    assert (eager.verdict, eager.agreement, eager.metric) == ("chosen", 1.0, None)
+    assert eager.batch_tokens in (eager.by_batch_tokens or {})
+    written = json.loads((model / "runtime.json").read_text())
+    assert written["runtime"] == "eager"
+    assert written["batch_tokens"] == done.batch_tokens
+    assert [one["runtime"] for one in written["measured"]] == [one.runtime for one in done.candidates]
+    record = tl.predict(model, tmp_path / "sample.parquet", tmp_path / "out", engine=tiny.Here()).record
+    assert record["provenance"]["runtime_by"] == "runtime.json"
+    assert record["provenance"]["batch_tokens"] == done.batch_tokens
+
+
+def test_several_processes_are_measured_at_once(model: Path) -> None:
+    done = tl.optimize(model, tiny.reviews(700), runtimes=["eager"], engine=tl.Local(processes=2), rows=520)
+    (eager,) = done.candidates
+    assert eager.processes == 2
+    assert eager.threads == int(os.environ.get("OMP_NUM_THREADS", max(1, cores() // 2)))
+    assert eager.rows == 520, "each had half of them"
+
+
+def test_a_hang_costs_the_budget_and_no_more(model: Path) -> None:
+    done = tl.optimize(model, tiny.reviews(40), runtimes=[rivals.hanging], engine=ONE, budget="20s")
+    # On a machine so slow that eager takes the 20 s, nothing else is tried.
+    assert verdicts(done)["hanging"].startswith(("hung: gave no answer", "not tried (budget)"))
+    assert done.runtime == "eager"
+
+
+def test_what_the_budget_does_not_reach_is_named(model: Path) -> None:
+    done = tl.optimize(model, tiny.reviews(40), runtimes=[rivals.remembering], engine=ONE, budget=0.001)
+    assert verdicts(done) == {"eager": "chosen", "remembering": "not tried (budget)"}
+
+
+def test_the_command_prints_a_line_per_candidate_or_json(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pq.write_table(tiny.reviews(40), tmp_path / "sample.parquet")
+    words = ["optimize", str(model), "--sample", str(tmp_path / "sample.parquet"), "--runtimes", "eager"]
+    assert main([*words, "--processes", "1"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["runtime", "threads", "batch"]
+    assert lines[1].split()[0] == "eager"
+    assert lines[1].endswith("  chosen")
+    assert lines[-1].startswith(f"predict will use eager for {model}")
+    assert main([*words, "--processes", "1", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told.keys() == {"runtime", "batch_tokens", "threads", "rows_per_s", "ratio", "candidates"}
+    assert told["candidates"][0]["runtime"] == "eager"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"budget": "soon"}, UsageError, "budget: 'soon' is no length of time"),
+        ({"max_drop": -1}, UsageError, "shares from 0 to 1"),
+        ({"rows": 0}, UsageError, "rows is 1 or more"),
+        ({"runtimes": ["eagre"]}, UsageError, "Did you mean 'eager'"),
+        ({"text": "txt"}, TableError, "no text column 'txt'"),
+        ({"label": "stars"}, TableError, "no column 'stars'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_work(model: Path, options: dict, error: type, said: str) -> None:
+    with pytest.raises(error, match=said):
+        tl.optimize(model, tiny.reviews(10), **options)
+
+
+def test_a_folder_that_is_not_the_users_own_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for file in model.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    with pytest.raises(UsageError, match=r"snapshot of the Hugging Face hub .*\(cp -rL"):
+        tl.optimize(snapshot, tiny.reviews(10))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match="cannot be written"):
+        tl.optimize(model, tiny.reviews(10))
+
+
+def test_a_model_that_eager_cannot_run_has_no_reference(model: Path) -> None:
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-4] + b"\0\0\0\0")
+    with pytest.raises(TorchlakeError, match="eager, which all others are compared with"):
+        tl.optimize(model, tiny.reviews(10), runtimes=[], engine=ONE)
+
+
+# processes that end badly
+
+
+@pytest.mark.parametrize(
+    ("work", "deadline_s", "said"),
+    [
+        (rivals.die, 60.0, "crashed: Segmentation fault, in die (rivals.py:"),
+        (rivals.hang, 0.3, "hung: gave no answer in the 0 s that were left, in wait (threading.py:"),
+        (rivals.one_of_two_dies, 60.0, "crashed: its process died without a word"),
+    ],
+)
+def test_a_process_that_ends_badly_is_an_answer(work, deadline_s: float, said: str, tmp_path: Path) -> None:
+    stopped = run_guarded(tl.Local(), work, tmp_path, 2, deadline_s)
+    assert isinstance(stopped, Stopped)
+    assert stopped.verdict.startswith(said)
+
+
+def test_processes_that_end_well_give_what_they_have(tmp_path: Path) -> None:
+    assert sorted(run_guarded(tl.Local(), partial(pow, 2), tmp_path, 2, 60.0)) == [1, 2]
+
+
+# agreement
+
+ONE_HOT = np.eye(2, dtype=np.float32)[[0, 1, 0, 1]]
+
+
+def test_agreement_of_one_class_a_row() -> None:
+    eagers = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.4, 0.6]], dtype=np.float32)
+    ours = np.array([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6], [0.4, 0.6]], dtype=np.float32)
+    found = compare(ours, eagers, np.array([0, 1, 0, 0]), tiny.SPEC)
+    assert (found.rows, found.failed, found.agreement, found.metric) == (4, 0, 0.75, "accuracy")
+    assert found.difference == pytest.approx(0.2)
+    assert found.change == -0.25
+    assert found.drop == 0.25
+    assert -1 <= found.change_low <= -0.25 <= found.change_high <= 0
+    assert outside(found, min_agreement=0.75, max_drop=0.25) is None
+    assert "75.00% of the answers agree" in str(outside(found, min_agreement=0.76, max_drop=0.25))
+    assert "accuracy is worse by 0.2500" in str(outside(found, min_agreement=0.75, max_drop=0.24))
+
+
+def test_a_row_that_fails_is_outside_and_so_is_what_cannot_be_told() -> None:
+    ours = ONE_HOT.copy()
+    ours[2] = np.nan
+    found = compare(ours, ONE_HOT, None, tiny.SPEC)
+    assert (found.failed, found.agreement, found.metric) == (1, 0.75, None)
+    assert outside(found, min_agreement=0.0, max_drop=1.0) == "1 of 4 rows failed"
+    nothing = replace(found, failed=0, agreement=float("nan"), difference=float("nan"))
+    assert outside(nothing, min_agreement=0.0, max_drop=1.0) is not None
+    unknown = replace(found, failed=0, agreement=1.0, difference=0.1, drop=float("nan"))
+    assert outside(unknown, min_agreement=0.0, max_drop=1.0) is not None
+
+
+def test_the_same_answers_are_inside_whatever_is_asked() -> None:
+    found = compare(ONE_HOT + np.float32(5e-4), ONE_HOT, None, tiny.SPEC)
+    assert outside(replace(found, agreement=0.5), min_agreement=1.0, max_drop=0.0) is None
+
+
+def test_rows_that_eager_cannot_score_are_not_compared() -> None:
+    eagers = ONE_HOT.copy()
+    eagers[0] = np.nan
+    assert compare(ONE_HOT, eagers, None, tiny.SPEC).rows == 3
+
+
+def test_agreement_of_several_labels_a_row() -> None:
+    spec = tiny.spec_for("multi_label", ("a", "b"))
+    ours = ONE_HOT.copy()
+    ours[0] = [1, 1]
+    found = compare(ours, ONE_HOT, ONE_HOT, spec)
+    assert (found.agreement, found.metric) == (0.75, "micro_f1")
+    assert found.change == pytest.approx(8 / 9 - 1)
+    assert found.drop == pytest.approx(1 - 8 / 9)
+
+
+def test_agreement_of_numbers_is_in_standard_deviations() -> None:
+    spec = tiny.spec_for("regression", ())
+    targets = np.array([0.0, 10.0, 20.0, 30.0], dtype=np.float32)
+    eagers = targets[:, None].copy()
+    ours = eagers + np.array([[0.0], [0.0], [0.1], [5.0]], dtype=np.float32)
+    found = compare(ours, eagers, targets, spec)
+    spread = float(targets.std())
+    assert (found.agreement, found.metric) == (0.75, "rmse")
+    assert found.difference == pytest.approx(5 / spread)
+    assert found.drop == pytest.approx(found.change / spread)
+    assert found.change > 0
+
+
+# the sample
+
+
+def table(good: int, bad: int) -> pa.Table:
+    """Texts of 1 to n words, all of them different, sorted by label."""
+    texts = [f"{label} {number} " + "word " * number for label, n in (("g", good), ("b", bad)) for number in range(n)]
+    return pa.table({"text": texts, "label": ["good"] * good + ["bad"] * bad})
+
+
+def test_the_sample_has_the_tables_proportions() -> None:
+    sample = draw_sample(table(300, 100), tiny.SPEC, label=None, rows=40)
+    targets = sample.targets
+    assert targets is not None
+    assert len(sample.texts) == len(targets) == 40
+    assert (targets == 1).sum() == 30, "three in four are good"
+    lengths = np.array([len(text) for text in sample.texts.to_pylist()])[targets == 1]
+    whole = np.array([len(text) for text in table(300, 0)["text"].to_pylist()])
+    assert np.median(lengths) == pytest.approx(np.median(whole), rel=0.05)
+    assert (lengths.min() < np.quantile(whole, 0.05), lengths.max() > np.quantile(whole, 0.95)) == (True, True)
+
+
+def test_calibration_rows_are_other_rows() -> None:
+    sample = draw_sample(table(300, 100), tiny.SPEC, label=None, rows=1000)
+    assert (len(sample.texts), len(sample.calibration)) == (320, 80), "a fifth, in a small table"
+    assert not set(sample.texts.to_pylist()) & set(sample.calibration.to_pylist())
+    many = draw_sample(table(1500, 500), tiny.SPEC, label=None, rows=1000)
+    assert (len(many.texts), len(many.calibration)) == (1000, 200)
+    assert not set(many.texts.to_pylist()) & set(many.calibration.to_pylist())
+
+
+def test_the_sample_is_the_same_every_time_and_in_every_format(tmp_path: Path) -> None:
+    rows = table(90, 60)
+    pq.write_table(rows, tmp_path / "t.parquet", row_group_size=40)
+    pyarrow.csv.write_csv(rows, tmp_path / "t.csv")
+    samples = [
+        draw_sample(source, tiny.SPEC, label=None, rows=50)
+        for source in (rows, tmp_path / "t.parquet", tmp_path / "t.csv")
+    ]
+    assert samples[0].texts.to_pylist() == samples[1].texts.to_pylist() == samples[2].texts.to_pylist()
+    assert samples[0].calibration.to_pylist() == samples[1].calibration.to_pylist()
+
+
+def test_a_large_table_is_read_in_a_few_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "POOL_ROWS", 100)
+    monkeypatch.setattr(sampling, "CHUNK_ROWS", 10)
+    rows = 2_000
+    pq.write_table(pa.table({"text": [f"row {row}" for row in range(rows)]}), tmp_path / "t.parquet")
+    read: list[int] = []
+    real = sampling.ChunkReader.read
+    monkeypatch.setattr(sampling.ChunkReader, "read", lambda self, one: read.append(one.first_row) or real(self, one))
+    sample = draw_sample(tmp_path / "t.parquet", tiny.SPEC, label=None, rows=1000)
+    assert len(sample.texts) + len(sample.calibration) == len(read) * 10 == 100
+    assert read == sorted(read)
+    gaps = np.diff([0, *read, rows])
+    assert gaps.max() < 3 * rows / len(read), "spread over the whole table"
+
+
+def test_rows_without_a_text_or_a_label_are_left_out() -> None:
+    rows = pa.table(
+        {"text": ["fine", None, "  ", "dull", "lovely", "awful"], "label": ["good", "bad", "bad", None, "good", "bad"]}
+    )
+    sample = draw_sample(rows, tiny.SPEC, label=None, rows=10)
+    assert sorted([*sample.texts.to_pylist(), *sample.calibration.to_pylist()]) == ["awful", "fine", "lovely"]
+    with pytest.raises(DataError, match="no row with a text in 'text'"):
+        draw_sample(pa.table({"text": pa.array([None, ""], pa.string())}), tiny.SPEC, label=None, rows=10)
+
+
+def test_labels_of_another_kind_are_not_used_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    rows = pa.table({"text": ["fine", "dull"], "label": ["superb", "bad"]})
+    with caplog.at_level(logging.WARNING):
+        assert draw_sample(rows, tiny.SPEC, label=None, rows=10).targets is None
+    assert "'superb'" in caplog.text
+    with pytest.raises(DataError, match="'superb'"):
+        draw_sample(rows, tiny.SPEC, label="label", rows=10)
+
+
+def test_a_single_row_is_a_sample() -> None:
+    sample = draw_sample(pa.table({"text": ["fine"]}), tiny.SPEC, label=None, rows=10)
+    assert (len(sample.texts), len(sample.calibration), sample.targets) == (1, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "labels", "shape"),
+    [
+        (tiny.spec_for("multi_label", ("a", "b")), [["a"], ["a", "b"], [], ["b"]] * 5, (16, 2)),
+        (tiny.spec_for("regression", ()), [0.5 * row for row in range(20)], (16,)),
+    ],
+)
+def test_targets_of_every_problem(spec, labels: list, shape: tuple[int, ...]) -> None:
+    rows = pa.table({"text": [f"row {row}" for row in range(20)], "label": labels})
+    sample = draw_sample(rows, spec, label=None, rows=100)
+    assert sample.targets is not None
+    assert sample.targets.shape == shape

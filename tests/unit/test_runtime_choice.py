@@ -1,0 +1,213 @@
+"""runtime.json: what predict makes of it, and of a runtime that is asked for by name."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+from torchlake import exports, plugins
+from torchlake.errors import UsageError
+from torchlake.runtime_choice import asked_for, chosen, write_choice
+from torchlake.runtimes import eager
+from torchlake.task_spec import TaskSpec
+
+ROWS = tiny.reviews(12).select(["text"])
+TASK = "text_classification"
+
+
+@pytest.fixture
+def model(tiny_bert: Path, tmp_path: Path) -> Path:
+    return tiny.build_model(tmp_path / "model", encoder=tiny_bert)
+
+
+def choose(folder: Path, runtime: str = "eager", **changes) -> None:
+    """As `optimize` would write it."""
+    value = {"runtime": runtime, "batch_tokens": 333, "threads": 1, "device": "cpu", "sample_rows": 5, "measured": []}
+    write_choice(folder, machine={}, **{**value, **changes})
+
+
+def cpu() -> str:
+    return "cpu"
+
+
+def test_without_a_choice_eager_scores(model: Path) -> None:
+    choice = chosen(model, TASK, cpu)
+    assert (choice.runtime, choice.batch_tokens, choice.threads, choice.why) == ("eager", None, None, "default")
+
+
+def test_predict_uses_the_choice_and_names_it(model: Path, tmp_path: Path) -> None:
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+    choose(model)
+    record = tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=tiny.Here()).record
+    provenance = record["provenance"]
+    assert (provenance["runtime"], provenance["runtime_by"]) == ("eager", "runtime.json")
+    assert (provenance["batch_tokens"], provenance["threads"]) == (333, 1)
+    assert record["fingerprint"]["batch_tokens"] == 333
+    given = tl.predict(model, tmp_path / "in.parquet", tmp_path / "other", batch_tokens=64, engine=tiny.Here()).record
+    assert given["fingerprint"]["batch_tokens"] == 64
+    named = tl.predict(model, tmp_path / "in.parquet", tmp_path / "third", runtime="eager", engine=tiny.Here()).record
+    assert (named["provenance"]["runtime_by"], named["provenance"]["batch_tokens"]) == ("asked for", None)
+    assert tl.predict(model, ROWS, engine=tiny.Here()).num_rows == len(ROWS)
+
+
+def test_threads_of_the_choice_reach_the_engine(model: Path, tmp_path: Path) -> None:
+    class Asked(tiny.Here):
+        def run_chunks(self, make_worker, chunks, **options):
+            seen.append(options["threads_per_process"])
+            return super().run_chunks(make_worker, chunks)
+
+    seen: list[int | None] = []
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+    choose(model, threads=2)
+    tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=Asked())
+    assert seen == [2]
+
+
+def test_a_changed_model_ignores_the_choice_with_a_warning(
+    model: Path, tiny_bert: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(model)
+    other = tiny.build_model(tmp_path / "other", encoder=tiny_bert, seed=7)
+    (other / "runtime.json").write_bytes((model / "runtime.json").read_bytes())
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+    with caplog.at_level(logging.WARNING):
+        record = tl.predict(other, tmp_path / "in.parquet", tmp_path / "out", engine=tiny.Here()).record
+    assert record["provenance"]["runtime_by"] == "default"
+    assert record["provenance"]["batch_tokens"] is None
+    assert "other weights" in caplog.text
+    assert "torchlake optimize" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ({"runtime": "warp"}, "there is no 'warp'"),
+        ({"runtime": 7}, "its runtime is no text"),
+        ({"batch_tokens": 0}, "its batch_tokens is no whole number"),
+        ({"threads": True}, "its threads is no whole number"),
+        ({"format": 2}, "not a choice of this version"),
+        ({"device": "cuda"}, "measured on cuda"),
+    ],
+)
+def test_a_choice_that_does_not_hold_here_costs_speed_only(
+    model: Path, caplog: pytest.LogCaptureFixture, spoil: dict, said: str
+) -> None:
+    choose(model)
+    value = json.loads((model / "runtime.json").read_text())
+    (model / "runtime.json").write_text(json.dumps({**value, **spoil}))
+    with caplog.at_level(logging.WARNING):
+        assert chosen(model, TASK, cpu).why == "default"
+    assert said in caplog.text
+
+
+def test_a_torn_choice_costs_speed_only(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    choose(model)
+    (model / "runtime.json").write_text('{"format": 1, ')
+    assert chosen(model, TASK, cpu).why == "default"
+    assert "not valid JSON" in caplog.text
+
+
+class Fake:
+    """A runtime as a module, found by plugins under the name "fake": eager, with an export that is one file."""
+
+    TOLERANCE = 0.0
+
+    def __init__(self, *, calibrated: bool = False, never: dict[str, str] | None = None, why: str | None = None):
+        self.never, self.CALIBRATED, self.why = never or {}, calibrated, why
+        self.prepared: list[int] = []
+        self.load = eager.load
+
+    def refusal(self, folder: Path) -> str | None:
+        return self.why
+
+    def prepare(self, folder: Path, spec: TaskSpec, batches: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self.prepared.append(sum(len(ids) for ids, _ in batches))
+        with exports.making(folder, "fake", rows=0, versions={"fake": "1"}) as export:
+            (export / "fake.json").write_text("{}")
+
+
+@pytest.fixture
+def plug_in(monkeypatch: pytest.MonkeyPatch):
+    """`plug_in(runtime)` puts it among the runtimes, in this process."""
+    real_load, real_names = plugins.load, plugins.names
+
+    def arm(runtime: Fake) -> Fake:
+        monkeypatch.setattr(plugins, "load", lambda kind, name: runtime if name == "fake" else real_load(kind, name))
+        monkeypatch.setattr(
+            plugins, "names", lambda kind: [*real_names(kind), *(["fake"] if kind == "runtimes" else [])]
+        )
+        return runtime
+
+    return arm
+
+
+def test_a_runtime_that_cannot_is_refused_before_any_work(model: Path, plug_in) -> None:
+    plug_in(Fake(why="the library 'fake' is not installed: pip install fake"))
+    with pytest.raises(UsageError, match=r"The runtime 'fake' cannot run .*model: the library 'fake' is not installed"):
+        asked_for(model, TASK, "fake")
+    plug_in(Fake(never={TASK: "it cannot read"}))
+    with pytest.raises(UsageError, match="cannot run text_classification: it cannot read"):
+        tl.predict(model, ROWS, runtime="fake")
+
+
+def test_a_chosen_runtime_that_cannot_any_more_is_passed_over(
+    model: Path, plug_in, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(model, "fake")
+    plug_in(Fake(why="the library 'fake' is not installed"))
+    assert chosen(model, TASK, cpu).runtime == "eager"
+    assert "cannot run here: the library 'fake' is not installed" in caplog.text
+    caplog.clear()
+    plug_in(Fake())
+    assert chosen(model, TASK, cpu).runtime == "eager"
+    assert "missing, damaged or of other weights" in caplog.text
+
+
+def test_an_export_is_made_once_and_stands_in_the_fingerprint(
+    model: Path, plug_in, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = plug_in(Fake())
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+    with caplog.at_level(logging.INFO):
+        first = tl.predict(model, tmp_path / "in.parquet", tmp_path / "1", runtime="fake", engine=tiny.Here()).record
+    assert "done once" in caplog.text
+    second = tl.predict(model, tmp_path / "in.parquet", tmp_path / "2", runtime="fake", engine=tiny.Here()).record
+    assert fake.prepared == [0], "made the first time, without rows"
+    assert first["fingerprint"]["export"] == second["fingerprint"]["export"] == exports.identity(model, "fake")
+    choose(model, "fake")
+    assert chosen(model, TASK, cpu).runtime == "fake"
+    assert tl.predict(model, ROWS, engine=tiny.Here()).num_rows == len(ROWS)
+
+
+def test_a_calibrated_runtime_needs_the_users_rows_first(model: Path, plug_in, tmp_path: Path) -> None:
+    fake = plug_in(Fake(calibrated=True))
+    pq.write_table(ROWS, tmp_path / "in.parquet")
+    for table, output in ((ROWS, None), (tmp_path / "in.parquet", tmp_path / "out")):
+        with pytest.raises(UsageError, match=r"torchlake optimize .* --sample TABLE --runtimes fake"):
+            tl.predict(model, table, output, runtime="fake", engine=tiny.Here())
+    assert fake.prepared == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_optimize_makes_exports_with_rows_of_the_sample(
+    model: Path, plug_in, monkeypatch: pytest.MonkeyPatch, calibrated: bool
+) -> None:
+    """In this process, where the fake is: a calibration is made anew each time, an export once."""
+    for name in ("enable", "disable"):
+        monkeypatch.setattr(f"faulthandler.{name}", lambda **_: None)  # pytest has its own
+    fake = plug_in(Fake(calibrated=calibrated))
+    for _ in range(2):
+        done = tl.optimize(model, tiny.reviews(50), runtimes=["fake"], engine=tiny.Here(), budget="10min")
+        assert {one.runtime: one.agreement for one in done.candidates} == {"eager": 1.0, "fake": 1.0}
+        assert json.loads((model / "runtime.json").read_text())["runtime"] == done.runtime
+    assert fake.prepared == ([10, 10] if calibrated else [10])
+    assert exports.current(model, "fake") is not None
+    one_row = tl.optimize(model, tiny.reviews(1), runtimes=["fake"], engine=tiny.Here(), budget="10min")
+    verdict = next(one.verdict for one in one_row.candidates if one.runtime == "fake")
+    assert verdict.startswith("not tried: the sample has no rows") == calibrated
