@@ -8,16 +8,19 @@ of the model's own hash: the answers it gives differ, so it has an identity of i
 fingerprint.
 """
 
+import errno
+import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from torchlake import durable, model_folders
 from torchlake.errors import DataError, StorageError
 from torchlake.failpoints import failpoint
+from torchlake.tables.staging import exchange
 
 FOLDER = "runtimes"
 
@@ -53,7 +56,7 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
     parent = folder / FOLDER
     try:
         parent.mkdir(exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent))
+        temporary, lock = _begin(parent, name)
     except OSError as error:
         raise StorageError(
             f"{parent}: {error.strerror}. The runtime {name!r} keeps what it makes of a model there: copy the model to "
@@ -76,22 +79,64 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
         raise durable.storage_error(error, parent / name) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def _begin(parent: Path, name: str) -> tuple[Path, int]:
+    """An empty folder of this process, and the descriptor that holds its lock; folders of killed ones are removed."""
+    entrance = os.open(parent, os.O_RDONLY)
+    try:
+        # Between making a folder and locking it, nobody may take it for an abandoned one.
+        locks = _lock(entrance, wait=True)
+        for left in parent.glob(f".{name}.*.tmp"):
+            if locks and _is_abandoned(left):
+                durable.remove([left])
+        temporary = parent / f".{name}.{uuid4().hex[:12]}.tmp"
+        temporary.mkdir()
+        descriptor = os.open(temporary, os.O_RDONLY)
+        _lock(descriptor)
+        return temporary, descriptor
+    finally:
+        os.close(entrance)
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock a folder; False where another process holds it, or the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return _lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _put_in_place(temporary: Path, place: Path) -> None:
-    while True:
-        try:
-            os.rename(temporary, place)
-            break
-        except OSError:
-            # A folder cannot be renamed over a full one: move that away first, under a name that nobody reads.
-            if not place.exists():
-                raise
-            older = Path(tempfile.mkdtemp(suffix=".tmp", dir=place.parent, prefix=".older."))
-            try:
-                os.rename(place, older / "export")
-            except FileNotFoundError:
-                pass  # another process that makes the same was quicker
-            finally:
-                shutil.rmtree(older, ignore_errors=True)
+    """Rename to the final name; after that, an older export stands under the temporary one."""
+    older = temporary / "older"
+    while not _renamed(temporary, place) and not exchange(temporary, place):
+        # No exchange on this file system: between two renames there is a moment without an export.
+        with suppress(FileNotFoundError):  # another process that makes the same was quicker
+            os.rename(place, older)
+            shutil.rmtree(older)
     durable.sync_folder(place.parent)
+
+
+def _renamed(temporary: Path, place: Path) -> bool:
+    """Whether the folder could have the name; it cannot where a full one has it."""
+    try:
+        os.rename(temporary, place)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True

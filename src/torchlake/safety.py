@@ -152,6 +152,8 @@ def _files(folder: Path) -> Iterator[Path]:
                 )
             if name in names:
                 if not path.is_file():
+                    if not os.path.lexists(path):
+                        continue  # another process has just removed or renamed what it was making
                     raise UnsafeError(f"{path}: refused by the rule 'plain files': it is a pipe, device or dead link")
                 yield path
 

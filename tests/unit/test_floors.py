@@ -35,6 +35,7 @@ CALLS = {
     "training": {"preparing", "loop", "learner", "reporting", "run_folder"},
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
+HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino"}
 # tables/ gives people their own kind of frame back.
 FRAMES = {"pandas", "polars"}
 

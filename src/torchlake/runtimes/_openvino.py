@@ -1,0 +1,71 @@
+"""OpenVINO on CPUs: an ONNX graph kept as OpenVINO's own two files, and executed.
+
+It reads the ONNX graph that the runtimes of ONNX Runtime make, in fp32 or with layers in 8 bits. nncf, which would put
+them in 8 bits otherwise, agrees less with the model (see `_onnx_int8.py`) and is no faster.
+
+Kernels are made for each shape when it first comes, and kept: some 10 ms per shape, whatever the number of layers, so a
+process is at its full speed after a few hundred batches of rows sorted by length.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from torchlake.runtimes import Forward, _exported
+
+GRAPH = "model.xml"
+WEIGHTS = "model.bin"
+TELEMETRY = "openvino_telemetry"
+
+
+def library() -> ModuleType:
+    """openvino, without the library that would report its import to its makers: it is used where that is missing too.
+
+    What a table and a model are is nobody's business but their owner's, and many machines that score have no network.
+    """
+    if "openvino" in sys.modules:
+        return sys.modules["openvino"]
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == TELEMETRY}
+    for name in hidden:
+        del sys.modules[name]
+    sys.modules[TELEMETRY] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        del sys.modules[TELEMETRY]
+        sys.modules.update(hidden)
+
+
+def write(onnx_graph: Path, folder: Path) -> None:
+    """Write an ONNX graph as `model.xml` and `model.bin`."""
+    openvino = library()
+    # A .bin alone would be taken for a pickle by whoever reads the model folder in this moment.
+    (folder / GRAPH).touch()
+    # Weights would be stored in 16 bits by default.
+    openvino.save_model(openvino.Core().read_model(str(onnx_graph)), str(folder / GRAPH), compress_to_fp16=False)
+
+
+def forward(folder: Path) -> Forward:
+    """What `write` wrote, as a Forward."""
+    openvino = library()
+    settings = {
+        # On a CPU with bf16 OpenVINO would compute in bf16 unasked.
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": _exported.threads(),
+        # Every process would pin itself to the same first core.
+        "ENABLE_CPU_PINNING": False,
+    }
+    compiled = openvino.Core().compile_model(str(folder / GRAPH), "CPU", settings)
+    request = compiled.create_infer_request()
+
+    def run(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        inputs = {"input_ids": np.ascontiguousarray(input_ids), "attention_mask": np.ascontiguousarray(attention_mask)}
+        logits: np.ndarray = request.infer(inputs, share_inputs=True)[0]
+        return logits
+
+    return run

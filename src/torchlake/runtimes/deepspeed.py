@@ -1,0 +1,105 @@
+"""DeepSpeed's inference engine: its own CUDA kernels in the place of the encoder's layers, in fp16.
+
+DeepSpeed replaces whole layers of BERT, RoBERTa and DistilBERT. They answer as transformers once expected it, with a
+tuple, and take an additive mask; and the room they work in is measured by the first batch. This is mended here. Whether
+the layers still mean the same is asked when loading: a batch is scored before and after, and the answers must agree.
+"""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlake import models, plugins
+from torchlake.errors import UsageError
+from torchlake.runtimes import Forward
+from torchlake.task_spec import TaskSpec
+
+if TYPE_CHECKING:
+    import torch
+
+TOLERANCE = 0.02
+never: dict[str, str] = {}
+
+KINDS = ("bert", "distilbert", "roberta")
+"Model types whose layers it can replace; those of others it would leave as they are, unsaid."
+DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+AGREEMENT = 0.05
+"In the logits, relative to the largest: fp16 costs a tenth of it."
+
+
+def refusal(folder: Path) -> str | None:
+    """Why the model of `folder` cannot run here; None when nothing that is quickly seen speaks against it."""
+    if find_spec("deepspeed") is None:
+        return "the library 'deepspeed' is not installed: pip install 'torchlake[deepspeed]'"
+    if not any(Path(device).exists() for device in DEVICES):
+        return "its kernels exist for CUDA only, and there is no GPU here: take 'int8', 'varlen' or 'openvino_int8'"
+    kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
+    if kind not in KINDS:
+        return f"it has kernels for {', '.join(KINDS)}, not for {kind!r}: take 'compiled', or 'eager'"
+    return None
+
+
+def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+    """The model of `folder` with DeepSpeed's layers. Raises UsageError on a CPU, and when the kernels do not agree with
+    the model or cannot be had; else as `models.load_model` does.
+    """
+    if device == "cpu":
+        raise UsageError(
+            "The runtime 'deepspeed' has kernels for CUDA only. On a CPU take 'int8', 'openvino_int8' or 'onnx_int8' "
+            "(8 bits), or 'varlen' (exact)."
+        )
+    import torch
+
+    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    ids = torch.full((2, 8), (model.config.pad_token_id or 0) + 1)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    with torch.inference_mode():
+        expected = model(input_ids=ids, attention_mask=mask).logits.numpy()
+    try:
+        forward = _inject(model, device)
+        difference = np.abs(forward(ids.numpy(), mask.numpy()) - expected).max() / max(1.0, np.abs(expected).max())
+    except Exception as error:
+        raise UsageError(
+            f"{folder}: DeepSpeed's kernels cannot be put into the model ({type(error).__name__}: {str(error)[:300]}). "
+            "On a GPU 'varlen' and 'compiled' are at hand."
+        ) from error
+    if not difference <= AGREEMENT:
+        raise UsageError(
+            f"{folder}: with DeepSpeed's kernels the logits differ by {difference:.1%}: they do not fit the installed "
+            "transformers. On a GPU 'varlen' and 'compiled' are at hand."
+        )
+    return forward
+
+
+def _inject(model: Any, device: str) -> Forward:
+    import deepspeed
+    import torch
+
+    model.set_attn_implementation("eager")
+    engine = deepspeed.init_inference(model, dtype=torch.float16, replace_with_kernel_inject=True)
+    layers = [module for module in engine.module.modules() if hasattr(module, "allocate_workspace")]
+    if not layers:
+        raise UsageError("it replaced no layer")
+    for layer in layers:
+        layer.register_forward_hook(_first)
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        hidden = torch.from_numpy(attention_mask == 0).to(device)[:, None, None, :]
+        mask = torch.zeros(hidden.shape, dtype=torch.float16, device=device)
+        mask.masked_fill_(hidden, torch.finfo(torch.float16).min)
+        # A larger batch than the first one needs more room.
+        layers[0]._should_allocate_workspace = True
+        with torch.inference_mode():
+            logits = engine(input_ids=torch.from_numpy(input_ids).to(device), attention_mask=mask).logits
+        scores: np.ndarray = logits.float().cpu().numpy()
+        return scores
+
+    return forward
+
+
+def _first(layer: "torch.nn.Module", inputs: Any, output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,34 @@
+"""ONNX Runtime in fp32: the model exported once as an ONNX graph, kept in the model folder (`_onnx_export.py`).
+
+On CPUs it multiplies about as fast as PyTorch does; it is here for those who have it in production, and for GPUs with
+its CUDA provider. What is fast is `onnx_int8`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from torchlake import exports
+from torchlake.runtimes import Forward, _exported, _onnx_export
+from torchlake.task_spec import TaskSpec
+
+TOLERANCE = 1e-5
+CALIBRATED = False
+never: dict[str, str] = {}
+refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxruntime"))
+
+
+def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Export the model of `folder` into it. Raises UsageError when it cannot be exported, StorageError, and as
+    `models.load_model` does.
+    """
+    with exports.making(folder, "onnx", rows=0, versions=_exported.versions("onnx", "onnxruntime")) as place:
+        _onnx_export.write(folder, spec, place / _onnx_export.GRAPH)
+
+
+def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+    """The exported model on `device`. Raises UsageError when there is no export of these weights, or no such device."""
+    export = _exported.found(folder, "onnx", calibrated=CALIBRATED)
+    return _onnx_export.forward(export / _onnx_export.GRAPH, device=device)

@@ -1,0 +1,37 @@
+"""OpenVINO on CPUs in fp32: the model exported once, kept in the model folder as OpenVINO's two files (`_openvino.py`).
+
+In fp32 it multiplies about as fast as PyTorch does; what is fast is `openvino_int8`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from torchlake import exports
+from torchlake.runtimes import Forward, _exported, _onnx_export, _openvino
+from torchlake.task_spec import TaskSpec
+
+TOLERANCE = 1e-5
+CALIBRATED = False
+never: dict[str, str] = {}
+refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
+
+
+def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Export the model of `folder` into it. Raises UsageError when it cannot be exported, StorageError, and as
+    `models.load_model` does.
+    """
+    with (
+        exports.making(folder, "openvino", rows=0, versions=_exported.versions("openvino", "onnx")) as place,
+        TemporaryDirectory(dir=place) as scratch,
+    ):
+        _openvino.write(_onnx_export.graph(folder, spec, Path(scratch)), place)
+
+
+def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+    """The exported model. Raises UsageError on a GPU, and when there is no export of these weights."""
+    _exported.only_on_cpus("openvino", device)
+    return _openvino.forward(_exported.found(folder, "openvino", calibrated=CALIBRATED))

@@ -1,0 +1,38 @@
+"""OpenVINO on CPUs with linear layers in 8 bits, calibrated on the user's rows (`_onnx_int8.py`, `_openvino.py`).
+
+The 8-bit graph is the one of `onnx_int8`; OpenVINO merges more of what stands between two products.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from torchlake import exports
+from torchlake.runtimes import Forward, _exported, _onnx_int8, _openvino
+from torchlake.task_spec import TaskSpec
+
+TOLERANCE = 0.06
+CALIBRATED = True
+never: dict[str, str] = {}
+refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
+
+
+def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Export the model of `folder`, calibrated on `batches`, into it. Raises UsageError without rows or when it cannot
+    be exported, StorageError, and as `models.load_model` does.
+    """
+    rows, versions = _onnx_int8.rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
+    with (
+        exports.making(folder, "openvino_int8", rows=rows, versions=versions) as place,
+        TemporaryDirectory(dir=place) as scratch,
+    ):
+        _openvino.write(_onnx_int8.graph(folder, spec, batches, Path(scratch)), place)
+
+
+def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+    """The calibrated model. Raises UsageError on a GPU, and when there is no export of these weights."""
+    _exported.only_on_cpus("openvino_int8", device)
+    return _openvino.forward(_exported.found(folder, "openvino_int8", calibrated=CALIBRATED))

@@ -1,0 +1,246 @@
+"""The runtimes that export a model: what they refuse, what they say, and how the 8-bit ranges are found.
+
+That they agree with `eager` is asked in tests/conformance.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from torchlake import models, plugins
+from torchlake.data.batching import Ragged, pad
+from torchlake.errors import UsageError
+from torchlake.runtimes import _exported, _onnx_export, _onnx_int8, deepspeed, onnx, onnx_int8, openvino, openvino_int8
+
+RUNTIMES = {"onnx": onnx, "onnx_int8": onnx_int8, "openvino": openvino, "openvino_int8": openvino_int8}
+LENGTHS = [[1], [12], [1, 1, 1], [9, 9], [3, 17, 40, 1]]
+
+
+def batch(lengths: list[int], pad_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    values = np.random.default_rng(sum(lengths)).integers(5, 60, sum(lengths)).astype(np.int32)
+    return pad(Ragged(values, np.concatenate([[0], np.cumsum(lengths)])), np.arange(len(lengths)), pad_id)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
+    """A model with all four exports in its folder."""
+    folder = tiny.build_model(tmp_path_factory.mktemp("exported") / "model", encoder=tiny_bert)
+    rows = [batch([5, 8, 30, 20]), batch([12] * 8)]
+    for runtime in RUNTIMES.values():
+        runtime.prepare(folder, models.load_spec(folder), rows if runtime.CALIBRATED else [])
+    return folder
+
+
+def copy_of(folder: Path, there: Path, *, exports: bool = True) -> Path:
+    return shutil.copytree(folder, there, ignore=None if exports else shutil.ignore_patterns("runtimes"))
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_rows_of_any_number_and_length(name: str, lengths: list[int], exported: Path) -> None:
+    spec = models.load_spec(exported)
+    logits = RUNTIMES[name].load(exported, spec, device="cpu")(*batch(lengths))
+    expected = plugins.load("runtimes", "eager").load(exported, spec, device="cpu")(*batch(lengths))
+    np.testing.assert_allclose(logits, expected, atol=0.3 if RUNTIMES[name].CALIBRATED else 1e-5)
+
+
+@pytest.mark.parametrize(("problem", "labels"), [("regression", ()), ("multi_label", ("a", "b", "c"))])
+def test_other_problems(problem: str, labels: tuple[str, ...], tmp_path: Path, tiny_roberta: Path) -> None:
+    spec = tiny.spec_for(problem, labels)
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_roberta, spec=spec)
+    pad_id = models.load_tokenizer(folder).pad_token_id
+    openvino.prepare(folder, spec, [])
+    logits = openvino.load(folder, spec, device="cpu")(*batch([3, 17], pad_id))
+    assert logits.shape == (2, max(1, len(labels)))
+    expected = plugins.load("runtimes", "eager").load(folder, spec, device="cpu")(*batch([3, 17], pad_id))
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_the_gate_lets_exports_pass(exported: Path) -> None:
+    models.check_folder(exported)
+    models.load_model(exported, auto_class="AutoModelForSequenceClassification")
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_without_an_export_of_these_weights_the_remedy_is_said(name: str, exported: Path, tmp_path: Path) -> None:
+    spec = models.load_spec(exported)
+    bare = copy_of(exported, tmp_path / "bare", exports=False)
+    with pytest.raises(UsageError, match=rf"no export.*torchlake optimize {bare} --sample TABLE"):
+        RUNTIMES[name].load(bare, spec, device="cpu")
+    trained_again = copy_of(exported, tmp_path / "again")
+    (trained_again / "manifest.json").unlink()
+    (trained_again / "config.json").write_text((exported / "config.json").read_text() + "\n")
+    with pytest.raises(UsageError, match="of these very weights"):
+        RUNTIMES[name].load(trained_again, spec, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["onnx_int8", "openvino", "openvino_int8"])
+def test_a_gpu_is_refused(name: str, exported: Path) -> None:
+    with pytest.raises(UsageError, match=rf"{name}.*CPUs only.*'varlen'"):
+        RUNTIMES[name].load(exported, models.load_spec(exported), device="cuda")
+
+
+def test_a_gpu_is_refused_without_its_provider(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    with pytest.raises(UsageError, match="onnxruntime-gpu"):
+        onnx.load(exported, models.load_spec(exported), device="cuda")
+
+
+@pytest.mark.parametrize("name", ["onnx_int8", "openvino_int8"])
+def test_ranges_need_rows(name: str, exported: Path) -> None:
+    with pytest.raises(UsageError, match="--sample TABLE"):
+        RUNTIMES[name].prepare(exported, models.load_spec(exported), [])
+    assert RUNTIMES[name].load(exported, models.load_spec(exported), device="cpu")(*batch([3])).shape == (1, 2)
+
+
+@pytest.mark.parametrize("name", [*RUNTIMES, "deepspeed"])
+def test_a_missing_library_is_said_with_the_pip_line(
+    name: str, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = name.removesuffix("_int8")
+    for module in (_exported, deepspeed):
+        monkeypatch.setattr(module, "find_spec", lambda library: None)
+    assert f"pip install 'torchlake[{extra}]'" in plugins.load("runtimes", name).refusal(exported)
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RUNTIMES[name].refusal(exported) is None
+    monkeypatch.setattr(_exported, "MAX_WEIGHT_BYTES", 1000)
+    assert "an ONNX file holds 2 GB" in RUNTIMES[name].refusal(exported)
+
+
+def test_a_cpu_that_overflows_is_refused(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_int8, "_overflows", lambda: True)
+    assert "VNNI" in str(onnx_int8.refusal(exported))
+    with pytest.raises(UsageError, match="VNNI"):
+        onnx_int8.load(exported, models.load_spec(exported), device="cpu")
+
+
+def test_nothing_is_printed(exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = copy_of(exported, tmp_path / "model", exports=False)
+    for runtime in RUNTIMES.values():
+        runtime.prepare(folder, models.load_spec(folder), [batch([5, 8])] if runtime.CALIBRATED else [])
+        runtime.load(folder, models.load_spec(folder), device="cpu")(*batch([3, 9]))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nobody_is_told_that_openvino_is_used(exported: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom torchlake import models\nfrom torchlake.runtimes import openvino\n"
+        f"folder = Path({str(exported)!r})\nopenvino.load(folder, models.load_spec(folder), device='cpu')\n"
+        "print([name for name in sys.modules if name.startswith('openvino_telemetry')])"
+    )
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    environment.pop("CI", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert not list(tmp_path.rglob("*openvino*"))
+
+
+@pytest.mark.parametrize(("value", "expected"), [("3", 3), ("", len(os.sched_getaffinity(0)))])
+def test_threads_are_those_of_the_environment(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert _exported.threads() == expected
+
+
+def test_a_graph_that_answers_otherwise_is_refused(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = _onnx_export.forward
+
+    def wrong_for_long_rows(path: Path) -> Any:
+        run = right(path)
+        return lambda ids, mask: run(ids, mask) + (0.5 if ids.shape[1] > 7 else 0.0)
+
+    monkeypatch.setattr(_onnx_export, "forward", wrong_for_long_rows)
+    with pytest.raises(UsageError, match=r"other answers than the model.*1 x 9 tokens.*'eager'"):
+        onnx.prepare(exported, models.load_spec(exported), [])
+
+
+def test_an_architecture_that_cannot_be_exported_is_named(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def cannot(*args: Any, **options: Any) -> None:
+        raise RuntimeError("Exporting the operator 'aten::odd' is not supported\nmore")
+
+    monkeypatch.setattr(torch.onnx, "export", cannot)
+    with pytest.raises(UsageError, match=r"architecture 'bert' cannot be exported.*aten::odd"):
+        onnx.prepare(exported, models.load_spec(exported), [])
+
+
+def test_linear_layers_are_in_8_bits_and_the_rest_is_not(exported: Path) -> None:
+    import onnx as library
+
+    graph = library.load(str(exported / "runtimes" / "onnx_int8" / "model.onnx")).graph
+    kinds = {constant.name: constant.data_type for constant in graph.initializer}
+    matrices = [node.input[0] for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in kinds]
+    assert len(matrices) == 2 * 6
+    assert {kinds[name] for name in matrices} == {library.TensorProto.INT8}
+    left = [node for node in graph.node if node.op_type == "Gemm"]
+    assert all(kinds[node.input[1]] == library.TensorProto.FLOAT for node in left)
+
+
+def test_one_calibration_serves_both_runtimes(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, spec = copy_of(exported, tmp_path / "model", exports=False), models.load_spec(exported)
+    onnx_int8.prepare(folder, spec, [batch([5, 8])])
+    calibrated = []
+    observe = _onnx_int8._observe
+    monkeypatch.setattr(_onnx_int8, "_observe", lambda *args: calibrated.append(1) or observe(*args))
+    openvino_int8.prepare(folder, spec, [batch([5, 8])])
+    assert not calibrated
+    openvino_int8.prepare(folder, spec, [batch([5, 9])])
+    assert calibrated
+
+
+def quantised_error(smooth: np.ndarray, seen: _onnx_int8.Seen, weight: np.ndarray) -> float:
+    sample = np.concatenate(seen.sample)
+    loud = np.isinf(smooth)
+    scale, zero = _onnx_int8._range(seen.low / smooth, seen.high / smooth)
+    x = (np.clip(np.rint(sample / smooth / scale) + zero, 0, 255) - zero) * scale
+    rounded, scales = _onnx_int8._round_weights(_onnx_int8._scaled(weight, smooth))
+    return float(np.abs(x @ (rounded * scales) + sample[:, loud] @ weight[loud] - sample @ weight).mean())
+
+
+@pytest.mark.parametrize("loud_channels", [0, 1, 10])
+def test_loud_channels_do_not_drown_the_others(loud_channels: int) -> None:
+    generator = np.random.default_rng(loud_channels)
+    x = generator.normal(size=(200, 64)).astype(np.float32)
+    x[:, :loud_channels] *= 60
+    weight = generator.normal(size=(64, 32)).astype(np.float32)
+    seen = _onnx_int8.Seen(x.min(axis=0), x.max(axis=0), [x])
+    smooth = _onnx_int8._smoothing(seen, weight)
+    plain = quantised_error(np.ones(64, dtype=np.float32), seen, weight)
+    error = quantised_error(smooth, seen, weight)
+    assert error <= plain
+    if loud_channels:
+        assert error < plain / 2
+    assert np.isinf(smooth).sum() == (_onnx_int8.LOUD_CHANNELS if loud_channels == 1 else 0)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 2.0), (-2.0, -1.0), (0.0, 0.0)])
+def test_a_range_holds_zero_exactly(low: float, high: float) -> None:
+    scale, zero = _onnx_int8._range(np.array([low], np.float32), np.array([high], np.float32))
+    assert scale > 0
+    assert 0 <= zero <= 255
+    for value in (low, high):
+        assert abs((np.clip(np.rint(value / scale) + zero, 0, 255) - float(zero)) * scale - value) <= scale
+
+
+def test_deepspeed_refuses_what_it_cannot_run(exported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(deepspeed, "find_spec", lambda library: object())
+    monkeypatch.setattr(deepspeed, "DEVICES", ())
+    assert "no GPU here" in str(deepspeed.refusal(exported))
+    monkeypatch.setattr(deepspeed, "DEVICES", (str(tmp_path),))
+    assert deepspeed.refusal(exported) is None
+    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
+    assert "not for 'deberta-v2'" in str(deepspeed.refusal(tmp_path))
+    with pytest.raises(UsageError, match=r"CUDA only.*'int8'"):
+        deepspeed.load(exported, models.load_spec(exported), device="cpu")

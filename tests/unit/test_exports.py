@@ -1,0 +1,143 @@
+"""What a runtime made of a model: whole and of these very weights, or as good as absent."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from torchlake import exports
+from torchlake.errors import StorageError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Files that a model's hash is made of; no library reads them here."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def make(model: Path, content: str = "graph", name: str = "onnx") -> None:
+    with exports.making(model, name, rows=3, versions={"onnx": "1.0"}) as place:
+        (place / "model.onnx").write_text(content)
+
+
+def test_an_export_is_there_when_the_block_is_left(model: Path) -> None:
+    assert exports.current(model, "onnx") is None
+    assert exports.identity(model, "onnx") is None
+    with exports.making(model, "onnx", rows=3, versions={"onnx": "1.0"}) as place:
+        (place / "model.onnx").write_text("graph")
+        assert exports.current(model, "onnx") is None
+    export = exports.current(model, "onnx")
+    assert export == model / "runtimes" / "onnx"
+    manifest = json.loads((export / "manifest.json").read_text())
+    assert manifest["format"] == 1
+    assert manifest["runtime"] == "onnx"
+    assert manifest["rows"] == 3
+    assert manifest["versions"] == {"onnx": "1.0"}
+    assert list(manifest["files"]) == ["model.onnx"]
+    assert os.listdir(model / "runtimes") == ["onnx"]
+
+
+def test_others_may_read_what_they_may_read_in_the_model(model: Path) -> None:
+    make(model)
+    assert (model / "runtimes" / "onnx").stat().st_mode == model.stat().st_mode
+
+
+def test_its_identity_is_that_of_its_bytes(model: Path) -> None:
+    make(model)
+    first = exports.identity(model, "onnx")
+    make(model)
+    assert exports.identity(model, "onnx") == first
+    make(model, "another graph")
+    assert exports.identity(model, "onnx") not in (first, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", "other weights"),
+        ("config.json", '{"other": 1}'),
+        ("runtimes/onnx/model.onnx", "g"),
+        ("runtimes/onnx/manifest.json", "{}"),
+        ("runtimes/onnx/manifest.json", "torn"),
+    ],
+)
+def test_what_was_made_of_something_else_or_was_touched_does_not_count(model: Path, file: str, content: str) -> None:
+    make(model)
+    (model / file).write_text(content)
+    assert exports.current(model, "onnx") is None
+    make(model)
+    if not file.endswith("manifest.json"):
+        (model / file).write_text(content)
+    assert (exports.current(model, "onnx") is None) == (file == "runtimes/onnx/model.onnx")
+
+
+def test_a_failure_leaves_the_older_one(model: Path) -> None:
+    make(model, "older")
+    with pytest.raises(RuntimeError), exports.making(model, "onnx", rows=0, versions={}) as place:
+        (place / "model.onnx").write_text("half")
+        raise RuntimeError
+    export = exports.current(model, "onnx")
+    assert export is not None
+    assert (export / "model.onnx").read_text() == "older"
+    assert os.listdir(model / "runtimes") == ["onnx"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_newer_one_takes_the_place_of_an_older_one(
+    model: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(exports, "exchange", lambda one, other: False)
+    make(model, "older")
+    make(model, "newer")
+    export = exports.current(model, "onnx")
+    assert export is not None
+    assert (export / "model.onnx").read_text() == "newer"
+    assert os.listdir(model / "runtimes") == ["onnx"]
+
+
+def test_of_two_that_make_it_at_once_the_later_one_stays(model: Path) -> None:
+    with exports.making(model, "onnx", rows=0, versions={}) as first:
+        (first / "model.onnx").write_text("first")
+        with exports.making(model, "onnx", rows=0, versions={}) as second:
+            (second / "model.onnx").write_text("second")
+        assert (first / "model.onnx").exists()
+    export = exports.current(model, "onnx")
+    assert export is not None
+    assert (export / "model.onnx").read_text() == "first"
+    assert os.listdir(model / "runtimes") == ["onnx"]
+
+
+def _end_half_way(model: Path) -> None:
+    with exports.making(model, "onnx", rows=0, versions={}) as place:
+        (place / "model.onnx").write_text("half")
+        os._exit(1)
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(model: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_end_half_way, args=(model,))
+    process.start()
+    process.join()
+    assert len(os.listdir(model / "runtimes")) == 1
+    assert exports.current(model, "onnx") is None
+    make(model)
+    assert os.listdir(model / "runtimes") == ["onnx"]
+
+
+def test_a_folder_that_cannot_be_written_is_said_with_the_remedy(model: Path) -> None:
+    (model / "runtimes").write_text("a file is in the way")
+    with pytest.raises(StorageError, match="copy the model to a folder that can be written"):
+        make(model)
+
+
+def test_a_full_disk_is_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHLAKE_FAILPOINT", "export.write:1:enospc")
+    with pytest.raises(StorageError, match="bytes are free there"):
+        make(model)
+    assert os.listdir(model / "runtimes") == []
