@@ -83,6 +83,7 @@ def test_int8_is_for_cpus(tiny_model: Path) -> None:
 def test_one_compilation_serves_all_shapes(tiny_model: Path) -> None:
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()  # what other tests compiled
     spec = models.load_spec(tiny_model)
     forward = compiled.load(tiny_model, spec, device="cpu")
     counters.clear()
