@@ -9,7 +9,7 @@ BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check faults bench format clean
+.PHONY: demo test check faults bench bench-scoring format clean
 
 demo: $(STAMP)
 	$(BIN)/torchlake demo
@@ -27,6 +27,12 @@ faults: $(STAMP)
 
 bench: $(STAMP)
 	for file in $(BENCHES); do $(BIN)/python $$file || exit 1; done
+
+# The peers' libraries, and the plot's. Peers that cannot be beside torchlake get environments of their own in .bench.
+bench-scoring: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt matplotlib nncf onnxscript
+	$(BIN)/python bench/scoring.py
+	$(BIN)/python bench/_plot.py
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests bench

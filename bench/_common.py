@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,13 +20,18 @@ RESULTS = Path(__file__).parent / "results"
 SCRATCH = Path(__file__).parent.parent / ".bench"
 
 
-def arguments(description: str, **defaults: int) -> argparse.Namespace:
-    """--json and one integer option per default."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+def parser(description: str, **defaults: int) -> argparse.ArgumentParser:
+    """--json and one integer option per default; more can be added."""
+    options = argparse.ArgumentParser(description=description.split("\n")[0])
+    options.add_argument("--json", action="store_true", help="print the result as JSON")
     for name, value in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
-    return parser.parse_args()
+        options.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+    return options
+
+
+def arguments(description: str, **defaults: int) -> argparse.Namespace:
+    """What `parser` reads."""
+    return parser(description, **defaults).parse_args()
 
 
 def reviews() -> Path:
@@ -86,8 +92,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(name: str, rows: list[dict[str, Any]], *, as_json: bool, note: str = "", keep: bool = True) -> None:
-    """Print the table (or JSON) and write bench/results/<name>.json."""
+def finish(
+    name: str,
+    rows: list[dict[str, Any]],
+    *,
+    as_json: bool,
+    note: str = "",
+    keep: bool = True,
+    columns: Sequence[str] = (),
+) -> None:
+    """Print the table (or JSON) and write bench/results/<name>.json.
+
+    `columns` are the ones to print where all would not fit; the file and the JSON have every one.
+    """
     result = {"machine": machine(), "note": note, "rows": rows}
     if keep:
         RESULTS.mkdir(exist_ok=True)
@@ -99,12 +116,12 @@ def finish(name: str, rows: list[dict[str, Any]], *, as_json: bool, note: str = 
     from rich.table import Table
 
     table = Table(title=name, caption=note)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = columns or list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         table.add_column(column, justify="left" if column == "name" else "right")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
-    Console(width=max(100, Console().width)).print(table)
+    Console(width=max(100 + 12 * max(0, len(columns) - 4), Console().width)).print(table)
 
 
 def _cell(value: Any) -> str:

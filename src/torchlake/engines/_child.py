@@ -50,6 +50,7 @@ def main(descriptor: int, parent: int) -> None:
         function, *args = pickle.loads(payload)
         if role == "worker":
             _work(function, connection, send)
+            _leave()
         else:
             value = _call(function, args)
             send("value", value if os.environ["RANK"] == "0" else None)
@@ -97,6 +98,14 @@ def _work(make_worker: Callable[[], Any], connection: "Connection[Any, Any]", se
         send("result", result)
     if not ended or yielded < pulled:
         raise RuntimeError(f"the worker stopped after {yielded} results for {pulled} chunks, before its chunks ended")
+
+
+def _leave() -> None:
+    """End at once: the worker's generator has ended, so what it held is closed; taking torch apart takes a second."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(0)
 
 
 def _die_with(parent: int) -> None:
