@@ -35,6 +35,18 @@ def misbehave(folder: Path, spec: models.TaskSpec, *, device: str):
     return forward
 
 
+def broken_for_now(folder: Path, spec: models.TaskSpec, *, device: str):
+    """`misbehave`, but a RAISER raises only while $BROKEN is set: what a full disk or a lost library does to a row."""
+    inner = misbehave(folder, spec, device=device)
+    raiser = models.load_tokenizer(folder).get_vocab()[RAISER]
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        mended = input_ids if "BROKEN" in os.environ else np.where(input_ids == raiser, raiser - 1, input_ids)
+        return inner(mended, attention_mask)
+
+    return forward
+
+
 def small_memory(folder: Path, spec: models.TaskSpec, *, device: str):
     """Runs out of memory above 4 rows, and on any row with GLUTTON."""
     ids = models.load_tokenizer(folder).get_vocab()

@@ -230,11 +230,9 @@ def make_engine(name: str | None, processes: int | None, *, as_json: bool) -> "E
     """
     if name is None and processes is None:
         return None
-    from torchlake import plugins
+    from torchlake import engines
 
-    module = plugins.load("engines", name or "local")
-    engine: Engine = getattr(module, (name or "local").title())(processes=processes, stdout_to_stderr=as_json)
-    return engine
+    return engines.make_engine(name or "local", processes, stdout_to_stderr=as_json)
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

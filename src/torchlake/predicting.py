@@ -102,9 +102,9 @@ def predict(
     A forward pass longer than `row_timeout_s` seconds has its rows tried alone, and given up the second time.
     `batch_tokens` bounds a batch's padded tokens (default: the choice's, else by the device), `chunk_rows` a chunk's
     rows (default: from the table's size).
-    `overwrite` replaces an output of another job; `accept_new_input` scores only the files that the input gained or
-    that changed. `key`, `columns`, `row_timeout_s`, `chunk_rows`, `overwrite`, `accept_new_input` and `on_bad_file`
-    concern stored tables.
+    `overwrite` replaces an output of another job, and in an unfinished write of this one scores the chunks again in
+    which rows failed; `accept_new_input` scores only the files that the input gained or that changed. `key`, `columns`,
+    `row_timeout_s`, `chunk_rows`, `overwrite`, `accept_new_input` and `on_bad_file` concern stored tables.
 
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
@@ -303,7 +303,8 @@ def _refuse_too_many(failed: int, rows: int, total: int, max_error_rate: float, 
     shown = f" For example: {'; '.join(examples)}." if examples else ""
     raise TooManyErrors(
         f"{failed:,} of {rows:,} rows failed, more than max_error_rate={max_error_rate} allows.{shown} Nothing was "
-        "published; finished chunks are kept. Mend the rows, or allow more with a higher max_error_rate."
+        "published; finished chunks are kept. Mend the rows, or allow more with a higher max_error_rate; overwrite "
+        "scores the chunks again in which rows failed."
     )
 
 

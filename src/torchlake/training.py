@@ -22,7 +22,7 @@ import numpy as np
 
 from torchlake import durable, models, plugins, record, run_folder
 from torchlake.config import Job, load_job
-from torchlake.engines import Engine
+from torchlake.engines import Engine, make_engine
 from torchlake.errors import (
     ConfigError,
     DataError,
@@ -87,7 +87,7 @@ def train(
     frames, sections = run_folder.frames_to_paths(sections, folder)
     wanted = _load(job, overrides, sections)
     if engine is None:
-        engine = _make_engine(wanted)
+        engine = make_engine(wanted.engine.name, wanted.engine.processes)
     processes = wanted.engine.processes or engine.processes or 1
     strategy = choose_strategy(wanted, processes)
     with run_folder.held(folder) as held:
@@ -243,12 +243,6 @@ def _load(job: str | Path | Job | None, overrides: Sequence[str], sections: Mapp
         values = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
         merged[name] = {**merged.get(name, {}), **values}
     return load_job(None, overrides, **merged)
-
-
-def _make_engine(job: Job) -> Engine:
-    module = plugins.load("engines", job.engine.name)
-    engine: Engine = getattr(module, job.engine.name.title())(processes=job.engine.processes)
-    return engine
 
 
 def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -9,9 +10,10 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+import misbehaving
 import tiny
 import torchlake as tl
-from torchlake.errors import FingerprintError, TableError
+from torchlake.errors import FingerprintError, TableError, TooManyErrors
 
 ROWS = 40
 
@@ -70,6 +72,29 @@ def test_a_changed_job_is_refused_and_a_changed_input_can_be_accepted(model: Pat
     scored = tl.predict(model, source, tmp_path / "out", key="id", accept_new_input=True, engine=one)
     assert (scored.rows_out, scored.record["provenance"]["rows_scored"]) == (ROWS, 20)
     assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(ROWS))
+
+
+def test_overwrite_tries_the_rows_again_that_failed_in_an_unfinished_write(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished chunks are kept, failed rows and all; who mended the cause may ask for those chunks again."""
+    source, out = tmp_path / "in.parquet", tmp_path / "out"
+    texts = ["good film"] * 4 + [misbehaving.RAISER] * 4
+    pq.write_table(pa.table({"text": texts}), source)
+
+    def again(**options: Any) -> Any:
+        return tl.predict(
+            model, source, out, runtime=misbehaving.broken_for_now, chunk_rows=4, engine=tiny.Here(), **options
+        )
+
+    monkeypatch.setenv("BROKEN", "yes")
+    with pytest.raises(TooManyErrors, match="4 of 8 rows failed"):
+        again(max_error_rate=0.1)
+    monkeypatch.delenv("BROKEN")
+    with pytest.raises(TooManyErrors, match="4 of 8 rows failed"):
+        again(max_error_rate=0.1)
+    scored = again(max_error_rate=0.1, overwrite=True)
+    assert (scored.rows_out, scored.rows_failed, scored.record["provenance"]["rows_scored"]) == (8, 0, 4)
 
 
 def test_a_bad_file_may_be_left_out_and_is_named(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+from torchlake import plugins
+
 Worker = Callable[[Iterator[Any]], Iterator[Any]]
 
 
@@ -72,3 +74,9 @@ class Engine(ABC):
     @abstractmethod
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply `make_worker()`, a function from Arrow table to Arrow table of `schema`, to the engine's own frame."""
+
+
+def make_engine(name: str, processes: int | None, **options: Any) -> Engine:
+    """The engine of that name: the class that its file calls like itself. Raises UsageError for a name there is not."""
+    engine: Engine = getattr(plugins.load("engines", name), name.title())(processes=processes, **options)
+    return engine

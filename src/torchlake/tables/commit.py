@@ -244,13 +244,16 @@ def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, *, overwrite:
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint}
     durable.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = Writing(output=out, staging=folder, job=job, lease=lease)
-    _keep_sound_parts(write, out if present is not None else None)
+    _keep_sound_parts(write, out if present is not None else None, retry_failed=overwrite)
     _check_room(write)
     return write
 
 
-def _keep_sound_parts(write: Writing, present: Path | None) -> None:
-    """Sort the staged files into sound parts and debris; link in the parts that the present output shares."""
+def _keep_sound_parts(write: Writing, present: Path | None, *, retry_failed: bool) -> None:
+    """Sort the staged files into sound parts and debris; link in the parts that the present output shares.
+
+    With `retry_failed` a part in which rows failed is debris too.
+    """
     table = write.staging / TABLE
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
     for path in list(table.iterdir()):
@@ -266,7 +269,7 @@ def _keep_sound_parts(write: Writing, present: Path | None) -> None:
     sound: dict[int, Part] = {}
     for path in sorted(table.iterdir()):
         part = read_part(path, expected[path.name])
-        if part is None:
+        if part is None or (retry_failed and part.failed):
             path.unlink()
             write.removed += 1
         else:
