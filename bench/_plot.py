@@ -48,7 +48,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     axes.set_xlim(0, max(rates) * 1.32)
     axes.margins(y=0.01)
     axes.set_xlabel(
-        "rows a second on one core; ratio to the baseline; labels that agree with eager's (fine-tuned MiniLM)"
+        "rows a second on one core; ratio to the baseline;\nlabels that agree with eager's (fine-tuned MiniLM)"
     )
     axes.spines[["top", "right"]].set_visible(False)
     keys = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
