@@ -3,6 +3,7 @@
 That they agree with `eager` is asked in tests/conformance.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -17,7 +18,17 @@ import tiny
 from torchlake import models, plugins
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
-from torchlake.runtimes import _exported, _onnx_export, _onnx_int8, deepspeed, onnx, onnx_int8, openvino, openvino_int8
+from torchlake.runtimes import (
+    _exported,
+    _onnx_export,
+    _onnx_int8,
+    _openvino,
+    deepspeed,
+    onnx,
+    onnx_int8,
+    openvino,
+    openvino_int8,
+)
 
 RUNTIMES = {"onnx": onnx, "onnx_int8": onnx_int8, "openvino": openvino, "openvino_int8": openvino_int8}
 LENGTHS = [[1], [12], [1, 1, 1], [9, 9], [3, 17, 40, 1]]
@@ -244,3 +255,18 @@ def test_deepspeed_refuses_what_it_cannot_run(exported: Path, monkeypatch: pytes
     assert "not for 'deberta-v2'" in str(deepspeed.refusal(tmp_path))
     with pytest.raises(UsageError, match=r"CUDA only.*'int8'"):
         deepspeed.load(exported, models.load_spec(exported), device="cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sigaltstack as Linux has it")
+def test_openvino_leaves_no_stack_for_signals_behind(exported: Path) -> None:
+    """It would be gone when the next Ctrl-C comes, and end the process with a segmentation fault."""
+
+    def stack() -> tuple[int | None, int, int]:
+        now = _openvino._SignalStack()
+        ctypes.CDLL(None).sigaltstack(None, ctypes.byref(now))
+        return now.pointer, now.flags, now.size
+
+    before = stack()
+    forward = openvino.load(exported, models.load_spec(exported), device="cpu")
+    forward(*batch([3, 5]))
+    assert stack() == before

@@ -7,8 +7,11 @@ Kernels are made for each shape when it first comes, and kept: some 10 ms per sh
 process is at its full speed after a few hundred batches of rows sorted by length.
 """
 
+import ctypes
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -48,6 +51,30 @@ def write(onnx_graph: Path, folder: Path) -> None:
     openvino.save_model(openvino.Core().read_model(str(onnx_graph)), str(folder / GRAPH), compress_to_fp16=False)
 
 
+class _SignalStack(ctypes.Structure):
+    """`stack_t` of sigaltstack(2) on Linux."""
+
+    _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@contextmanager
+def _own_signal_stack() -> Iterator[None]:
+    """Give the thread its stack for signals back when the block is left.
+
+    Compiling a model puts one of OpenVINO's there, which does not live as long as the process: the next signal that
+    Python handles, a Ctrl-C or a SIGTERM, would then end the process with a segmentation fault.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    library, before = ctypes.CDLL(None), _SignalStack()
+    library.sigaltstack(None, ctypes.byref(before))
+    try:
+        yield
+    finally:
+        library.sigaltstack(ctypes.byref(before), None)
+
+
 def forward(folder: Path) -> Forward:
     """What `write` wrote, as a Forward."""
     openvino = library()
@@ -60,7 +87,8 @@ def forward(folder: Path) -> Forward:
         # Every process would pin itself to the same first core.
         "ENABLE_CPU_PINNING": False,
     }
-    compiled = openvino.Core().compile_model(str(folder / GRAPH), "CPU", settings)
+    with _own_signal_stack():
+        compiled = openvino.Core().compile_model(str(folder / GRAPH), "CPU", settings)
     request = compiled.create_infer_request()
 
     def run(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
