@@ -9,7 +9,7 @@ BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check faults bench bench-scoring format clean
+.PHONY: demo test check faults bench bench-scoring bench-training format clean
 
 demo: $(STAMP)
 	$(BIN)/torchlake demo
@@ -24,6 +24,7 @@ check: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
+	$(BIN)/python -m pytest -m slow tests/unit
 
 bench: $(STAMP)
 	for file in $(BENCHES); do $(BIN)/python $$file || exit 1; done
@@ -33,6 +34,10 @@ bench-scoring: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt matplotlib nncf onnxscript
 	$(BIN)/python bench/scoring.py
 	$(BIN)/python bench/_plot.py
+
+bench-training: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt lightning
+	$(BIN)/python bench/training.py
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests bench

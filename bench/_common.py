@@ -76,6 +76,12 @@ def random_model(folder: Path, *, base: str = "roberta", dropout: float = 0.0, *
     return folder
 
 
+def two_layers() -> Path:
+    """A classifier so small that the job around it shows."""
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    return random_model(SCRATCH / "two-layers", base="bert", **shape)
+
+
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     cpu = next(

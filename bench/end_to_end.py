@@ -9,13 +9,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from _clocked import Clocked
 from _common import SCRATCH, finish, parser, random_model, reviews
 from _contender import ONE_THREAD, Contender
 
@@ -25,16 +25,6 @@ from torchlake import plugins
 PREFERRED = ("openvino_int8", "onnx_int8", "int8", "varlen", "eager")
 CALIBRATION_ROWS = 200
 MARKS = SCRATCH / "end-to-end-marks"
-
-
-class Clocked(tl.Local):
-    """The local engine, and when it was asked for workers."""
-
-    asked = 0.0
-
-    def run_chunks(self, *args: Any, **options: Any) -> Generator[Any, None, None]:
-        self.asked = time.monotonic()
-        return super().run_chunks(*args, **options)
 
 
 def load_with_a_mark(folder: Path, spec: Any, *, device: str) -> Any:

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from _common import SCRATCH, arguments, finish, random_model
+from _common import SCRATCH, arguments, finish, two_layers
 
 JOB = """
 import json, resource, sys
@@ -57,14 +57,7 @@ def write_rows(path, rows: int) -> None:
 
 def main() -> None:
     options = arguments(__doc__, rows=2_000_000, small=20_000)
-    model = random_model(
-        SCRATCH / "two-layers",
-        base="bert",
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
+    model = two_layers()
     rows = []
     for count in (options.small, options.rows):
         source, output = SCRATCH / f"memory-{count}.parquet", SCRATCH / f"memory-{count}"

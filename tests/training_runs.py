@@ -31,6 +31,9 @@ ALONE = {
     "MKL_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHLAKE_PROGRESS": "0",
+    # transformers imports DeepSpeed, where accelerate is installed too, as it writes a model; it imports MLflow.
+    "DS_ACCELERATOR": "cpu",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 DEADLINE_S = 120.0
 
@@ -126,7 +129,9 @@ def job(folder: Path, encoder: Path, *, rows: int = 96, **train: Any) -> dict[st
     table = folder / "reviews.parquet"
     if not table.exists():
         pq.write_table(tiny.reviews(rows), table)
-    recipe = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "checkpoint_every": "3steps", **train}
+    recipe = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "checkpoint_every": "3steps"}
+    # So that tests can say which steps a killed run has kept.
+    recipe |= {"checkpoint_in_background": False, **train}
     return {
         "data": {"train": str(table), "validation": {"fraction": 0.25}},
         "model": {"base": str(encoder)},
@@ -199,7 +204,8 @@ def checkpoints(run: Path) -> list[str]:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training_runs", "torchlake.loop", "transformers.models.bert.modeling_bert"])
+    preloaded = ["training_runs", "torchlake.loop", "transformers.models.bert.modeling_bert", "deepspeed"]
+    context.set_forkserver_preload(preloaded)
     # OpenMP reads its variables when it is loaded, so the server must start with them.
     before = {name: os.environ.get(name) for name in ALONE}
     path = os.environ.get("PYTHONPATH")

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from torchlake.evaluating import evaluate
     from torchlake.launching import launch
     from torchlake.optimizing import optimize
+    from torchlake.planning import plan
     from torchlake.predicting import predict
     from torchlake.reporting import report
     from torchlake.training import train
+    from torchlake.tuning import tune
     from torchlake.verifying import verify
 
     __version__: str
@@ -37,9 +39,11 @@ __all__ = [
     "evaluate",
     "launch",
     "optimize",
+    "plan",
     "predict",
     "report",
     "train",
+    "tune",
     "verify",
 ]
 
@@ -51,9 +55,11 @@ _HOMES = {
     "evaluate": "evaluating",
     "launch": "launching",
     "optimize": "optimizing",
+    "plan": "planning",
     "predict": "predicting",
     "report": "reporting",
     "train": "training",
+    "tune": "tuning",
     "verify": "verifying",
 }
 

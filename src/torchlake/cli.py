@@ -43,6 +43,10 @@ RuntimeName = Annotated[
 ]
 EngineName = Annotated[str | None, typer.Option("--engine", help="Where the job runs (default: local).")]
 Processes = Annotated[int | None, typer.Option("--processes", min=1, help="Processes (default: the engine's choice).")]
+Ranks = Annotated[int | None, typer.Option("--processes", min=1, help="Ranks to train with (default: 1).")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Lay one value over the job file; repeatable.")
+]
 
 
 @app.command()
@@ -50,16 +54,18 @@ def train(
     job: Annotated[
         str | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; not needed with enough --set.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Lay one value over the job file; repeatable.")
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Ranks to train with (default: 1).")
-    ] = None,
+    overrides: Overrides = None,
+    processes: Ranks = None,
     engine: EngineName = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="FOLDER", help="Run folder (default: runs/ and the job file's name).")
     ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option("--mlflow", metavar="STORE", help="Tell MLflow too: sqlite:///FILE or a folder.")
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write event files to the run folder's tensorboard/ too.")
+    ] = False,
     as_json: Json = False,
 ) -> Work:
     """Fine-tune a model on a table. Run again, it continues from the last checkpoint.
@@ -67,12 +73,82 @@ def train(
     \b
     Example: torchlake train job.yaml --processes 2 --set train.learning_rate=2e-5
     """
-    settings = list(overrides or ())
-    if processes is not None:
-        settings.append(f"engine.processes={processes}")
-    if engine is not None:
-        settings.append(f"engine.name={engine}")
+    settings = _settings(overrides, processes, engine)
+    if mlflow is not None:
+        settings.append(f"track.mlflow={json.dumps(mlflow)}")
+    if tensorboard:
+        settings.append("track.tensorboard=true")
     return lambda: commands.train(job, settings, run, as_json=as_json)
+
+
+@app.command()
+def tune(
+    job: Annotated[str, typer.Argument(metavar="JOB.yaml", help="Job file.")],
+    space: Annotated[
+        str, typer.Option("--space", metavar="FILE", help="What is searched, a range or choices each (required).")
+    ],
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Trials in all, earlier ones counted (required).")],
+    overrides: Overrides = None,
+    processes: Ranks = None,
+    engine: EngineName = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run", metavar="FOLDER", help="The tuning's folder (default: runs/ and the job's name, _tuning)."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> Work:
+    """Search the settings that train the best model. Run again, it continues; trials that lag behind are stopped.
+
+    \b
+    Example: torchlake tune job.yaml --space space.yaml --trials 20
+    """
+    settings = _settings(overrides, processes, engine)
+    return lambda: commands.tune(job, space, trials, settings, run, as_json=as_json)
+
+
+@app.command()
+def plan(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; not needed with enough --set.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Lay one value over the job file; repeatable.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option("--processes", min=1, help="Ranks to plan for (default: 1).")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each rank's GPU, as 80GiB.")
+    ] = None,
+    flops: Annotated[
+        str | None,
+        typer.Option("--flops", metavar="RATE", help="Operations/s that training reaches on a rank, as 120T."),
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="RATE", help="Bytes/s that a rank sends, as 12.5GB.")
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option("--latency", metavar="SECONDS", help="Seconds of a message between ranks.")
+    ] = None,
+    sample_rows: Annotated[
+        int | None, typer.Option("--sample-rows", min=1, help="Rows of the table to look at (default: 2000).")
+    ] = None,
+    as_json: Json = False,
+) -> Work:
+    """Tell what training will take. Tokens, padding, memory and time for each strategy, before anything is spent.
+
+    \b
+    Example: torchlake plan job.yaml --processes 8 --gpu-memory 80GiB
+    """
+    options = {
+        "processes": processes,
+        "gpu_memory": gpu_memory,
+        "flops": flops,
+        "bandwidth": bandwidth,
+        "latency": latency,
+        "sample_rows": sample_rows,
+    }
+    return lambda: commands.plan(job, list(overrides or ()), given(options))
 
 
 @app.command()
@@ -295,6 +371,16 @@ def _options(
     show_version: Annotated[bool, typer.Option("--version", help="Print torchlake's version and exit.")] = False,
 ) -> None:
     """The options before the command; --version itself is answered by `main`."""
+
+
+def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
+    """The overrides of a job, those with an option of their own after the others."""
+    settings = list(overrides or ())
+    if processes is not None:
+        settings.append(f"engine.processes={processes}")
+    if engine is not None:
+        settings.append(f"engine.name={engine}")
+    return settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,15 +32,9 @@ def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json
     """Train, or continue; `engine` and `processes` come with the job and its overrides."""
     if job is None and not overrides:
         raise UsageError("Name a job file (torchlake train job.yaml), or give every setting with --set a.b=c.")
-    from torchlake.config import load_job
     from torchlake.training import train
 
-    engine = None
-    if as_json:
-        # Only here is it known that the ranks' standard output has to go elsewhere.
-        wanted = load_job(job, overrides).engine
-        engine = make_engine(wanted.name, wanted.processes, as_json=as_json)
-    done = train(job, run=run, engine=engine, overrides=overrides)
+    done = train(job, run=run, engine=_engine_of(job, overrides, as_json=as_json), overrides=overrides)
     values = {
         "run": done.path,
         "model": done.model,
@@ -53,6 +47,47 @@ def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json
     )
     lines = [head, *_table({"run": done.path, "model": done.model, "steps": f"{done.steps:,}", **done.metrics})]
     return Outcome(values={**values, "complete": done.complete}, lines=lines)
+
+
+def plan(job: str | None, overrides: Sequence[str], options: Mapping[str, Any]) -> Outcome:
+    """Tell what training will take; `options` are those of the Python function that were given."""
+    if job is None and not overrides:
+        raise UsageError("Name a job file (torchlake plan job.yaml), or give every setting with --set a.b=c.")
+    from torchlake.plan_tables import facts, memory_rows, scaling_rows
+    from torchlake.planning import plan
+
+    done = plan(job, overrides=overrides, **options)
+    ranks = f"{done.processes} rank{'s' * (done.processes > 1)}"
+    lines = [*_table(facts(done)), "", f"memory of a rank on {ranks}, and what it sends in a step"]
+    lines += _grid(memory_rows(done), left=(0, len(memory_rows(done)[0]) - 1))
+    lines += ["", "the fastest strategy that fits; the batch stays the same, whatever the ranks"]
+    lines += _grid(scaling_rows(done), left=(1, len(scaling_rows(done)[0]) - 1))
+    lines += ["", *(f"estimated with {line}" for line in done.assumptions), "", done.reason]
+    return Outcome(values=plain(done), lines=[*lines, *(f"  {remedy}" for remedy in done.remedies)])
+
+
+def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str | None, *, as_json: bool) -> Outcome:
+    """Search a job's settings, or continue."""
+    from torchlake.tuning import shown, tune
+
+    engine = _engine_of(job, overrides, as_json=as_json)
+    done = tune(job, space=space, trials=trials, run=run, engine=engine, overrides=overrides)
+    searched = list(done.best.settings)
+    rows = [
+        [
+            one.number,
+            "best" if one is done.best else one.state,
+            "-" if one.value is None else f"{one.value:.4f}",
+            f"{one.steps:,}",
+            *(shown(one.settings.get(name, "-")) for name in searched),
+            one.why,
+        ]
+        for one in done.trials
+    ]
+    lines = _grid([["trial", "", done.metric, "steps", *searched, ""], *rows], left=(1, len(searched) + 4))
+    facts = {"best run": done.best.folder, "model": done.model, "its job": done.folder / "job.yaml"}
+    values = {name: getattr(done, name) for name in ("folder", "model", "metric", "best", "trials")}
+    return Outcome(values={**values, "job": done.job.model_dump(mode="json")}, lines=[*lines, "", *_table(facts)])
 
 
 def predict(model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
@@ -233,6 +268,16 @@ def make_engine(name: str | None, processes: int | None, *, as_json: bool) -> "E
     from torchlake import engines
 
     return engines.make_engine(name or "local", processes, stdout_to_stderr=as_json)
+
+
+def _engine_of(job: str | None, overrides: Sequence[str], *, as_json: bool) -> "Engine | None":
+    """The job's engine with its ranks' standard output apart, under --json; else None, the verb's choice."""
+    if not as_json:
+        return None
+    from torchlake.config import load_job
+
+    wanted = load_job(job, overrides).engine
+    return make_engine(wanted.name, wanted.processes, as_json=as_json)
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

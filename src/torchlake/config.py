@@ -10,18 +10,14 @@ Price: milliseconds, all of it before anything slow is loaded.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
-    PlainSerializer,
     Tag,
     ValidationError,
     ValidationInfo,
@@ -29,64 +25,10 @@ from pydantic import (
 )
 
 from torchlake.complaints import sentence
+from torchlake.config_types import STRICT, Every, Float, Int, Interval, Name, Seconds
 from torchlake.errors import ConfigError
+from torchlake.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
 from torchlake.yaml_tree import Location, read_text, read_yaml, shape
-
-SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Every:
-    """How often something happens; exactly one field is set. Written "30s", "10min", "1h", "200steps" or "epoch"."""
-
-    seconds: float | None = None
-    steps: int | None = None
-    epochs: int | None = None
-
-    def __str__(self) -> str:
-        if self.steps is not None:
-            return f"{self.steps}steps"
-        if self.seconds is None:
-            return "epoch"
-        return f"{self.seconds:.6f}".rstrip("0").rstrip(".") + "s"
-
-
-def parse_every(value: Any) -> Every:
-    """ "200steps", "10min" or "epoch" as an Every. Raises ValueError with the forms that are allowed."""
-    if isinstance(value, Every):
-        return value
-    text = str(value).strip().lower()
-    if text == "epoch":
-        return Every(epochs=1)
-    steps = re.fullmatch(r"(\d{1,12})\s*steps?", text)
-    if steps and int(steps[1]) > 0:
-        return Every(steps=int(steps[1]))
-    try:
-        return Every(seconds=parse_seconds(text if isinstance(value, str) else None))
-    except ValueError:
-        raise ValueError(f'{value!r} is no interval; write "30s", "10min", "1h", "200steps" or "epoch"') from None
-
-
-def parse_seconds(value: Any) -> float:
-    """ "30s", "10min", "1h" or a number of seconds, as seconds > 0. Raises ValueError with the forms allowed."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return float(value)
-    text = value.strip().lower() if isinstance(value, str) else ""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*(s|sec|min|h)", text)
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f'{value!r} is no length of time; write "30s", "10min" or "1h"')
-    return float(match[1]) * SECONDS[match[2]]
-
-
-def _number(value: Any) -> Any:
-    # YAML reads `yes` as true, and Python counts true as 1: nobody means that by a number.
-    if isinstance(value, bool):
-        raise ValueError(f"a number is expected, given {str(value).lower()}")
-    return value
-
-
-def _path(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _kind(value: Any) -> str:
@@ -95,14 +37,8 @@ def _kind(value: Any) -> str:
     return "<paths>" if isinstance(value, list | tuple) else "<path>"
 
 
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds)]
-Interval = Annotated[Every, BeforeValidator(parse_every), PlainSerializer(str)]
-Name = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
 OnePath = Annotated[Name, Tag("<path>")]
 ManyPaths = Annotated[tuple[Name, ...], Field(min_length=1), Tag("<paths>")]
-STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
 class Fraction(BaseModel):
@@ -153,6 +89,8 @@ class ModelConfig(BaseModel):
     """What the model is asked; a file in torchlake/tasks."""
     max_length: Int | None = Field(default=None, ge=2)
     """Tokens a row is cut to, special tokens counted; null: what the model can take, at most 512."""
+    lora: LoraOptions | None = None
+    """Train small matrices beside the frozen ones of the base instead of those; null: train the model itself."""
 
 
 class TrainConfig(BaseModel):
@@ -176,14 +114,27 @@ class TrainConfig(BaseModel):
     """Largest norm of the gradient over all ranks; null: not clipped."""
     micro_batch_tokens: Int = Field(default=16384, ge=1)
     """Tokens, padding counted, that one rank holds at once; bounds memory, changes no result."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the forward pass; auto: bf16 where the hardware has it."""
+    activation_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them: a third slower, far less
+    memory."""
+    compile: bool = False
+    """Compile the model with torch.compile: minutes at the start, faster steps on GPUs."""
     strategy: Name = "auto"
     """How ranks share the model, a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
+    ddp: DdpOptions = DdpOptions()
+    """Options of the strategy ddp."""
+    fsdp: FsdpOptions = FsdpOptions()
+    """Options of the strategy fsdp."""
+    deepspeed: DeepSpeedOptions = DeepSpeedOptions()
+    """Options of the strategy deepspeed."""
     seed: Int = Field(default=0, ge=0, lt=2**63)
     """Decides initial weights, dropout and the order of rows."""
     checkpoint_every: Interval = Every(seconds=600.0)
     """Interval between checkpoints: "10min", "200steps" or "epoch"."""
+    checkpoint_in_background: bool = True
+    """Go on with training while a checkpoint is written, for a copy of what is written in main memory."""
     keep_checkpoints: Int = Field(default=2, ge=1)
     """Checkpoints kept, the newest ones."""
     validate_every: Interval = Every(epochs=1)
@@ -219,8 +170,19 @@ class EngineConfig(BaseModel):
     """Processes started; null: the engine's choice for scoring, 1 for training."""
 
 
+class TrackConfig(BaseModel):
+    """Where a run's parameters and curves are told besides metrics.jsonl."""
+
+    model_config = STRICT
+
+    mlflow: Name | None = None
+    """MLflow store, sqlite:///FILE or a folder; null: not told to MLflow."""
+    tensorboard: bool = False
+    """Whether event files are written to tensorboard/ in the run folder."""
+
+
 class Job(BaseModel):
-    """One training job: everything that decides its result, and where it runs."""
+    """One training job: everything that decides its result, where it runs, and where it is told."""
 
     model_config = STRICT
 
@@ -228,17 +190,31 @@ class Job(BaseModel):
     model: ModelConfig
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
+    track: TrackConfig = TrackConfig()
 
 
 SECTIONS: dict[str, type[BaseModel]]
-SECTIONS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "engine": EngineConfig}
+SECTIONS = {
+    "data": DataConfig,
+    "model": ModelConfig,
+    "train": TrainConfig,
+    "engine": EngineConfig,
+    "track": TrackConfig,
+}
 
 
-def load_job(path: str | Path | None, overrides: Sequence[str] = (), **sections: Any) -> Job:
+def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sections: Any) -> Job:
     """The job in `path` (None: no file), with `sections` (data={...} or a DataConfig), then `overrides`, laid over it.
 
-    Raises ConfigError listing every mistake with its file and line, UnsafeError for a tag that would build an object.
+    A Job in the place of the file is what they are laid over. Raises ConfigError listing every mistake with its file
+    and line, UnsafeError for a tag that would build an object.
     """
+    if isinstance(path, Job):
+        merged: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in path}
+        for name, section in sections.items():
+            plain = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
+            merged[name] = {**merged.get(name, {}), **plain}
+        return load_job(None, overrides, **merged)
     values: dict[str, Any] = {}
     origins: dict[Location, str] = {}
     if path is not None:
@@ -258,11 +234,30 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), **sections:
     for override in overrides:
         keys, value = _parse_override(override)
         _lay_over(values, origins, keys, value, f"--set {override}")
-    try:
-        return Job.model_validate(values)
-    except ValidationError as error:
-        problems = [sentence(problem, origins, path, SECTIONS) for problem in error.errors(include_url=False)]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+    return _job(values, origins, path)
+
+
+def with_values(job: Job, values: Mapping[str, Any], origins: Mapping[str, str]) -> Job:
+    """`job` with other values by dotted name ("train.epochs"); `origins` tell where each name came from.
+
+    Raises ConfigError as `load_job` does.
+    """
+    plain: dict[str, Any] = job.model_dump(mode="json")
+    places: dict[Location, str] = {}
+    for name, value in values.items():
+        _lay_over(plain, places, tuple(name.split(".")), value, origins[name])
+    return _job(plain, places, None)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by dotted name: {"train": {"epochs": 4}} as {"train.epochs": 4}."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, item in value.items()
+        for name, leaf in flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
 
 
 def job_to_yaml(job: Job) -> str:
@@ -271,6 +266,14 @@ def job_to_yaml(job: Job) -> str:
     text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
     # PyYAML writes these line breaks unescaped, and reads them back as blanks.
     return yaml.safe_dump(value, sort_keys=False) if re.search("[\x85\u2028\u2029\ufeff]", text) else text
+
+
+def _job(values: Mapping[str, Any], origins: Mapping[Location, str], path: str | Path | None) -> Job:
+    try:
+        return Job.model_validate(values)
+    except ValidationError as error:
+        problems = [sentence(problem, origins, path, SECTIONS) for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
 
 def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:

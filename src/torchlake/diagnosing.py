@@ -28,7 +28,9 @@ OPTIONAL: dict[str, str | None] = {
     "pandas": "frames",
     "polars": "frames",
     **dict.fromkeys(("pyspark", "ray", "deltalake", "onnx", "onnxruntime", "openvino", "deepspeed", "peft")),
-    **dict.fromkeys(("mlflow", "optuna")),
+    "optuna": "tune",
+    "mlflow-skinny": "mlflow",
+    "tensorboard": "tensorboard",
 }
 # Below these, loading data can run code or corrupt memory (see the projects' security notes).
 SECURITY_FLOORS = {"torch": (2, 10), "transformers": (5, 5), "ray": (2, 55)}

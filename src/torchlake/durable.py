@@ -82,10 +82,15 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def described(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file: its size and its sha256."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
 def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
     """Record the size and sha256 of every file under `folder` in its `manifest.json`, written last; returns it."""
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        path.relative_to(folder).as_posix(): described(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST and not path.name.endswith(".tmp")
     }

@@ -15,7 +15,9 @@
     ├── UnsafeError                77  refused: the input would have to run code to be loaded
     ├── MissingExtra               64  an optional library is not installed
     ├── RankFailed                 70  a process of a launched group failed
+    ├── OutOfMemory                70  a rank's memory ran out; smaller micro-batches are tried next
     └── Interrupted            130/143  stopped by SIGINT or SIGTERM after saving what can be saved
+        └── StopAsked             143  stopped by the file `stop` in the run folder, after saving
 
 Messages are for people: what happened, where (file, row, key, rank), and what to do about it. `TorchlakeError` is a
 `ValueError`, so callers of the Python API may catch the standard type.
@@ -95,9 +97,17 @@ class RankFailed(TorchlakeError):
         self.signal = signal
 
 
+class OutOfMemory(TorchlakeError):
+    """Memory ran out on one of several ranks; all of them begin again with smaller micro-batches."""
+
+
 class Interrupted(TorchlakeError):
     """The job was asked to stop; running the same command again continues it."""
 
     def __init__(self, message: str, *, signum: int = signal.SIGTERM) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+class StopAsked(Interrupted):
+    """The file `stop` in the run folder asked the job to stop; running the same command again continues it."""

@@ -2,8 +2,8 @@
 
     prepared tokens -> Rows -> planned batches          base model or checkpoint -> wrap -> optimizer = Learner
 
-`planned` is the plan of every step, for every rank, computed by each of them: order.py says which rows make a batch,
-batching.py how the ranks share it. Rows are cut out of the memory map when the model wants them, without a thread that
+`planned` says which rows make the batch of every step (order.py), `Learner.cut` how the ranks share them (batching.py);
+each rank computes both. Rows are cut out of the memory map when the model wants them, without a thread that
 would fetch them ahead: a batch of 64 rows takes 0.03 ms, a step of the smallest model some 10 ms.
 """
 
@@ -19,13 +19,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import checkpoint, distributed, durable, models, plugins, recipe
+from torchlake import checkpoint, distributed, durable, lora, models, plugins, recipe
 from torchlake.config import Job, TrainConfig
 from torchlake.data import batching, loading, order
 from torchlake.distributed import Group
+from torchlake.errors import OutOfMemory, UsageError
 from torchlake.models import TaskSpec
+from torchlake.sharding import Pieces
 
 log = logging.getLogger(__name__)
+
+MICRO_BATCH = "micro_batch.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,10 @@ class Position:
     "Steps in a row that were not applied."
     loss: float | None = None
     "Of the last step that was applied."
+    loss_scale: float = 65536.0
+    "What the loss is multiplied by in fp16, so that small gradients are not rounded to zero."
+    calm: int = 0
+    "Steps in a row whose gradients were finite at this scale."
     seconds: float = 0.0
     "Spent in this loop, over all its interruptions."
 
@@ -93,15 +101,26 @@ class Learner:
     task: ModuleType
     strategy: ModuleType
     spec: TaskSpec
+    model: nn.Module
+    "Its tensors may be shared out, their names are its own."
     module: nn.Module
     "The model as the strategy wrapped it."
     config: Any
     "The model's own configuration, for its folder."
     tokenizer: Any
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     names: list[str]
     "The optimizer's parameters."
-    bf16: bool
+    stored: dict[str, torch.Tensor]
+    "The model's tensors that a checkpoint holds, all or those that LoRA trains: their shapes, on the device meta."
+    dtype: torch.dtype | None
+    "What the forward pass computes in beside fp32."
+    asked: int
+    "Tokens, padding counted, that this rank may hold at once, as the job says."
+    micro_batch_tokens: int
+    "The same, as far as memory has shown to reach."
+    limit: Path
+    "Where it is noted, so that a run that goes on does not have to find it again."
 
     def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, C) of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
@@ -114,7 +133,7 @@ class Learner:
             ids, mask = batching.pad(rows.table.tokens, numbers, self.tokenizer.pad_token_id)
         else:
             ids, mask = np.full((1, 1), self.tokenizer.pad_token_id), np.ones((1, 1), dtype=np.int64)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.module(
                 input_ids=torch.from_numpy(ids).to(device),
                 attention_mask=None if mask.all() else torch.from_numpy(mask).to(device),
@@ -124,17 +143,50 @@ class Learner:
         targets = torch.from_numpy(rows.table.targets[numbers]).to(device)
         return logits, self.task.loss_sum(logits, targets, self.spec)
 
+    def model_share(self) -> Pieces:
+        """What this rank stores of the model; every rank calls it."""
+        pieces: Pieces = self.strategy.model_share(self.model, self.stored, self.group)
+        return pieces
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rows of one optimizer step, and this rank's share of them."""
+    def optimizer_share(self) -> Pieces:
+        """What this rank stores of its optimizer; every rank calls it."""
+        pieces: Pieces = self.strategy.optimizer_share(self.model, self.optimizer, self.names, self.group)
+        return pieces
 
-    epoch: int
-    rows: Rows
-    share: list[np.ndarray]
-    "Micro-batches: positions in `rows`. Every rank has as many; some of the last may be empty."
-    padded_tokens: int
-    "What all ranks together compute, padding counted."
+    def take_less(self, error: RuntimeError, rows: Rows, share: list[np.ndarray]) -> None:
+        """Halve the micro-batches when `error` says that memory ran out over `share`; any other error is raised again.
+
+        Raises OutOfMemory when several ranks have to begin again with it, UsageError when one row is too much.
+        """
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise error
+        lengths = rows.lengths
+        if max(map(len, share)) <= 1:
+            raise UsageError(
+                f"a single row of {int(lengths.max()):,} tokens does not fit into the memory of {self.group.device}. "
+                "Lower model.max_length, set train.activation_checkpointing=true, or share the model out: "
+                "train.strategy=fsdp."
+            ) from error
+        largest = max(len(each) * int(lengths[each].max(initial=0)) for each in share)
+        self.micro_batch_tokens = max(1, largest // 2)
+        log.warning("memory ran out over %d tokens; micro-batches are cut to %d", largest, self.micro_batch_tokens)
+        durable.write_json(self.limit, {"asked": self.asked, "tokens": self.micro_batch_tokens}, site="run.micro_batch")
+        if self.group.world_size > 1:
+            raise OutOfMemory(f"memory ran out over {largest:,} tokens, padding counted; half as many are tried next")
+        if self.group.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def cut(self, rows: Rows) -> tuple[list[np.ndarray], int]:
+        """This rank's micro-batches of the rows, as positions among them, and the tokens that all ranks compute.
+
+        Every rank has as many; some of the last may be empty. Padding is counted.
+        """
+        lengths = rows.lengths
+        shares = batching.micro_batches(
+            lengths, world_size=self.group.world_size, micro_batch_tokens=self.micro_batch_tokens
+        )
+        padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
+        return shares[self.group.rank], padded
 
 
 def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
@@ -159,62 +211,76 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
 
 def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Position]:
     """The model, from the base or the checkpoint, wrapped by the strategy, with its optimizer."""
-    job, spec = settings.job, settings.spec
+    job, spec, train = settings.job, settings.spec, settings.job.train
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
-    torch.manual_seed(job.train.seed)
-    model = models.base_model(job.model.base, spec, task.AUTO_CLASS)
+    torch.manual_seed(train.seed)
+    base = models.base_model(job.model.base, spec, task.AUTO_CLASS)
     tokenizer = models.load_tokenizer(models.model_folder(job.model.base))
+    model = base if job.model.lora is None else lora.adapted(base, job.model.lora)
     _freeze_unreached(model, tokenizer.pad_token_id)
+    names = recipe.names(model)
+    state = model.state_dict()
+    kept = state if job.model.lora is None else {name: state[name] for name in names}
+    wanted = checkpoint.untied(kept)
+    # Noted now: a strategy may leave nothing of a tensor in its place.
+    stored = {name: tensor.to("meta") for name, tensor in wanted.items()}
     position = Position()
     saved = None if settings.checkpoint is None else Path(settings.checkpoint)
     if saved is not None:
-        state = model.state_dict()
-        tensors = checkpoint.load_tensors(saved / checkpoint.MODEL, checkpoint.untied(state))
-        for name, tensor in tensors.items():
+        for name, tensor in checkpoint.load_model(saved, wanted).items():
             state[name].copy_(tensor)
-        stored = durable.read_json(saved / checkpoint.STATE)
-        position = Position(**stored["position"])
-    nn.Module.to(model, group.device)
-    module = strategy.wrap(model, device=group.device)
-    # The strategy shares the model's parameters; their names, without its prefix, fit any other strategy.
-    optimizer, names = recipe.make_optimizer(model, job.train)
+        position = Position(**durable.read_json(saved / checkpoint.STATE)["position"])
+    if train.activation_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    if train.compile:
+        # In place: a wrapper would give the tensors other names.
+        model.compile(dynamic=True)
+    module, optimizer = strategy.wrap(
+        model, lambda shared: recipe.make_optimizer(shared, train), group=group, train=train
+    )
     if saved is not None:
-        checkpoint.restore_optimizer(optimizer, names, checkpoint.load_tensors(saved / checkpoint.OPTIMIZER))
+        with checkpoint.opened(saved, checkpoint.OPTIMIZER) as tensors:
+            strategy.restore(optimizer, names, tensors)
         log.info("continuing after step %d from %s", position.step, saved)
     return Learner(
         group=group,
         task=task,
         strategy=strategy,
         spec=spec,
+        model=model,
         module=module,
-        config=model.config,
+        config=base.config,
         tokenizer=tokenizer,
         optimizer=optimizer,
         names=names,
-        bf16=recipe.uses_bf16(job.train.precision, group.device),
+        stored=stored,
+        dtype=recipe.autocast_dtype(train.precision, group.device),
+        asked=train.micro_batch_tokens,
+        micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
+        limit=Path(settings.run) / MICRO_BATCH,
     ), position
 
 
-def planned(training: Rows, train: TrainConfig, group: Group, steps: range) -> Iterator[Batch]:
-    """The batches of `steps`, in order, with this rank's share of each."""
+def planned(training: Rows, train: TrainConfig, steps: range) -> Iterator[tuple[int, Rows]]:
+    """The epoch and the rows of each of `steps`, in order."""
     per_epoch = steps_per_epoch(training, train)
     epoch, batches = -1, list[np.ndarray]()
     for step in steps:
         if step // per_epoch != epoch:
             epoch = step // per_epoch
             batches = order.epoch_batches(training.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
-        rows = Rows(training.table, training.numbers[batches[step % per_epoch]])
-        lengths = rows.lengths
-        shares = batching.micro_batches(
-            lengths, world_size=group.world_size, micro_batch_tokens=train.micro_batch_tokens
-        )
-        padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
-        yield Batch(epoch, rows, shares[group.rank], padded)
+        yield epoch, Rows(training.table, training.numbers[batches[step % per_epoch]])
 
 
 def steps_per_epoch(training: Rows, train: TrainConfig) -> int:
     """Optimizer steps of one pass over the rows, the short one counted."""
     return math.ceil(len(training.numbers) / train.batch_size)
+
+
+def _tokens_that_fit(limit: Path, asked: int) -> int:
+    """`asked`, or what an earlier attempt that asked for as much found to fit."""
+    noted = durable.read_json(limit) if limit.exists() else {}
+    return min(asked, int(noted["tokens"])) if noted.get("asked") == asked else asked
 
 
 def _freeze_unreached(model: nn.Module, pad_id: int) -> None:

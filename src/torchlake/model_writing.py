@@ -31,12 +31,14 @@ def save_model_folder(
     spec: TaskSpec,
     *,
     card: Mapping[str, Any],
+    beside: Path | None = None,
     site: str = "model",
 ) -> None:
     """Write a model folder, whole or not at all; an older one in its place is replaced.
 
     `model_or_state` is the model, or its full state dict by name (then `config.architectures` names the class). `card`
-    fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps.
+    fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps. The folder
+    `beside` goes along under its name.
     Raises StorageError; what was written before it is removed.
     """
     import transformers
@@ -60,9 +62,12 @@ def save_model_folder(
             tokenizer.save_pretrained(temporary)
         durable.write_json(temporary / TASK_FILE, asdict(spec), site=f"{site}.task")
         durable.write_bytes(temporary / "README.md", model_card(spec, card).encode(), site=f"{site}.card")
-        for path in temporary.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        if beside is not None:
+            shutil.copytree(beside, temporary / beside.name)
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
         durable.write_manifest(temporary, site=f"{site}.manifest", format=1)
         _put_in_place(temporary, folder, site)
     except OSError as error:

@@ -226,6 +226,18 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
     return model
 
 
+def layers(model: "torch.nn.Module") -> "list[torch.nn.Module]":
+    """The model's transformer layers in their order: of its lists of modules of one class the one with most parameters.
+
+    Empty for a model without such a list.
+    """
+    from torch import nn
+
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    alike = [members for members in lists if len({type(member) for member in members}) == 1]
+    return max(alike, key=lambda members: sum(each.numel() for one in members for each in one.parameters()), default=[])
+
+
 def load_config(folder: Path) -> "PretrainedConfig":
     """The configuration of a model folder that `check_folder` has let in. Raises DataError."""
     import transformers

@@ -25,7 +25,7 @@ import numpy as np
 
 from torchlake import model_folders, models, plugins
 from torchlake.candidates import AGREES, Bench, Candidate, find_shapes, judge, measure, merged, rate, try_runtime
-from torchlake.config import parse_seconds
+from torchlake.config_types import parse_seconds
 from torchlake.engines import Engine
 from torchlake.engines._machine import cores, gpus
 from torchlake.engines.local import Local

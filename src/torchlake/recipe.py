@@ -13,21 +13,26 @@ from torch import nn
 from torchlake.config import TrainConfig
 
 
-def make_optimizer(module: nn.Module, train: TrainConfig) -> tuple[torch.optim.AdamW, list[str]]:
-    """AdamW over the parameters that learn, and their names in the order of its groups.
+def make_optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters that learn, in the order of `names`.
 
     Only matrices decay: pulling biases and the scales of norms towards zero changes what a layer can say, not how
     smooth it is. The fused kernel reads each tensor once.
     """
-    learning = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    matrices = [(name, parameter) for name, parameter in learning if parameter.ndim >= 2]
-    others = [(name, parameter) for name, parameter in learning if parameter.ndim < 2]
+    parameters = dict(module.named_parameters())
+    learning = [parameters[name] for name in names(module)]
     groups = [
-        {"params": [parameter for _, parameter in matrices], "weight_decay": train.weight_decay},
-        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
+        {"params": [each for each in learning if each.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [each for each in learning if each.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, fused=True)
-    return optimizer, [name for name, _ in [*matrices, *others]]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, fused=True)
+
+
+def names(module: nn.Module) -> list[str]:
+    """The names of the parameters that learn, as the optimizer's groups have them: matrices, then the others."""
+    learning = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    matrices, others = ([name for name, each in learning if (each.ndim >= 2) is first] for first in (True, False))
+    return [*matrices, *others]
 
 
 def learning_rate(step: int, total: int, train: TrainConfig) -> float:
@@ -51,8 +56,9 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def uses_bf16(precision: str, device: torch.device) -> bool:
-    """Whether the forward pass runs in bf16: when asked for, or ("auto") on a GPU that computes it natively."""
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """What the forward pass computes in beside fp32; None: nothing else. "auto": bf16 on a GPU that has it natively."""
     if precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return precision == "bf16"
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else None
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -16,6 +16,7 @@ from typing import IO, Any
 from torchlake import durable
 
 Line = dict[str, Any]
+METRICS = "metrics.jsonl"
 VALIDATION = "validation_"
 "Begins the names in a line that tells of a validation; other lines tell of a step."
 
@@ -47,6 +48,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_validation(line: Line) -> bool:
+    """Whether a line tells of a validation; others tell of a step."""
+    return any(name.startswith(VALIDATION) for name in line)
+
+
+def parse_line(text: str | bytes) -> Line:
+    """One line of a metrics file, non-finite numbers as floats again."""
+    return _numbers(json.loads(text))
+
+
 def read_metrics(path: Path) -> list[Line]:
     """The lines of a metrics file, non-finite numbers as floats again; a torn last line is left out."""
     if not path.exists():
@@ -61,7 +72,7 @@ def cut_metrics(path: Path, step: int, validated: int) -> None:
     kept = [
         json.dumps(line, ensure_ascii=False) + "\n"
         for line in _lines(path)
-        if line["step"] <= (validated if any(name.startswith(VALIDATION) for name in line) else step)
+        if line["step"] <= (validated if is_validation(line) else step)
     ]
     durable.write_bytes(path, "".join(kept).encode(), site="metrics.cut")
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from torchlake import durable
-from torchlake.config import Job, job_to_yaml, load_job
+from torchlake import durable, record
+from torchlake.config import Job, flat, job_to_yaml, load_job
 from torchlake.errors import DataError, FingerprintError
 from torchlake.tables import lease
 from torchlake.tables.frames import is_frame, to_arrow
@@ -30,17 +30,30 @@ log = logging.getLogger(__name__)
 LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 RESULT = "result.json"
+STOP = "stop"
+"A file of this name stops a training as SIGTERM does, wherever its ranks run; the next attempt removes it."
 HALF_WRITTEN = re.compile(r"\.[\w.]+\.\d+\.tmp")
 # They decide where and how safely a run is computed, not what comes out: a run may continue with others.
 MAY_CHANGE = (
     "engine.name",
     "engine.processes",
     "train.strategy",
+    "train.activation_checkpointing",
+    "train.ddp.bucket_mib",
+    "train.fsdp.reshard",
+    "train.fsdp.shard_ranks",
+    "train.fsdp.cpu_offload",
+    "train.deepspeed.stage",
+    "train.deepspeed.offload_optimizer",
+    "train.deepspeed.offload_parameters",
     "train.checkpoint_every",
+    "train.checkpoint_in_background",
     "train.keep_checkpoints",
     "train.max_restarts",
     "train.collective_timeout",
     "train.micro_batch_tokens",
+    "track.mlflow",
+    "track.tensorboard",
 )
 
 
@@ -69,14 +82,9 @@ def claim(folder: Path, job: Job) -> None:
     """Note the job in the run folder. Raises FingerprintError when it holds another's training, or something else."""
     path = folder / JOB_FILE
     if path.exists():
-        before, now = (_flat(each.model_dump(mode="json")) for each in (load_job(path), job))
-        differing = [
-            f"  {name}: {before.get(name)!r} -> {now.get(name)!r}"
-            for name in dict.fromkeys([*before, *now])
-            if before.get(name) != now.get(name) and name not in MAY_CHANGE
-        ]
+        differing = differences(*(each.model_dump(mode="json") for each in (load_job(path), job)))
         if differing and not is_trained(folder):
-            durable.remove([folder / name for name in (TASK_FILE, "prepared", "cache")])
+            durable.remove([folder / name for name in (TASK_FILE, record.METRICS, "prepared", "cache")])
         elif differing:
             raise FingerprintError(
                 f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\nGive another "
@@ -90,23 +98,24 @@ def claim(folder: Path, job: Job) -> None:
     # Half-written by a run that was killed: whoever wrote here held the lease, and now we do.
     left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
     durable.remove(entry for entry in left if HALF_WRITTEN.fullmatch(entry.name))
+    durable.remove([folder / STOP])
     durable.write_bytes(path, job_to_yaml(job).encode(), site="run.job")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What makes two jobs, given as plain values, another's work: a line for each setting that may not change."""
+    one, other = flat(before), flat(now)
+    return [
+        f"  {name}: {one.get(name)!r} -> {other.get(name)!r}"
+        for name in dict.fromkeys([*one, *other])
+        if one.get(name) != other.get(name) and name not in MAY_CHANGE
+    ]
 
 
 def is_trained(folder: Path) -> bool:
     """Whether the folder holds steps of a run: a checkpoint, sound or not, or a result."""
     checkpoints = folder / "checkpoints"
     return (folder / RESULT).exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    return {
-        name: leaf
-        for key, item in value.items()
-        for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
 
 
 def finished(folder: Path) -> dict[str, Any] | None:

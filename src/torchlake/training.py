@@ -20,15 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from torchlake import durable, models, plugins, record, run_folder
+from torchlake import durable, models, plugins, record, run_folder, tracking
 from torchlake.config import Job, load_job
 from torchlake.engines import Engine, make_engine
 from torchlake.errors import (
     ConfigError,
     DataError,
     FingerprintError,
+    Interrupted,
+    OutOfMemory,
     OutputError,
     RankFailed,
+    StopAsked,
     TableError,
     UsageError,
 )
@@ -79,13 +82,15 @@ def train(
 
     Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
     FingerprintError when the run folder holds another job or the input has changed, Locked when another process trains
-    in it, Interrupted when told to stop (after a checkpoint), Diverged when the loss stays non-finite, StorageError
-    when the disk is full, RankFailed with all attempts when the ranks failed more often than `max_restarts`.
+    in it, Interrupted when told to stop (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
+    when the loss stays non-finite, StorageError when the disk is full, RankFailed with all attempts when the ranks
+    failed more often than `max_restarts`.
     """
     began = time.monotonic()
     folder = run_folder.find(job, run)
     frames, sections = run_folder.frames_to_paths(sections, folder)
-    wanted = _load(job, overrides, sections)
+    wanted = load_job(job, overrides, **sections)
+    tracking.check(wanted.track)
     if engine is None:
         engine = make_engine(wanted.engine.name, wanted.engine.processes)
     processes = wanted.engine.processes or engine.processes or 1
@@ -98,9 +103,11 @@ def train(
         if finished is not None:
             _refuse_changed_input(wanted, folder)
             log.info("%s: already complete, %d steps", folder, finished["steps"])
+            with tracking.tracked(wanted, folder):  # what was not told while it ran
+                pass
             return _as_run(folder, finished, steps=0, began=began, complete=True)
         base = models.model_folder(wanted.model.base)
-        spec = _find_spec(wanted, base, folder)
+        spec = find_spec(wanted, base, folder)
         metric = choose_metric(wanted, spec)
         prepared = _prepare(wanted, base, spec, engine, folder)
         settings = {
@@ -113,9 +120,11 @@ def train(
             "metric": metric,
             "lease": held,
         }
-        done = _launch(engine, settings, processes, wanted.train.max_restarts)
-        result = {"steps": done["total_steps"], "metrics": done["metrics"], "metric": metric, "world_size": processes}
-        durable.write_json(folder / run_folder.RESULT, result, site="run.result")
+        with tracking.tracked(wanted, folder):
+            done = _launch(engine, settings, processes, wanted.train.max_restarts)
+            metrics = done["metrics"]
+            result = {"steps": done["total_steps"], "metrics": metrics, "metric": metric, "world_size": processes}
+            durable.write_json(folder / run_folder.RESULT, result, site="run.result")
     from torchlake import reporting
 
     reporting.report(folder)
@@ -125,10 +134,11 @@ def train(
 def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """One rank of the launch: what `engine.launch` runs. `settings` are the fields of `RankSettings`.
 
-    SIGTERM sets a flag and nothing else; the loop looks at it where it can save. That has to be so before torch is
-    imported, which takes seconds.
+    SIGTERM sets a flag and nothing else; the loop looks at it, and for the run folder's stop file, where it can save.
+    That has to be so before torch is imported, which takes seconds.
     """
     told_to_stop = threading.Event()
+    stop_file = Path(settings["run"]) / run_folder.STOP
     before = signal.signal(signal.SIGTERM, lambda number, frame: told_to_stop.set())
     from torchlake.learner import RankSettings
     from torchlake.loop import run_rank
@@ -137,9 +147,11 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     with record.log_file(Path(settings["run"]) / "logs" / f"rank_{rank}.jsonl", rank=rank):
         try:
             failpoint(f"rank{rank}.start")
-            return run_rank(RankSettings(**settings), told_to_stop.is_set)
-        except Exception:
+            return run_rank(RankSettings(**settings), lambda: told_to_stop.is_set() or stop_file.exists())
+        except Exception as error:
             log.exception("rank %d stopped", rank)
+            if isinstance(error, Interrupted) and stop_file.exists():
+                raise StopAsked(str(error)) from error
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -161,6 +173,9 @@ def choose_strategy(job: Job, processes: int) -> str:
             f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, {processes} were asked for. "
             "Use strategy auto or ddp, or engine.processes=1."
         )
+    reason = strategy.refusal(job.train)
+    if reason is not None:
+        raise UsageError(f"train.strategy {name!r} cannot run here: {reason}.")
     if job.model.task in strategy.never:
         raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.model.task]}.")
     return name
@@ -214,6 +229,8 @@ def _launch(engine: Engine, settings: dict[str, Any], processes: int, max_restar
         try:
             summary: dict[str, Any] = engine.launch(train_rank, start, processes=processes)
             return {**summary, "steps": summary["total_steps"] - first}
+        except OutOfMemory as error:
+            log.warning("%s", error)
         except RankFailed as error:
             attempts.append(f"attempt {len(attempts) + 1}, from {where}: {str(error).splitlines()[0]}")
             if len(attempts) > max_restarts:
@@ -235,16 +252,6 @@ def _used_up(attempts: list[str], max_restarts: int, folder: Path, last: RankFai
     return RankFailed(message, rank=last.rank, traceback=last.traceback, signal=last.signal)
 
 
-def _load(job: str | Path | Job | None, overrides: Sequence[str], sections: Mapping[str, Any]) -> Job:
-    if not isinstance(job, Job):
-        return load_job(job, overrides, **sections)
-    merged: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in job}
-    for name, section in sections.items():
-        values = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
-        merged[name] = {**merged.get(name, {}), **values}
-    return load_job(None, overrides, **merged)
-
-
 def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:
     return Run(
         path=folder,
@@ -256,7 +263,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
     )
 
 
-def _find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
+def find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
     """What the model is asked: read off the label column once, then kept in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and run_folder.is_trained(folder):
@@ -287,7 +294,7 @@ def _find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path) -> list[Path]:
     """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
     folders = []
-    for name, table in _tables(job).items():
+    for name, table in stored_tables(job).items():
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
         if job.data.key is not None and not run_folder.is_trained(folder):
@@ -318,7 +325,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path)
     return folders
 
 
-def _tables(job: Job) -> dict[str, str | tuple[str, ...]]:
+def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
     """The stored tables of a job, by what they are for."""
     validation = job.data.validation
     return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
@@ -326,7 +333,7 @@ def _tables(job: Job) -> dict[str, str | tuple[str, ...]]:
 
 def _refuse_changed_input(job: Job, folder: Path) -> None:
     """Raise FingerprintError when a table of a finished run is another one now; a table that is gone is not."""
-    for name, table in _tables(job).items():
+    for name, table in stored_tables(job).items():
         planned = {one.name: one for one in known_inputs(folder / "prepared" / name)}
         try:
             now = open_table(table)

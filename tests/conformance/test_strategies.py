@@ -8,6 +8,8 @@ from torch import nn
 
 import training_runs as runs
 from torchlake import plugins
+from torchlake.config import TrainConfig
+from torchlake.distributed import Group
 
 NAMES = plugins.names("strategies")
 TOLERANCE = 1e-5
@@ -26,9 +28,16 @@ def test_it_declares_what_it_can(name: str) -> None:
     assert all(reason for reason in strategy.never.values())
 
 
+def skip_where_it_cannot_run(name: str) -> None:
+    reason = plugins.load("strategies", name).refusal(TrainConfig())
+    if reason is not None:
+        pytest.skip(reason)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> None:
     """The losses of `single`, over batches of one row too, and a model that loads without the strategy."""
+    skip_where_it_cannot_run(name)
     sections = runs.job(
         tmp_path, tiny_bert, rows=90, batch_size=17, micro_batch_tokens=64, clip_norm=0.5, strategy="single"
     )
@@ -51,6 +60,7 @@ def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_checkpoint_continues_under_any_other(name: str, tmp_path: Path, tiny_bert: Path) -> None:
+    skip_where_it_cannot_run(name)
     sections = runs.job(tmp_path, tiny_bert, strategy=name)
     stopped = runs.attempt(
         tmp_path / "run",
@@ -69,11 +79,17 @@ def test_its_checkpoint_continues_under_any_other(name: str, tmp_path: Path, tin
 def test_single_is_the_model_itself() -> None:
     single = plugins.load("strategies", "single")
     model = nn.Linear(2, 2)
-    assert single.wrap(model, device=torch.device("cpu")) is model
+    group = Group(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    module, optimizer = single.wrap(
+        model, lambda shared: torch.optim.SGD(shared.parameters(), lr=1.0), group=group, train=TrainConfig()
+    )
+    assert module is model
     with single.no_sync(model):
-        (model(torch.ones(1, 2)).sum() * 100).backward()
-    before = single.clip_norm(model, 1.0)
-    assert before == pytest.approx(float(torch.tensor([100.0] * 6).norm()))
+        single.backward(model, model(torch.ones(1, 2)).sum() * 100)
+    before = single.clip_norm(model, 1.0, 10.0)
+    assert before == pytest.approx(float(torch.tensor([10.0] * 6).norm()))
     gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     assert float(gradients.norm()) == pytest.approx(1.0, rel=1e-4)
-    assert single.state(model).keys() == {"weight", "bias"}
+    single.step(model, optimizer)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert single.model_share(model, ["weight", "bias"], group).keys() == {"weight", "bias"}

@@ -18,7 +18,7 @@ import torch
 import tiny
 import torchlake as tl
 import training_runs as runs
-from torchlake import checkpoint, durable, models
+from torchlake import checkpoint, durable, models, sharding
 from torchlake.cli import main
 from torchlake.errors import DataError, OutputError, TorchlakeError, UnsafeError
 from torchlake.tables.committed import COMMIT, PLAN
@@ -45,7 +45,14 @@ def spring(content: bytes, canary: Path) -> bytes:
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoint.save(folder, model=TENSORS, optimizer=TENSORS, state={"step": step, "best": None}, keep=9)
+    draft = checkpoint.at_step(folder, step, attempt="test")
+    checkpoint.write_share(draft, dict.fromkeys((checkpoint.MODEL, checkpoint.OPTIMIZER), sharding.whole(TENSORS)))
+    return checkpoint.publish(draft, state={"step": step, "best": None})
+
+
+def load(path: Path, kind: str) -> dict[str, torch.Tensor]:
+    with checkpoint.opened(path, kind) as tensors:
+        return {name: tensors.read(name) for name in tensors.shapes}
 
 
 @pytest.mark.parametrize("name", ["rng_state.pth", "optimizer.pt", ".metadata", "data.pkl", "__0_0.distcp"])
@@ -57,23 +64,23 @@ def test_a_pickle_planted_in_a_checkpoint_is_never_opened(tmp_path: Path, name: 
     found, problems = checkpoint.newest(tmp_path / "checkpoints")
     assert found is not None
     assert problems == []
-    checkpoint.load_tensors(found.path / checkpoint.MODEL, TENSORS)
-    checkpoint.load_tensors(found.path / checkpoint.OPTIMIZER)
+    for kind in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+        assert load(found.path, kind).keys() == TENSORS.keys()
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize("file", [checkpoint.MODEL, checkpoint.OPTIMIZER])
-def test_a_pickle_in_the_place_of_tensors_is_no_tensor(tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize("kind", [checkpoint.MODEL, checkpoint.OPTIMIZER])
+def test_a_pickle_in_the_place_of_tensors_is_no_tensor(tmp_path: Path, kind: str) -> None:
     """54a: even with a manifest that vouches for it."""
     trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
     path = save(tmp_path / "checkpoints", 1)
-    (path / file).write_bytes(trap)
+    (path / f"{kind}.safetensors").write_bytes(trap)
     (path / durable.MANIFEST).unlink()
     durable.write_manifest(path, site="test")
     found, _ = checkpoint.newest(tmp_path / "checkpoints")
     assert found is not None
-    with pytest.raises(DataError, match=f"{file}: cannot be read"):
-        checkpoint.load_tensors(found.path / file)
+    with pytest.raises(DataError, match=f"{kind}.safetensors: cannot be read"):
+        load(found.path, kind)
     assert not (tmp_path / "canary").exists()
 
 

@@ -100,6 +100,37 @@ def test_a_kill_while_something_is_written(tmp_path: Path, sections: dict[str, A
     assert_same_run(tmp_path / "run", whole)
 
 
+BESIDE = ("train.checkpoint_in_background=true",)
+
+
+@pytest.mark.parametrize(
+    "hit", ["checkpoint.model.write:1", "checkpoint.rename:1", "checkpoint.prune:1", "best.rename:1"]
+)
+def test_a_kill_while_something_is_written_beside_the_training(
+    tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str
+) -> None:
+    """Wherever the steps are by then: what is not complete is not there, and the run goes on from what is."""
+    killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{hit}:kill9", overrides=BESIDE)
+    assert killed.exit_code == -signal.SIGKILL
+    runs.succeed(tmp_path / "run", sections, overrides=BESIDE)
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("hit", ["checkpoint.model.write:2", "checkpoint.note.rename:1", "checkpoint.verify:1"])
+def test_a_rank_killed_while_it_writes_its_share(
+    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, hit: str
+) -> None:
+    runs.succeed(tmp_path / "run", sections, ranks=2, failpoint=f"{hit}:kill9", overrides=BESIDE)
+    assert_same_run(tmp_path / "run", whole_on_two)
+
+
+def test_a_full_disk_beside_the_training_ends_the_run(tmp_path: Path, sections: dict[str, Any]) -> None:
+    failed = runs.attempt(tmp_path / "run", sections, failpoint="checkpoint.optimizer.write:2:enospc", overrides=BESIDE)
+    assert failed.exit_code == 74
+    assert "finished work is kept" in failed.error
+    assert runs.checkpoints(tmp_path / "run") == ["step_00000003"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_kill_at_every_durable_step(
@@ -334,7 +365,7 @@ def start_another() -> None:
     original, begun = loop.train_step, []
     first = training.train
 
-    def train_step(learner: Any, batch: Any, position: Any, *rest: Any) -> Any:
+    def train_step(learner: Any, epoch: Any, rows: Any, position: Any, *rest: Any) -> Any:
         if position.step == 2 and not begun:
             begun.append(True)
             run = Path(arguments["run"])
@@ -342,7 +373,7 @@ def start_another() -> None:
                 first(**arguments)
             except TorchlakeError as error:
                 run.with_name("second.json").write_text(json.dumps([type(error).__name__, str(error)]))
-        return original(learner, batch, position, *rest)
+        return original(learner, epoch, rows, position, *rest)
 
     arguments: dict[str, Any] = {}
 
@@ -376,11 +407,11 @@ def lose_the_lease() -> None:
         folder.append(Path(settings.lease[0]))
         return make_learner(settings, group)
 
-    def train_step(learner: Any, batch: Any, position: Any, *rest: Any) -> Any:
+    def train_step(learner: Any, epoch: Any, rows: Any, position: Any, *rest: Any) -> Any:
         if position.step == 4:
             lease = json.loads((folder[0] / "lease.json").read_text())
             (folder[0] / "lease.json").write_text(json.dumps({**lease, "token": "another's", "epoch": 2}))
-        return original(learner, batch, position, *rest)
+        return original(learner, epoch, rows, position, *rest)
 
     loop.make_learner, loop.train_step = remember, train_step
 

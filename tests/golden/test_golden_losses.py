@@ -14,6 +14,7 @@ import torch
 
 import tiny
 import training_runs as runs
+from torchlake import plugins
 
 TOLERANCE = 2e-5
 "On another machine or torch."
@@ -35,10 +36,10 @@ def table(problem: str) -> pa.Table:
     return reviews.set_column(2, "label", pa.array(labels))
 
 
-def losses(folder: Path, encoder: Path, problem: str, *, ranks: int = 1) -> list[float]:
+def losses(folder: Path, encoder: Path, problem: str, *, strategy: str = "auto", ranks: int = 1) -> list[float]:
     folder.mkdir(exist_ok=True)
     pq.write_table(table(problem), folder / "reviews.parquet")
-    sections = runs.job(folder, encoder, batch_size=16, max_steps=STEPS, micro_batch_tokens=256)
+    sections = runs.job(folder, encoder, batch_size=16, max_steps=STEPS, micro_batch_tokens=256, strategy=strategy)
     runs.succeed(folder / "run", sections, ranks=ranks)
     return runs.losses(folder / "run")
 
@@ -64,7 +65,10 @@ def test_single_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_bert: P
     assert found == (golden if header == f"# {machine()}" else pytest.approx(golden, abs=TOLERANCE, rel=TOLERANCE))
 
 
-def test_two_ranks_give_the_losses_of_one(tmp_path: Path, tiny_bert: Path) -> None:
+@pytest.mark.parametrize("strategy", [name for name in plugins.names("strategies") if name != "single"])
+def test_two_ranks_give_the_losses_of_one(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
     one = losses(tmp_path / "one", tiny_bert, "single_label")
-    two = losses(tmp_path / "two", tiny_bert, "single_label", ranks=2)
+    two = losses(tmp_path / "two", tiny_bert, "single_label", strategy=strategy, ranks=2)
     assert two == pytest.approx(one, abs=BETWEEN_STRATEGIES)

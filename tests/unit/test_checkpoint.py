@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchlake import checkpoint
+from torchlake import checkpoint, sharding
 from torchlake.errors import DataError, StorageError
+
+MODEL, OPTIMIZER = f"{checkpoint.MODEL}.safetensors", f"{checkpoint.OPTIMIZER}.safetensors"
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -16,7 +18,21 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 def save(folder: Path, step: int, *, keep: int = 2, best: int | None = None, **more: Any) -> Path:
     state = {"step": step, "best": None if best is None else {"step": best}, **more}
-    return checkpoint.save(folder, model=tensors(step), optimizer={}, state=state, keep=keep)
+    draft = checkpoint.at_step(folder, step, attempt="test")
+    try:
+        checkpoint.write_share(draft, {"model": sharding.whole(tensors(step)), "optimizer": {}})
+        path = checkpoint.publish(draft, state=state)
+    except StorageError:
+        checkpoint.abandon(draft)
+        raise
+    checkpoint.prune(folder, keep)
+    return path
+
+
+def save_best(folder: Path, step: int) -> None:
+    draft = checkpoint.best_at_step(folder, step, attempt="test")
+    checkpoint.write_share(draft, {"model": sharding.whole(tensors(step))})
+    checkpoint.publish(draft)
 
 
 def names(folder: Path) -> list[str]:
@@ -31,7 +47,7 @@ def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert problems == []
     assert found.path == path
     assert found.state == {"step": 20, "best": None, "note": "é"}
-    loaded = checkpoint.load_tensors(path / checkpoint.MODEL, tensors(20))
+    loaded = checkpoint.load_model(path, tensors(20))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(20).items())
 
 
@@ -48,14 +64,14 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_best_model_stays_while_a_kept_checkpoint_names_it(tmp_path: Path) -> None:
-    checkpoint.save_best(tmp_path, 1, tensors(1))
+    save_best(tmp_path, 1)
     save(tmp_path, 2, best=1)
-    checkpoint.save_best(tmp_path, 3, tensors(3))
+    save_best(tmp_path, 3)
     save(tmp_path, 4, best=3)
     assert names(tmp_path / checkpoint.BEST) == ["step_00000001", "step_00000003"]
     save(tmp_path, 5, best=3)
     assert names(tmp_path / checkpoint.BEST) == ["step_00000003"]
-    assert checkpoint.load_best(tmp_path, 3, tensors(3))["weight"][0, 0] == 3
+    assert checkpoint.load_model(checkpoint.best_path(tmp_path, 3), tensors(3))["weight"][0, 0] == 3
 
 
 def test_a_step_saved_twice_is_the_second_one(tmp_path: Path) -> None:
@@ -82,9 +98,7 @@ def unlink(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, unlink])
-@pytest.mark.parametrize(
-    "file", [checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE, checkpoint.durable.MANIFEST]
-)
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, checkpoint.STATE, checkpoint.durable.MANIFEST])
 def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: str) -> None:
     save(tmp_path, 1)
     damage(save(tmp_path, 2) / file)
@@ -111,7 +125,7 @@ def test_no_flipped_bit_in_a_manifest_breaks_the_start(tmp_path: Path) -> None:
 
 def test_when_all_are_corrupt_the_run_does_not_start_afresh(tmp_path: Path) -> None:
     for step in (1, 2):
-        truncate(save(tmp_path, step) / checkpoint.MODEL)
+        truncate(save(tmp_path, step) / MODEL)
     for _ in range(2):  # the second time they are set aside already
         with pytest.raises(DataError, match="no checkpoint of this run is usable"):
             checkpoint.newest(tmp_path)
@@ -122,7 +136,7 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for name in (".step_00000002.77.tmp", "best/.step_00000002.77.tmp"):
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / checkpoint.MODEL).write_bytes(b"half")
+        (tmp_path / name / MODEL).write_bytes(b"half")
     found, problems = checkpoint.newest(tmp_path)
     assert found is not None
     assert problems == []
@@ -133,6 +147,7 @@ SITES = [
     "checkpoint.model.write",
     "checkpoint.model.done",
     "checkpoint.optimizer.write",
+    "checkpoint.note.write",
     "checkpoint.state.write",
     "checkpoint.state.rename",
     "checkpoint.manifest.write",
@@ -167,7 +182,7 @@ def test_a_full_disk_at_any_place_costs_no_older_checkpoint(
 def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failpoint(site: str) -> None:
         if site == "checkpoint.verify":
-            flip(tmp_path / "step_00000002" / checkpoint.MODEL)
+            flip(tmp_path / "step_00000002" / MODEL)
 
     save(tmp_path, 1, keep=1)
     monkeypatch.setattr(checkpoint, "failpoint", failpoint)
@@ -185,11 +200,11 @@ def test_disk_full_is_no_bare_os_error() -> None:
 
 
 def test_a_tensor_of_another_model_is_named(tmp_path: Path) -> None:
-    path = save(tmp_path, 1) / checkpoint.MODEL
+    path = save(tmp_path, 1)
     with pytest.raises(DataError, match=r"'weight' has the shape \(3, 4\), the model wants \(5, 4\)"):
-        checkpoint.load_tensors(path, {**tensors(1), "weight": torch.zeros(5, 4)})
+        checkpoint.load_model(path, {**tensors(1), "weight": torch.zeros(5, 4)})
     with pytest.raises(DataError, match="'extra' has the shape None"):
-        checkpoint.load_tensors(path, {**tensors(1), "extra": torch.zeros(1)})
+        checkpoint.load_model(path, {**tensors(1), "extra": torch.zeros(1)})
 
 
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
@@ -198,7 +213,7 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     assert list(kept) == ["embedding", "bias", "view"]
 
 
-def test_the_optimizer_continues_as_if_it_had_never_stopped() -> None:
+def test_the_optimizer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     def make() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
         torch.manual_seed(0)
         layer = torch.nn.Linear(3, 2)
@@ -216,19 +231,25 @@ def test_the_optimizer_continues_as_if_it_had_never_stopped() -> None:
         if number == 2:
             weights = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
             stored = checkpoint.optimizer_tensors(optimizer, ["weight", "bias"])
-            stored = {name: tensor.clone() for name, tensor in stored.items()}
+            draft = checkpoint.at_step(tmp_path, number, attempt="test")
+            checkpoint.write_share(draft, {"optimizer": sharding.whole(stored)})
+            path = checkpoint.publish(draft)
     assert set(stored) == {
         f"{name}|{field}" for name in ("weight", "bias") for field in ("step", "exp_avg", "exp_avg_sq")
     }
     again, other = make()
     again.load_state_dict(weights)
-    checkpoint.restore_optimizer(other, ["weight", "bias"], stored)
+    with checkpoint.opened(path, checkpoint.OPTIMIZER) as tensors_of_then:
+        checkpoint.restore_optimizer(other, ["weight", "bias"], tensors_of_then)
     for number in (3, 4):
         step(again, other, number)
     assert torch.equal(layer.weight, again.weight)
     assert torch.equal(layer.bias, again.bias)
-    with pytest.raises(DataError, match="no parameter 'weight'"):
-        checkpoint.restore_optimizer(other, ["other", "bias"], stored)
+    with (
+        pytest.raises(DataError, match="no parameter 'weight'"),
+        checkpoint.opened(path, checkpoint.OPTIMIZER) as tensors_of_then,
+    ):
+        checkpoint.restore_optimizer(other, ["other", "bias"], tensors_of_then)
 
 
 def test_a_checkpoint_is_data_not_code(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def test_help_is_quick_and_loads_no_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "predict", "evaluate", "optimize", "launch", "verify", "report", "doctor", "demo"]
+    "command",
+    ["train", "tune", "predict", "evaluate", "optimize", "plan", "launch", "verify", "report", "doctor", "demo"],
 )
 def test_every_command_has_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
@@ -76,6 +77,8 @@ def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
         (["optimize", "m"], "--sample"),
         (["optimize", "m", "--sample", "t", "--max-drop", "2"], "--max-drop"),
         (["train"], "Name a job file"),
+        (["tune", "job.yaml", "--space", "space.yaml"], "--trials"),
+        (["tune", "job.yaml", "--space", "space.yaml", "--trials", "0"], "--trials"),
         (["launch", "train.py", "--lr", "3"], "--lr"),
     ],
 )

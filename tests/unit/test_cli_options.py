@@ -8,7 +8,8 @@ import typer
 from torchlake.cli import app
 
 OPTIONS = {
-    "train": frozenset({"--set", "--processes", "--engine", "--run", "--json"}),
+    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard", "--json"}),
+    "tune": frozenset({"--space", "--trials", "--set", "--processes", "--engine", "--run", "--json"}),
     "predict": frozenset(
         {
             "--text",
@@ -44,6 +45,18 @@ OPTIONS = {
             "--json",
         }
     ),
+    "plan": frozenset(
+        {
+            "--set",
+            "--processes",
+            "--gpu-memory",
+            "--flops",
+            "--bandwidth",
+            "--latency",
+            "--sample-rows",
+            "--json",
+        }
+    ),
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--json"}),
     "verify": frozenset({"--json"}),
     "report": frozenset({"--json"}),
@@ -53,9 +66,11 @@ OPTIONS = {
 }
 ARGUMENTS = {
     "train": ["job"],
+    "tune": ["job"],
     "predict": ["model", "table", "output"],
     "evaluate": ["model", "table"],
     "optimize": ["model"],
+    "plan": ["job"],
     "launch": ["target", "arguments"],
     "verify": ["output"],
     "report": ["run"],

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from torchlake.config import (
     DataConfig,
-    Every,
     Job,
     ModelConfig,
     TrainConfig,
     job_to_yaml,
     load_job,
-    parse_every,
-    parse_seconds,
 )
+from torchlake.config_types import Every, parse_every, parse_seconds
 from torchlake.errors import ConfigError, UnsafeError
 from torchlake.yaml_tree import MAX_BYTES, read_yaml
 

@@ -13,11 +13,13 @@ SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli commands console",
     3: "preparing training predicting scoring scoring_workers launching evaluating verifying reporting report_page "
-    "diagnosing loop learner run_folder optimizing candidates trials sampling agreement",
+    "diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
+    "planning plan_tables surveying capacity saving",
     2: "engines strategies tasks runtimes",
-    1: "data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
-    "exports runtime_choice",
-    0: "tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data strikes",
+    1: "costs workload data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
+    "exports runtime_choice study sharding checkpoint_writer lora",
+    0: "tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data strikes "
+    "following search_space config_types strategy_options",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.
@@ -25,17 +27,23 @@ CALLS = {
     "candidates": {"agreement", "sampling", "scoring", "trials"},
     "evaluating": {"predicting", "scoring"},
     "optimizing": {"candidates", "sampling", "scoring", "trials"},
+    "plan_tables": {"capacity", "planning"},
+    "planning": {"capacity", "run_folder", "surveying"},
     "predicting": {"scoring", "scoring_workers"},
     "preparing": {"scoring"},
-    "loop": {"learner"},
+    "loop": {"learner", "saving"},
+    "saving": {"learner"},
     "reporting": {"diagnosing", "report_page"},
     "sampling": {"scoring"},
     "scoring_workers": {"scoring"},
+    "surveying": {"scoring"},
     "trials": {"scoring"},
-    "training": {"preparing", "loop", "learner", "reporting", "run_folder"},
+    "tracking": {"reporting"},
+    "training": {"preparing", "loop", "learner", "reporting", "run_folder", "tracking"},
+    "tuning": {"training", "run_folder"},
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
-HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino"}
+HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino", "optuna", "mlflow", "tensorboard"}
 # tables/ gives people their own kind of frame back.
 FRAMES = {"pandas", "polars"}
 

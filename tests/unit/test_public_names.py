@@ -18,9 +18,11 @@ PUBLIC = {
     "evaluate",
     "launch",
     "optimize",
+    "plan",
     "predict",
     "report",
     "train",
+    "tune",
     "verify",
 }
 
@@ -53,6 +55,8 @@ def test_importing_a_module_first_hides_no_function() -> None:
         "predicting",
         "evaluating",
         "optimizing",
+        "planning",
+        "tuning",
         "launching",
         "verifying",
         "reporting",
@@ -60,5 +64,5 @@ def test_importing_a_module_first_hides_no_function() -> None:
     )
     for module in gerunds:
         importlib.import_module(f"torchlake.{module}")
-    for name in ("train", "predict", "evaluate", "optimize", "launch", "verify", "report", "doctor"):
+    for name in ("train", "predict", "evaluate", "optimize", "plan", "tune", "launch", "verify", "report", "doctor"):
         assert inspect.isfunction(getattr(torchlake, name))

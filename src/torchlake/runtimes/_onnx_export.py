@@ -13,7 +13,7 @@ import numpy as np
 
 from torchlake import exports, models, plugins
 from torchlake.errors import UsageError
-from torchlake.runtimes import Forward, _exported
+from torchlake.runtimes import Forward, _encoder, _encoder_module, _exported
 from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
         with warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                _logits_alone(model),
+                _module(folder, spec, model),
                 example,
                 str(path),
                 dynamo=False,
@@ -102,8 +102,12 @@ def forward(path: Path, *, device: str = "cpu") -> Forward:
     return run
 
 
-def _logits_alone(model: "PreTrainedModel") -> "torch.nn.Module":
+def _module(folder: Path, spec: TaskSpec, model: "PreTrainedModel") -> "torch.nn.Module":
+    """What is exported: of the encoders that are known by their tensors only what the classifier reads."""
     import torch
+
+    if _encoder.refusal(folder) is None:
+        return _encoder_module.make_module(_encoder.read(folder, spec))
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:

@@ -72,6 +72,8 @@ class Seen:
     "(I,)"
     sample: list[np.ndarray] = field(default_factory=list)
     "(S, I) together."
+    tokens: int = 0
+    "How many went in."
 
 
 def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
@@ -162,7 +164,7 @@ def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path:
             _note(seen, name, flat[tokens] if of_tokens else flat, flat[taken] if of_tokens else flat)
     for inputs in seen.values():
         inputs.low, inputs.high = (
-            bound * np.float32(1 + MARGIN / np.sqrt(total)) for bound in (inputs.low, inputs.high)
+            bound * np.float32(1 + MARGIN / np.sqrt(inputs.tokens)) for bound in (inputs.low, inputs.high)
         )
     return seen
 
@@ -171,6 +173,7 @@ def _note(seen: dict[str, Seen], name: str, values: np.ndarray, sample: np.ndarr
     low, high = values.min(axis=0), values.max(axis=0)
     known = seen.setdefault(name, Seen(low, high))
     known.low, known.high = np.minimum(known.low, low), np.maximum(known.high, high)
+    known.tokens += len(values)
     if sum(map(len, known.sample)) < SAMPLE_TOKENS:
         known.sample.append(sample[:SAMPLE_TOKENS])
 

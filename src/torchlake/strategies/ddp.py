@@ -1,49 +1,62 @@
 """Every rank holds the whole model; gradients are averaged while the backward pass still runs.
 
-Costs the model, its gradients and its optimizer state on every rank, and one all_reduce of the gradients a step.
+Costs the model, its gradients and its optimizer state on every rank, and one all_reduce of the gradients a step, in
+buckets of `train.ddp.bucket_mib`. `train.ddp.compress` sends them in 16 bits, which is not the same mathematics: the
+losses then differ.
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+from torchlake.config import TrainConfig
+from torchlake.distributed import Group
+from torchlake.strategies import _native
 
 MIN_RANKS = 2
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
+HOOKS: dict[str, Any] = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+backward, clip_norm = _native.backward, _native.clip_norm
+step, skip, restore = _native.step, _native.skip, _native.restore
+model_share, optimizer_share = _native.model_share, _native.optimizer_share
 
 
-def wrap(model: nn.Module, *, device: torch.device) -> nn.Module:
+def refusal(train: TrainConfig) -> str | None:
+    """Why it cannot run here as asked: bf16 is summed by NCCL only."""
+    if train.ddp.compress == "bf16" and not torch.cuda.is_available():
+        return "train.ddp.compress=bf16 needs GPUs (NCCL sums bf16, gloo does not); take train.ddp.compress=fp16"
+    return None
+
+
+def wrap(
+    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model under DistributedDataParallel; needs a process group.
 
     Every rank has loaded the same weights, and buffers hold no statistics in the models of this package, so the latter
     are not sent at each forward pass. Gradients live in the buckets that are sent, which saves a copy of them.
     """
+    nn.Module.to(model, group.device)
     # torch 2.13 gave the option this name, and warns of the older one.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True}
-    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+    if group.device.type == "cuda":
+        options["device_ids"] = [group.device]
+    module = DistributedDataParallel(model, bucket_cap_mb=train.ddp.bucket_mib, **options)
+    if train.ddp.compress != "none":
+        module.register_comm_hook(None, HOOKS[train.ddp.compress])
+    return module, make_optimizer(model)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Gradients add up on each rank and are not sent."""
-    return cast(AbstractContextManager[None], _ddp(module).no_sync())
-
-
-def clip_norm(module: nn.Module, max_norm: float) -> float:
-    """Scale the gradients, equal on all ranks after the backward pass, to at most `max_norm`; their norm before."""
-    return float(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm))
-
-
-def state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, equal on all ranks, not copied."""
-    return cast(nn.Module, _ddp(module).module).state_dict()
-
-
-def _ddp(module: nn.Module) -> DistributedDataParallel:
     assert isinstance(module, DistributedDataParallel), "wrap() was not called"
-    return module
+    return cast(AbstractContextManager[None], module.no_sync())

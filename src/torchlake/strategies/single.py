@@ -1,30 +1,31 @@
 """One rank, the model as it is."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
+from torchlake.config import TrainConfig
+from torchlake.distributed import Group
+from torchlake.strategies import _native
+
 MIN_RANKS = 1
 MAX_RANKS: int | None = 1
 never: dict[str, str] = {}
+refusal, backward, clip_norm = _native.refusal, _native.backward, _native.clip_norm
+step, skip, restore = _native.step, _native.skip, _native.restore
+model_share, optimizer_share = _native.model_share, _native.optimizer_share
 
 
-def wrap(model: nn.Module, *, device: torch.device) -> nn.Module:
+def wrap(
+    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model itself."""
-    return model
+    nn.Module.to(model, group.device)
+    return model, make_optimizer(model)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Nothing is shared, so nothing is held back."""
     return nullcontext()
-
-
-def clip_norm(module: nn.Module, max_norm: float) -> float:
-    """Scale the gradients to a norm of at most `max_norm`; returns their norm before."""
-    return float(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm))
-
-
-def state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, not copied."""
-    return module.state_dict()

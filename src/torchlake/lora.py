@@ -1,0 +1,86 @@
+"""Low-rank adaptation by peft: small matrices are trained beside the frozen ones of the base (Hu et al. 2021).
+
+Every linear layer of the transformer's layers gets a pair of them, or those that `model.lora.targets` names; the head,
+which is new, is trained as it is. Gradients, moments and checkpoints then hold the small matrices and the head alone;
+the base's weights stay in the file, mapped into memory, where processes share them until a device needs them.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake import models
+from torchlake.errors import ConfigError, MissingExtra
+from torchlake.strategy_options import LoraOptions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ADAPTER = "adapter"
+"The folder, inside the model folder, that holds the small matrices alone, as peft loads them."
+
+
+def adapted(model: "nn.Module", options: LoraOptions) -> "nn.Module":
+    """The model with matrices beside its linear layers, everything else but the head frozen.
+
+    torch's global generator decides what A begins with; B begins with zeros. Raises MissingExtra without peft,
+    ConfigError when `targets` names no layer.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise MissingExtra("model.lora needs peft: pip install 'torchlake[lora]'") from None
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=_targets(model, options.targets),
+        modules_to_save=_head(model),
+    )
+    with warnings.catch_warnings():
+        # peft asks transformers for a property under its older name.
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped: nn.Module = peft.get_peft_model(model, config)
+    return wrapped
+
+
+def merged(
+    model: "nn.Module", options: LoraOptions, trained: "Mapping[str, torch.Tensor]", folder: Path
+) -> "dict[str, torch.Tensor]":
+    """The base's state with what was trained added in; the adapter alone is written to `folder`.
+
+    `model` is the base with a head, `trained` the tensors of `adapted(model, options)` that learned, by name.
+    """
+    wrapped: Any = adapted(model, options)
+    state = wrapped.state_dict()
+    for name, tensor in trained.items():
+        state[name].copy_(tensor)
+    wrapped.save_pretrained(str(folder), safe_serialization=True)
+    plain: nn.Module = wrapped.merge_and_unload()
+    return dict(plain.state_dict())
+
+
+def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
+    """The full names of the linear layers inside the transformer's layers, or of those that `wanted` names."""
+    from torch import nn
+
+    inside = {id(module) for layer in models.layers(model) for module in layer.modules()}
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
+    chosen = [name for name in linear if wanted is None or name.rpartition(".")[2] in wanted]
+    if not chosen:
+        known = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"model.lora.targets: no linear layer of this model is called {', '.join(wanted or ())}; its layers have "
+            f"{', '.join(known)}"
+        )
+    return chosen
+
+
+def _head(model: "nn.Module") -> list[str]:
+    """What is trained as it is: the modules beside the encoder, and its pooler, which may be as new as they are."""
+    body = getattr(model, "base_model_prefix", "")
+    beside = [name for name, child in model.named_children() if name != body and any(True for _ in child.parameters())]
+    pooler = getattr(getattr(model, body, None), "pooler", None)
+    return [*beside, *(["pooler"] if pooler is not None else [])]

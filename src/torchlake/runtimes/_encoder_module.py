@@ -1,0 +1,91 @@
+"""An `Encoder` as a torch module over padded rows, made to be exported: `input_ids`, `attention_mask` to `logits`.
+
+It is the model's own arithmetic with less around it than transformers' modules carry: no branch for masks of other
+kinds, no test for numbers that are none, queries scaled once in their weights. The last layer is computed for first
+tokens alone, which are all that the classifier reads: a fourteenth of RoBERTa-base's work, a seventh of MiniLM's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm
+
+if TYPE_CHECKING:
+    import torch
+
+HIDDEN_KEY = -10_000.0
+"Added to the score of a key that is padding: exp gives 0 for it, and none of a row that is padding alone is a NaN."
+
+
+def make_module(encoder: Encoder) -> "torch.nn.Module":
+    """The module, in evaluation mode; it holds the encoder's tensors, queries, keys and values apart."""
+    import torch
+
+    functions = torch.nn.functional
+    heads, width = encoder.heads, encoder.width
+    activate: Apply = functions.gelu if encoder.activation == "gelu" else functions.relu
+
+    class Block(torch.nn.Module):
+        def __init__(self, layer: Layer, *, last: bool) -> None:
+            super().__init__()
+            self.last = last
+            scale = (width // heads) ** -0.5
+            queries, keys, values = (
+                Linear(layer.qkv.weight[at : at + width], layer.qkv.bias[at : at + width])
+                for at in range(0, 3 * width, width)
+            )
+            self.queries = _linear(Linear(queries.weight * scale, queries.bias * scale))
+            self.keys, self.values = _linear(keys), _linear(values)
+            self.out, self.up, self.down = _linear(layer.out), _linear(layer.up), _linear(layer.down)
+            self.norm, self.last_norm = _norm(layer.norm), _norm(layer.last_norm)
+
+        def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            asking = x[:, :1] if self.last else x
+            scores = _by_head(self.queries(asking)) @ _by_head(self.keys(x)).transpose(2, 3)
+            mixed = torch.softmax(scores + hidden, dim=-1) @ _by_head(self.values(x))
+            x = self.norm(self.out(mixed.transpose(1, 2).flatten(2)) + asking)
+            result: torch.Tensor = self.last_norm(self.down(activate(self.up(x))) + x)
+            return result
+
+    def _by_head(x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], -1, heads, width // heads).transpose(1, 2)
+
+    class Exported(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding.from_pretrained(encoder.words)
+            self.positions = torch.nn.Embedding.from_pretrained(encoder.positions)
+            self.norm, self.head = _norm(encoder.norm), encoder.head
+            final = encoder.layers[-1]
+            self.blocks = torch.nn.ModuleList(Block(layer, last=layer is final) for layer in encoder.layers)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            x = self.norm(self.words(input_ids) + self.positions(_positions(input_ids)))
+            hidden = ((1.0 - attention_mask.to(x.dtype)) * HIDDEN_KEY)[:, None, None, :]
+            for block in self.blocks:
+                x = block(x, hidden)
+            return self.head(x[:, 0])
+
+    def _positions(input_ids: torch.Tensor) -> torch.Tensor:
+        if encoder.padding_id is None:
+            return torch.arange(input_ids.shape[1])[None]
+        counted = (input_ids != encoder.padding_id).to(input_ids.dtype)
+        return torch.cumsum(counted, 1) * counted + encoder.padding_id
+
+    return Exported().eval()
+
+
+def _linear(layer: Linear) -> "torch.nn.Module":
+    import torch
+
+    outputs, inputs = layer.weight.shape
+    module = torch.nn.Linear(inputs, outputs, device="meta")
+    module.load_state_dict({"weight": layer.weight.contiguous(), "bias": layer.bias.contiguous()}, assign=True)
+    return module
+
+
+def _norm(norm: Norm) -> "torch.nn.Module":
+    import torch
+
+    module = torch.nn.LayerNorm(norm.weight.shape[0], norm.eps, device="meta")
+    module.load_state_dict({"weight": norm.weight, "bias": norm.bias}, assign=True)
+    return module

@@ -1,0 +1,120 @@
+"""What a training run stores: its checkpoints, its best model, and at the end the model folder.
+
+Each of it goes through the run folder's lease: a run whose launcher slept longer than that may be taken for dead, and
+must not write beside its successor. The model folder is made from what is stored, by rank 0 alone, in main memory: no
+rank gathers a model that is shared out on its GPU.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torchlake import checkpoint, durable, lora, models, plugins, record
+from torchlake.checkpoint_writer import CheckpointWriter
+from torchlake.errors import LeaseLost
+from torchlake.learner import Learner, Position, RankSettings
+from torchlake.tables import lease
+
+log = logging.getLogger(__name__)
+
+LOSS = "loss"
+
+
+def save(
+    settings: RankSettings, learner: Learner, position: Position, per_epoch: int, writer: CheckpointWriter
+) -> None:
+    """Begin a checkpoint of this very moment. Raises StorageError, LeaseLost of an earlier one."""
+    if learner.group.rank == 0:
+        with fenced(settings):
+            record.sync(Path(settings.run) / record.METRICS)
+    epoch, batch = divmod(position.step, per_epoch)
+    writer.begin(
+        checkpoint.at_step(checkpoints(settings), position.step, **_who(settings, learner)),
+        {checkpoint.MODEL: learner.model_share(), checkpoint.OPTIMIZER: learner.optimizer_share()},
+        background=settings.job.train.checkpoint_in_background,
+        keep=settings.job.train.keep_checkpoints,
+        state={
+            "step": position.step,
+            "epoch": epoch,
+            "batch": batch,
+            "best": position.best,
+            "world_size": learner.group.world_size,
+            "position": asdict(position),
+        },
+    )
+
+
+def keep_if_best(
+    settings: RankSettings, learner: Learner, position: Position, outcome: record.Line, writer: CheckpointWriter
+) -> None:
+    """Note a validation in `position`; where it beats all before it, keep the model."""
+    value = outcome[settings.metric]
+    sign = -1 if settings.metric == LOSS or settings.metric in learner.task.LOWER_IS_BETTER else 1
+    before = position.best
+    position.validated = position.step
+    if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):
+        position.stale += 1
+        return
+    position.stale, position.best = 0, {"step": position.step, "metrics": outcome}
+    draft = checkpoint.best_at_step(checkpoints(settings), position.step, **_who(settings, learner))
+    background = settings.job.train.checkpoint_in_background
+    writer.begin(draft, {checkpoint.MODEL: learner.model_share()}, background=background, metrics=outcome)
+
+
+def exporter(
+    settings: RankSettings, learner: Learner, position: Position, card: dict[str, Any]
+) -> Callable[[Path], None]:
+    """A function that writes the best model, from what is stored of it, as a model folder; it needs no other rank.
+
+    Where there was no validation the best model is the last. Raises DataError when what is stored is damaged.
+    """
+    folder = checkpoints(settings)
+    if position.best is None:
+        stored = checkpoint.step_path(folder, position.step)
+    else:
+        stored = checkpoint.best_path(folder, position.best["step"])
+        log.info("the best model is that of step %d", position.best["step"])
+    tensors = checkpoint.load_model(stored, learner.stored)
+    options = settings.job.model.lora
+    write = partial(models.save_model_folder, config=learner.config, tokenizer=learner.tokenizer, spec=settings.spec)
+    if options is None:
+        return partial(write, model_or_state=tensors, card=card)
+
+    def write_merged(place: Path) -> None:
+        base = models.base_model(
+            settings.job.model.base, settings.spec, plugins.load("tasks", settings.spec.task).AUTO_CLASS
+        )
+        with TemporaryDirectory(dir=place.parent, prefix=".adapter.", suffix=".tmp") as scratch:
+            merged = lora.merged(base, options, tensors, Path(scratch) / lora.ADAPTER)
+            write(place, model_or_state=merged, card=card, beside=Path(scratch) / lora.ADAPTER)
+
+    return write_merged
+
+
+@contextmanager
+def fenced(settings: RankSettings) -> Iterator[None]:
+    """Hold the run folder's lock while writing into it. Raises LeaseLost when another trainer has taken it over."""
+    folder, token = settings.lease
+    with lease.locked(Path(folder)):
+        if durable.read_json(Path(folder) / "lease.json")["token"] != token:
+            raise LeaseLost(f"{settings.run}: another process has taken this run over and goes on with it")
+        yield
+
+
+def checkpoints(settings: RankSettings) -> Path:
+    """The folder of the run's checkpoints."""
+    return Path(settings.run) / checkpoint.FOLDER
+
+
+def _who(settings: RankSettings, learner: Learner) -> dict[str, Any]:
+    return {
+        "attempt": settings.lease[1][:12],
+        "rank": learner.group.rank,
+        "world_size": learner.group.world_size,
+    }

@@ -1,0 +1,204 @@
+"""Tensors in pieces: what each rank stores of a model that ranks share, and how any other number of them reads it.
+
+    rank 0: rows 0..511 of a weight  ┐                                   ┌ rows 0..341
+    rank 1: rows 512..1023           ┴ safetensors, one file per rank -> ┼ rows 342..683     read on three ranks
+                                                                         └ rows 684..1023
+
+A piece is a stretch of rows, along a tensor's first dimension, as `fully_shard` cuts them. Each file says in its header
+which rows of which tensors it holds, so a set of files explains itself, and a reader maps them and copies only the rows
+it asks for. Tensors that every rank holds whole are dealt out, so that all ranks write at once.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor, Shard
+
+from torchlake.errors import DataError
+
+PIECES = "pieces"
+"The key of a file's header under which its partial tensors stand: {name: [first row, shape of the whole]}, as JSON."
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of a tensor, or all of it."""
+
+    tensor: torch.Tensor
+    "(R, ...)"
+    first: int
+    "The row of the whole that it begins with."
+    shape: tuple[int, ...]
+    "Of the whole."
+
+    def copied(self) -> "Piece":
+        """The same in main memory, in memory of its own: it keeps its values while training goes on."""
+        return Piece(self.tensor.detach().to("cpu", copy=True).contiguous(), self.first, self.shape)
+
+
+Pieces = dict[str, Piece]
+
+
+def whole(tensors: Tensors) -> Pieces:
+    """Each tensor as one piece."""
+    return {name: Piece(tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def share(tensors: Tensors, *, rank: int, world_size: int) -> Pieces:
+    """What `rank` stores of tensors that all ranks name alike: its own rows of those that are sharded (DTensors), and
+    of the others, which every rank holds, about an equal part of the bytes.
+    """
+    plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    mine = whole({name: plain[name] for name, owner in _owners(plain, world_size).items() if owner == rank})
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and _is_first_copy(tensor):
+            first, rows = local_rows(tensor)
+            if rows:
+                mine[name] = Piece(tensor.to_local(), first, tuple(tensor.shape))
+    return mine
+
+
+def local_rows(tensor: DTensor) -> tuple[int, int]:
+    """The first row of a sharded tensor that this rank holds, and how many it holds; cut as `torch.chunk` cuts."""
+    rows = tensor.shape[0]
+    first, count = 0, rows
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            if placement.dim != 0 or count != rows:
+                raise DataError(f"a tensor is sharded as {tensor.placements}; only rows over one dimension are stored")
+            coordinate = tensor.device_mesh.get_local_rank(dimension)
+            size = -(-rows // tensor.device_mesh.size(dimension))
+            first = min(rows, coordinate * size)
+            count = min(rows, first + size) - first
+    return first, count
+
+
+def _is_first_copy(tensor: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the very same rows (hybrid sharding)."""
+    return all(
+        tensor.device_mesh.get_local_rank(dimension) == 0
+        for dimension, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Shard)
+    )
+
+
+def _owners(tensors: Tensors, world_size: int) -> dict[str, int]:
+    """Which rank stores which tensor: the largest first, each to the rank that has least; the same on every rank."""
+    load = [0] * world_size
+    owners = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        owner = load.index(min(load))
+        load[owner] += tensors[name].nbytes
+        owners[name] = owner
+    return owners
+
+
+def header(pieces: Pieces) -> dict[str, str]:
+    """What a file of these pieces says of them in its header."""
+    partial = {
+        name: [piece.first, list(piece.shape)]
+        for name, piece in pieces.items()
+        if tuple(piece.tensor.shape) != piece.shape
+    }
+    # A file without tensors cannot be read unless something stands in its header.
+    return {"format": "pt", **({PIECES: json.dumps(partial)} if partial else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file: Any
+    path: Path
+    first: int
+    rows: int
+
+
+class Shards:
+    """The tensors of a set of files, whole again, whoever wrote them. Made by `opened`."""
+
+    def __init__(self, files: Sequence[tuple[Path, Any]]) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, list[_Place]] = {}
+        for path, file in files:
+            partial = _partial(path, file)
+            for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+                held = tuple(file.get_slice(name).get_shape())
+                first, shape = partial.get(name, (0, held))
+                if self.shapes.setdefault(name, shape) != shape or held[1:] != shape[1:]:
+                    raise DataError(f"{path}: tensor {name!r} has the shape {shape}, another file says otherwise")
+                rows = held[0] if held else 1
+                self._places.setdefault(name, []).append(_Place(file, path, first, rows))
+        for name, places in self._places.items():
+            places.sort(key=lambda place: place.first)
+            ends = [place.first + place.rows for place in places]
+            shape = self.shapes[name]
+            if [place.first for place in places] != [0, *ends[:-1]] or ends[-1] != (shape[0] if shape else 1):
+                raise DataError(f"{places[0].path.parent}: rows of the tensor {name!r} are missing or there twice")
+
+    def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
+        """`rows` rows of a tensor from `first` on, by default all of it, in memory of its own."""
+        shape = self.shapes[name]
+        if not shape:
+            (place,) = self._places[name]
+            tensor: torch.Tensor = place.file.get_tensor(name)
+            return tensor
+        end = shape[0] if rows is None else first + rows
+        parts = []
+        for place in self._places[name]:
+            begin, stop = max(first, place.first), min(end, place.first + place.rows)
+            if begin < stop:
+                parts.append(place.file.get_slice(name)[begin - place.first : stop - place.first])
+        if not parts:
+            empty: torch.Tensor = self._places[name][0].file.get_slice(name)[:0]
+            return empty
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_like(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a tensor that is shared out as `like` is, in the same way."""
+        if not isinstance(like, DTensor):
+            return self.read(name).to(like.device)
+        first, rows = local_rows(like)
+        local = self.read(name, first, rows).to(like.device)
+        shared: torch.Tensor = DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return shared
+
+    def check(self, like: Tensors) -> None:
+        """Hold names and shapes against a model's. Raises DataError naming the first tensor that differs."""
+        where = next(iter(self._places.values()))[0].path.parent if self._places else "the checkpoint"
+        for name in sorted({*self.shapes, *like}):
+            found, wanted = self.shapes.get(name), tuple(like[name].shape) if name in like else None
+            if found != wanted:
+                raise DataError(f"{where}: tensor {name!r} has the shape {found}, the model wants {wanted}")
+
+
+@contextmanager
+def opened(files: Sequence[Path]) -> Iterator[Shards]:
+    """The tensors of safetensors files, mapped into memory. Raises DataError naming a file that cannot be read, and
+    when the files are not all of one set.
+    """
+    with ExitStack() as stack:
+        handles = []
+        for path in files:
+            try:
+                opening: Any = safe_open(path, framework="pt")
+                handles.append((path, stack.enter_context(opening)))
+            except (SafetensorError, OSError) as error:
+                raise DataError(f"{path}: cannot be read ({error})") from error
+        yield Shards(handles)
+
+
+def _partial(path: Path, file: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
+    try:
+        said = json.loads((file.metadata() or {}).get(PIECES, "{}"))
+        return {name: (int(first), tuple(int(size) for size in shape)) for name, (first, shape) in said.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: what it says of its tensors' pieces cannot be read ({error})") from None

@@ -1,0 +1,225 @@
+"""DeepSpeed's configuration: the user's JSON (`train.deepspeed.config`) laid under what the job decides.
+
+A file written for the Hugging Face Trainer is taken as it is: every "auto" means what the job says, or what DeepSpeed
+does by itself. A value that contradicts the job is refused with the name of the job's field, not overruled in silence.
+What no field of a job speaks of (buckets, overlap, the communication logger, the profiler, monitors) passes through.
+The keys: https://www.deepspeed.ai/docs/config-json/
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchlake import durable
+from torchlake.config import TrainConfig
+from torchlake.errors import ConfigError
+
+AUTO = "auto"
+BETAS, EPS = [0.9, 0.999], 1e-8
+"torch's own, which the job's AdamW has."
+SCHEDULERS = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
+"The kinds of schedule that the job's are, in DeepSpeed's words."
+# Beside them the job's own fields would mean something else, or nothing.
+FOREIGN = {
+    "amp": "precision is train.precision's matter",
+    "torch_autocast": "precision is train.precision's matter",
+    "autotuning": "it restarts the script it runs in; measure with jobs of their own instead",
+    "elasticity": "the batch is train.batch_size on any number of processes",
+    "curriculum_learning": "the order of rows is the job's (train.seed)",
+    "data_efficiency": "the order of rows is the job's (train.seed)",
+    "compression_training": "it trains another model than the job says",
+    "progressive_layer_drop": "it trains another model than the job says",
+    "tensor_parallel": "ranks share rows, not the inside of a layer",
+    "sequence_parallel_size": "ranks share rows, not the inside of a layer",
+    "data_parallel_size": "every process is a rank (engine.processes)",
+    "hybrid_engine": "it generates text while it trains",
+    "zero_force_ds_cpu_optimizer": "the optimizer is the job's AdamW",
+}
+SCALING = ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
+"How DeepSpeed would scale the loss of fp16, which the job's loop does in its place: it is read and not used."
+
+
+def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | None) -> dict[str, Any]:
+    """What DeepSpeed is told by a job on `ranks` ranks that computes in `dtype` ("bf16", "fp16", None: fp32).
+
+    `hidden` is the model's width, which an "auto" bucket is sized by. Raises DataError, ConfigError as `check` does.
+    """
+    options = train.deepspeed
+    given = check(train)
+    zero = _without_auto(_sized(given.get("zero_optimization", {}), hidden))
+    zero["stage"] = options.stage
+    places = {"offload_optimizer": options.offload_optimizer, "offload_param": options.offload_parameters}
+    for name, wanted in places.items():
+        if wanted:
+            zero[name] = {"pin_memory": True, **zero.get(name, {}), "device": "cpu"}
+    # Micro-batches are counted by the loop and weighed in its loss: for DeepSpeed each is a batch of its own.
+    counts = {"train_batch_size": ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    decided = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", *counts)
+    passed = _without_auto({key: value for key, value in given.items() if key not in decided})
+    # AdamW is the job's own, in main memory too: DeepSpeed's has to be compiled on the machine first.
+    allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": None}
+    config = {**allowed, **passed, **counts, "gradient_clipping": train.clip_norm or 0.0, "zero_optimization": zero}
+    if dtype is not None:
+        # The loop scales the loss. Gradients of bf16 add up in fp32, but for stage 1, whose DeepSpeed for that is
+        # another optimizer, without the norm that is wanted before a step.
+        config[dtype] = {"enabled": True, **({"loss_scale": 1.0} if dtype == "fp16" else {})}
+        sums = "bf16" if dtype == "bf16" and options.stage == 1 else "fp32"
+        config["data_types"] = {"grad_accum_dtype": sums, **config.get("data_types", {})}
+    return config
+
+
+def check(train: TrainConfig) -> dict[str, Any]:
+    """The user's JSON, empty where the job names none. Raises DataError for a file that cannot be read, ConfigError
+    listing every key that contradicts the job.
+    """
+    if train.deepspeed.config is None:
+        return {}
+    path = Path(train.deepspeed.config).expanduser()
+    given = durable.read_json(path)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: DeepSpeed's configuration is a JSON object, not a {type(given).__name__}")
+    problems = list(_problems(given, train))
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    return given
+
+
+def _problems(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
+    """A sentence about each key that contradicts the job."""
+    sections = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "data_types")
+    for key in sections:
+        if not isinstance(given.get(key, {}), dict):
+            yield f"{key}: is a JSON object in DeepSpeed's configuration, not {given[key]!r}"
+            return
+    for key, why in FOREIGN.items():
+        if _asked_for(given.get(key)):
+            yield f"{key}: cannot be used here, {why}. Delete it."
+    yield from _differ(given, "train_batch_size", train.batch_size, "train.batch_size")
+    yield from _differ(given, "gradient_clipping", train.clip_norm or 0.0, "train.clip_norm")
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if given.get(key, AUTO) != AUTO:
+            yield (
+                f"{key}={given[key]!r}: micro-batches are cut by their tokens, train.micro_batch_tokens="
+                f'{train.micro_batch_tokens}. Write "auto", or delete it.'
+            )
+    yield from _differ(given, "gradient_allreduce_op", "mean", None)
+    yield from _differ(given, "managed_gradient_accumulation", True, None)
+    yield from _optimizer(given.get("optimizer", {}), train)
+    yield from _scheduler(given.get("scheduler", {}), train)
+    yield from _precision(given, train)
+    yield from _zero(given.get("zero_optimization", {}), train)
+
+
+def _optimizer(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
+    kind, parameters = section.get("type", "AdamW"), section.get("params", {})
+    # DeepSpeed's "Adam" decays as AdamW does unless told otherwise.
+    if str(kind).lower() not in ("adam", "adamw", AUTO) or parameters.get("adam_w_mode", True) is False:
+        yield f"optimizer.type={kind!r}: a job trains with AdamW. Delete the section."
+        return
+    yield from _differ(parameters, "lr", train.learning_rate, "train.learning_rate", "optimizer.params.")
+    yield from _differ(parameters, "weight_decay", train.weight_decay, "train.weight_decay", "optimizer.params.")
+    yield from _differ(parameters, "betas", BETAS, None, "optimizer.params.")
+    yield from _differ(parameters, "eps", EPS, None, "optimizer.params.")
+
+
+def _scheduler(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
+    kind = section.get("type", AUTO)
+    if kind not in (AUTO, SCHEDULERS[train.schedule]):
+        yield (
+            f"scheduler.type={kind!r}: the job says train.schedule={train.schedule}, in DeepSpeed's words "
+            f"{SCHEDULERS[train.schedule]}. Change one of them, or delete the section."
+        )
+    for key, value in section.get("params", {}).items():
+        if value != AUTO:
+            yield (
+                f"scheduler.params.{key}={value!r}: the learning rate follows train.learning_rate, train.warmup and "
+                'train.schedule. Write "auto", or delete the section.'
+            )
+
+
+def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
+    """What contradicts train.precision, a loss scale, and sums of gradients that could not be clipped."""
+    for key, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+        enabled = given.get(key, {}).get("enabled", AUTO)
+        # On which machine "auto" means bf16 is seen by the ranks; a file that says yes or no needs a job that does.
+        open_question = train.precision == "auto" and precision == "bf16"
+        if enabled != AUTO and (open_question or enabled is not (train.precision == precision)):
+            yield (
+                f"{key}.enabled={enabled!r}: the job says train.precision={train.precision}. Set train.precision to "
+                f'{precision if enabled is True else "fp32"}, or write "auto".'
+            )
+        for name, value in given.get(key, {}).items():
+            if name not in ("enabled", *SCALING) and value not in (AUTO, None, False):
+                yield f"{key}.{name}={value!r}: how weights, moments and inputs are kept cannot be chosen. Delete it."
+    scaling = given.get("fp16", {})
+    if train.precision == "fp16" and scaling.get("loss_scale", AUTO) not in (AUTO, 0):
+        yield (
+            f'fp16.loss_scale={scaling["loss_scale"]!r}: the loss is scaled as its gradients bear. Write 0 or "auto".'
+        )
+    sums = given.get("data_types", {}).get("grad_accum_dtype", AUTO)
+    if train.deepspeed.stage == 1 and sums not in (AUTO, None, "bf16") and train.precision in ("auto", "bf16"):
+        yield (
+            f"data_types.grad_accum_dtype={sums!r}: at stage 1 gradients of bf16 add up in bf16. Take "
+            "train.deepspeed.stage=2, or delete it."
+        )
+
+
+def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
+    options = train.deepspeed
+    yield from _differ(section, "stage", options.stage, "train.deepspeed.stage", "zero_optimization.")
+    if section.get("compute_grad_norm", True) is False:
+        yield "zero_optimization.compute_grad_norm=false: the norm decides whether a step is applied. Delete it."
+    if _asked_for(section.get("zenflow")):
+        yield "zero_optimization.zenflow: is another optimizer, and a job trains with AdamW. Delete it."
+    for key, field, wanted in (
+        ("offload_optimizer", "offload_optimizer", options.offload_optimizer),
+        ("offload_param", "offload_parameters", options.offload_parameters),
+    ):
+        inner = section.get(key)
+        inner = inner if isinstance(inner, dict) else {}
+        device = inner.get("device", AUTO)
+        yield from _differ(inner, "ratio", 1.0, None, f"zero_optimization.{key}.")
+        yield from _differ(inner, "super_offload", False, None, f"zero_optimization.{key}.")
+        if device == "nvme":
+            yield f"zero_optimization.{key}.device='nvme': main memory (cpu) is the only place to offload to"
+        elif device != AUTO and (device == "cpu") is not wanted:
+            yield (
+                f"zero_optimization.{key}.device={device!r}: the job says train.deepspeed.{field}="
+                f"{str(wanted).lower()}. Change one of them."
+            )
+
+
+def _differ(given: dict[str, Any], key: str, wanted: Any, field: str | None, prefix: str = "") -> Iterator[str]:
+    """A sentence when the key is there and says another thing; `field` None: no field of a job can be changed."""
+    value = given.get(key, AUTO)
+    if value not in (AUTO, wanted):
+        job = f"{field}={wanted!r}. Change one of them" if field else f"{wanted!r}, always. Delete it"
+        yield f'{prefix}{key}={value!r}: the job says {job}, or write "auto".'
+
+
+def _asked_for(section: Any) -> bool:
+    """Whether a section is there and not switched off."""
+    return section not in (None, False, AUTO) and not (
+        isinstance(section, dict) and section.get("enabled", True) in (False, AUTO)
+    )
+
+
+def _sized(zero: dict[str, Any], hidden: int | None) -> dict[str, Any]:
+    """Sizes that are "auto" in terms of the model's width, as the Hugging Face Trainer has them."""
+    if hidden is None:
+        return zero
+    sizes = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    return {key: sizes.get(key, value) if value == AUTO else value for key, value in zero.items()}
+
+
+def _without_auto(section: dict[str, Any]) -> dict[str, Any]:
+    """`section` without the keys that say "auto", at any depth: DeepSpeed's own values are left."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if value != AUTO
+    }

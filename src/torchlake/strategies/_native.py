@@ -1,0 +1,62 @@
+"""What the strategies share whose gradients and moments are torch's own tensors, whole or sharded (DTensors)."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchlake import checkpoint, sharding
+from torchlake.config import TrainConfig
+from torchlake.distributed import Group
+from torchlake.sharding import Pieces, Shards
+
+
+def refusal(train: TrainConfig) -> str | None:
+    """Nothing speaks against it."""
+    return None
+
+
+def backward(module: nn.Module, loss: torch.Tensor) -> None:
+    """Add the gradients of `loss`."""
+    loss.backward()
+
+
+def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
+    """Divide the gradients by `scale`, then scale them to a norm of at most `max_norm`; their norm between the two.
+
+    The norm is that of the whole gradient on every rank, so all ranks take a step or none does.
+    """
+    if scale != 1:
+        torch._foreach_mul_([each.grad for each in module.parameters() if each.grad is not None], 1 / scale)
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One optimizer step; then the gradients are gone."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def skip(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The gradients are gone."""
+    optimizer.zero_grad()
+
+
+def model_share(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
+    """This rank's rows of what is sharded, and an equal part of what every rank holds whole; not copied."""
+    tensors = checkpoint.untied(model.state_dict())
+    chosen = {name: tensor for name, tensor in tensors.items() if name in wanted}
+    return sharding.share(chosen, rank=group.rank, world_size=group.world_size)
+
+
+def optimizer_share(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
+    """The same of the optimizer's tensors."""
+    tensors = checkpoint.optimizer_tensors(optimizer, names)
+    return sharding.share(tensors, rank=group.rank, world_size=group.world_size)
+
+
+def restore(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
+    """Put the moments back, on this rank its rows of them."""
+    checkpoint.restore_optimizer(optimizer, names, stored)

@@ -1,0 +1,82 @@
+"""Every rank holds a part of each weight, its gradient and its moments; a layer is whole only while it computes.
+
+`fully_shard` (FSDP2; Zhao et al. 2023, after ZeRO of Rajbhandari et al. 2020) over each transformer layer, then over
+what is left. With `train.fsdp.reshard` a layer's weights are given back after its forward pass and gathered again for
+its backward pass (ZeRO-3): half as much again to send as `ddp`, for the least memory. Without, they stay in between
+(ZeRO-2). With `train.fsdp.shard_ranks` neighbouring ranks share one copy, and copies average their gradients (hybrid
+sharding): what is gathered stays inside a machine.
+
+In bf16 and fp16 weights are gathered in 16 bits, which halves what is sent; gradients are summed in fp32, and the
+weights that learn stay in fp32.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from torchlake import models, recipe
+from torchlake.config import TrainConfig
+from torchlake.distributed import Group
+from torchlake.errors import UsageError
+from torchlake.strategies import _native
+
+MIN_RANKS = 2
+MAX_RANKS: int | None = None
+never: dict[str, str] = {}
+backward, clip_norm = _native.backward, _native.clip_norm
+step, skip, restore = _native.step, _native.skip, _native.restore
+model_share, optimizer_share = _native.model_share, _native.optimizer_share
+
+
+def refusal(train: TrainConfig) -> str | None:
+    """Why it cannot run here as asked: weights are offloaded from GPUs only."""
+    if train.fsdp.cpu_offload and not torch.cuda.is_available():
+        return "train.fsdp.cpu_offload moves weights from a GPU to main memory, and there is no GPU here"
+    return None
+
+
+def wrap(
+    model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model with its parameters sharded, layer after layer: no more than one layer is whole on the device."""
+    mesh = _mesh(group, train.fsdp.shard_ranks)
+    dtype = recipe.autocast_dtype(train.precision, group.device)
+    precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
+    offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
+    for part in (*models.layers(model), model):
+        fully_shard(
+            part, mesh=mesh, reshard_after_forward=train.fsdp.reshard, mp_policy=precision, offload_policy=offload
+        )
+    return model, make_optimizer(model)
+
+
+@contextmanager
+def _without_sync(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    """Gradients add up whole on each rank and are not sent: faster, at the price of a whole gradient's memory."""
+    assert isinstance(module, FSDPModule), "wrap() was not called"
+    return _without_sync(module)
+
+
+def _mesh(group: Group, shard_ranks: int | None) -> DeviceMesh:
+    """All ranks in a row or, for hybrid sharding, in rows of `shard_ranks` that share one copy each."""
+    if shard_ranks is None or shard_ranks == group.world_size:
+        return init_device_mesh(group.device.type, (group.world_size,), mesh_dim_names=("shard",))
+    if group.world_size % shard_ranks:
+        raise UsageError(
+            f"train.fsdp.shard_ranks={shard_ranks}: {group.world_size} ranks cannot be split into groups of as many. "
+            "Choose a divisor."
+        )
+    shape = (group.world_size // shard_ranks, shard_ranks)
+    return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))

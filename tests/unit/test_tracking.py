@@ -1,0 +1,203 @@
+"""Tracking: what stands in metrics.jsonl stands in the stores, once, whatever happens to the run or to the store."""
+
+import logging
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+import torchlake as tl
+import training_runs as runs
+from torchlake import cli, commands, following, record, tracking
+from torchlake.config import TrackConfig, load_job
+from torchlake.errors import MissingExtra
+from torchlake.model_folders import model_hash
+
+HERE = runs.Inline()
+SCALARS = ("loss", "learning_rate", "validation_loss", "validation_macro_f1")
+
+
+@pytest.fixture(autouse=True)
+def _a_folder_is_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the test's own look at the store; `torchlake` sets it where it opens one."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+
+
+@pytest.fixture
+def sections(tmp_path: Path, tiny_bert: Path) -> dict[str, Any]:
+    return {**runs.job(tmp_path, tiny_bert), "track": {"mlflow": str(tmp_path / "mlruns"), "tensorboard": True}}
+
+
+def curve(run: Path, name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in record.read_metrics(run / "metrics.jsonl") if name in line]
+
+
+def tensorboard_curve(run: Path, name: str) -> list[tuple[int, float]]:
+    return [
+        (event.step, value.tensor.float_val[0])
+        for file in sorted((run / "tensorboard").iterdir())
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+        if value.tag == name
+    ]
+
+
+def client_and_run(run: Path, store: str) -> tuple[MlflowClient, Any]:
+    """The client of the run's MLflow store, and the one MLflow run in it."""
+    client = MlflowClient(tracking_uri=tracking._uri(store))
+    experiment = client.get_experiment_by_name("torchlake")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    return client, found
+
+
+def assert_told(run: Path, store: str) -> None:
+    """Every line of the run stands in both, once and in order."""
+    client, found = client_and_run(run, store)
+    for name in SCALARS:
+        assert tensorboard_curve(run, name) == [(step, pytest.approx(value)) for step, value in curve(run, name)]
+        history = client.get_metric_history(found.info.run_id, name)
+        assert [(point.step, point.value) for point in history] == curve(run, name)
+
+
+def test_parameters_curves_and_the_models_hash_are_told(tmp_path: Path, sections: dict[str, Any]) -> None:
+    run = tl.train(run=tmp_path / "run", engine=HERE, **sections).path
+    store = sections["track"]["mlflow"]
+    assert len(curve(run, "loss")) == 18
+    assert_told(run, store)
+    _, found = client_and_run(run, store)
+    assert found.info.status == "FINISHED"
+    assert found.info.run_name == "run"
+    assert found.data.params["train.learning_rate"] == "0.001"
+    assert found.data.params["data.validation.fraction"] == "0.25"
+    assert found.data.tags["torchlake.model"] == str(run / "model")
+    assert found.data.tags["torchlake.model_sha256"] == model_hash(run / "model")
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+
+def test_a_run_that_continues_adds_to_its_story_and_doubles_nothing(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """Killed, stopped, resumed and asked for again when it was finished."""
+    run, store = tmp_path / "run", sections["track"]["mlflow"]
+    killed = runs.attempt(run, sections, failpoint="rank0.step:8:kill9")
+    assert killed.exit_code == -signal.SIGKILL
+    assert runs.attempt(run, sections, sigterm_at="rank0.step:6").exit_code == 143
+    first = (run / "tracking.json").read_bytes()
+    assert client_and_run(run, store)[1].info.status == "KILLED"
+    for _ in range(2):
+        runs.succeed(run, sections)
+        assert_told(run, store)
+        assert client_and_run(run, store)[1].info.status == "FINISHED"
+    assert (run / "tracking.json").read_bytes() == first
+
+
+def test_a_file_that_a_killed_run_left_empty_is_mended(tmp_path: Path, sections: dict[str, Any]) -> None:
+    run, store = tmp_path / "run", sections["track"]["mlflow"]
+    assert runs.attempt(run, sections, sigterm_at="rank0.step:8").exit_code == 143
+    _, found = client_and_run(run, store)
+    for name in ("metrics/loss", "params/train.seed"):
+        (tmp_path / "mlruns" / found.info.experiment_id / found.info.run_id / name).write_bytes(b"")
+    with pytest.raises(ValueError, match="malformed"):
+        client_and_run(run, store)
+    runs.succeed(run, sections)
+    assert_told(run, store)
+    assert client_and_run(run, store)[1].data.params["train.seed"] == "0"
+
+
+# MLflow 3.17 asks SQLAlchemy 2.1 for a way of loading that this one will drop.
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+def test_a_finished_run_is_told_afterwards_to_a_database(tmp_path: Path, sections: dict[str, Any]) -> None:
+    untracked = {name: section for name, section in sections.items() if name != "track"}
+    run = tl.train(run=tmp_path / "run", engine=HERE, **untracked).path
+    assert not (run / "tensorboard").exists()
+    store = f"sqlite:///{tmp_path / 'new' / 'mlflow.db'}"
+    again = tl.train(run=run, engine=HERE, **untracked, track={"mlflow": store, "tensorboard": True})
+    assert again.complete
+    assert_told(run, store)
+    assert not Path("mlruns").exists(), "nothing is left in the current folder"
+
+
+@pytest.mark.parametrize("store", ["sqlite:////proc/nowhere/mlflow.db", "what://is.this"])
+def test_a_broken_store_is_a_warning(
+    tmp_path: Path, sections: dict[str, Any], store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sections["track"] = {"mlflow": store}
+    with caplog.at_level(logging.WARNING, "torchlake"):
+        done = tl.train(run=tmp_path / "run", engine=HERE, **sections)
+    assert done.steps == 18
+    (said,) = (message for message in caplog.messages if message.startswith("mlflow: "))
+    assert said.endswith("the run goes on without it")
+
+
+@pytest.mark.parametrize("library", ["mlflow", "tensorboard"])
+def test_a_missing_library_is_said_before_any_work(
+    tmp_path: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    sections["track"] = {library: "store" if library == "mlflow" else True}
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=rf"pip install 'torchlake\[{library}\]'"):
+        tl.train(run=tmp_path / "run", engine=HERE, **sections)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_flags_of_the_command_lay_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(job: str, overrides: list[str], run: str | None, *, as_json: bool) -> commands.Outcome:
+        seen.append(load_job(None, overrides, data={"train": "t"}, model={"base": "b"}).track)
+        return commands.Outcome(values={}, lines=())
+
+    seen: list[Any] = []
+    monkeypatch.setattr(commands, "train", train)
+    assert cli.main(["train", "job.yaml", "--mlflow", "sqlite:///a b: #c.db", "--tensorboard"]) == 0
+    assert seen == [TrackConfig(mlflow="sqlite:///a b: #c.db", tensorboard=True)]
+
+
+# following
+
+
+def test_lines_are_told_once_however_often_the_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "POLL_S", 0.001)
+    path, told = tmp_path / "metrics.jsonl", []
+    seen = threading.Event()
+
+    def watch(batches: Any) -> None:
+        for lines in batches:
+            told.extend(lines)
+            seen.set()
+
+    def line(step: int, name: str = "loss") -> str:
+        return f'{{"step": {step}, "{name}": "nan"}}\n'
+
+    with following.following(path, watch, "test"):
+        path.write_text(line(1) + line(2) + line(2, "validation_loss") + '{"step": 3, "lo')
+        assert seen.wait(30)
+        record.cut_metrics(path, step=1, validated=0)
+        with open(path, "a") as file:
+            file.write(line(2) + line(2, "validation_loss") + line(3))
+    assert [one["step"] for one in told if "loss" in one] == [1, 2, 3]
+    assert [one["step"] for one in told if "validation_loss" in one] == [2]
+    assert all(math.isnan(value) for one in told for name, value in one.items() if name != "step")
+
+
+def test_what_a_watcher_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def watch(batches: Any) -> None:
+        raise OSError("no room")
+
+    with following.following(tmp_path / "metrics.jsonl", watch, "test"):
+        pass
+    assert "test: OSError: no room; the run goes on without it" in caplog.text
+
+
+def test_a_watcher_that_hangs_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "FINISH_S", 0.01)
+    released = threading.Event()
+    with following.following(tmp_path / "metrics.jsonl", lambda batches: released.wait(60) and None, "test"):
+        pass
+    released.set()
+    assert "test: has not come to an end" in caplog.text

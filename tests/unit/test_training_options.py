@@ -1,0 +1,227 @@
+"""What may be asked of a training besides its recipe: precision, memory, LoRA, how it is stored and shared out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import training_runs as runs
+from torchlake import learner, models
+from torchlake.data import batching
+from torchlake.learner import Learner, Rows
+
+TOLERANCE = 1e-5
+SLOW = pytest.mark.slow
+STRATEGIES = [("single", 1), pytest.param("ddp", 2, marks=SLOW), ("fsdp", 2)]
+"""What differs between strategies is tested under two of them, the third in the slow sweep."""
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=SLOW)])
+def test_sixteen_bits_learn_like_thirty_two(
+    tmp_path: Path, tiny_bert: Path, precision: str, strategy: str, ranks: int
+) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=3, strategy="single")
+    runs.succeed(tmp_path / "fp32", sections)
+    sections["train"] |= {"precision": precision, "strategy": strategy}
+    runs.succeed(tmp_path / precision, sections, ranks=ranks)
+    expected, found = runs.losses(tmp_path / "fp32"), runs.losses(tmp_path / precision)
+    assert found != expected
+    assert found == pytest.approx(expected, abs=0.06)
+    weights = load_file(tmp_path / precision / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def overflow_at_first() -> None:
+    """A loss scale under which the first gradients of any model are infinite in fp16."""
+    learner.Position.__init__.__kwdefaults__["loss_scale"] = 2.0**40
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+def test_a_loss_scale_that_is_too_large_is_halved_on_all_ranks(
+    tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
+) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=4, precision="fp16", strategy=strategy, checkpoint_every="epoch")
+    runs.succeed(tmp_path / "run", sections, ranks=ranks, stub=overflow_at_first)
+    norms = [line["grad_norm"] for line in runs.metrics(tmp_path / "run") if "loss" in line]
+    finite = [isinstance(norm, float) for norm in norms]  # JSON has no infinity
+    assert not any(finite[:3])
+    assert all(finite[-5:])
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+def test_activations_computed_again_change_nothing(tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy=strategy)
+    runs.succeed(tmp_path / "kept", sections, ranks=ranks)
+    sections["train"]["activation_checkpointing"] = True
+    runs.succeed(tmp_path / "again", sections, ranks=ranks)
+    assert runs.losses(tmp_path / "again") == pytest.approx(runs.losses(tmp_path / "kept"), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{"reshard": False}, {"shard_ranks": 2}])
+def test_fsdp_shares_out_in_other_ways_too(tmp_path: Path, tiny_bert: Path, options: dict[str, object]) -> None:
+    """Weights kept until the backward pass; and, on four ranks, two copies of two halves, which a checkpoint joins."""
+    ranks = 4 if "shard_ranks" in options else 2
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, batch_size=16, strategy="single")
+    runs.succeed(tmp_path / "single", sections)
+    sections["train"] |= {"strategy": "fsdp", "fsdp": options}
+    runs.succeed(tmp_path / "fsdp", sections, ranks=ranks)
+    assert runs.losses(tmp_path / "fsdp") == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
+
+
+def test_what_cannot_be_shared_out_is_said(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert, strategy="fsdp", fsdp={"shard_ranks": 2}, max_restarts=0)
+    refused = runs.attempt(tmp_path / "run", sections, ranks=3)
+    assert refused.exit_code == 64
+    assert "3 ranks cannot be split" in refused.error
+    sections["train"]["fsdp"] = {"cpu_offload": True}
+    refused = runs.attempt(tmp_path / "offloaded", sections, ranks=2)
+    assert refused.exit_code == 64
+    assert "no GPU here" in refused.error
+
+
+def test_what_needs_nccl_is_said(tmp_path: Path, tiny_bert: Path) -> None:
+    refused = runs.attempt(
+        tmp_path / "run", runs.job(tmp_path, tiny_bert, strategy="ddp", ddp={"compress": "bf16"}), ranks=2
+    )
+    assert refused.exit_code == 64
+    assert "train.ddp.compress=fp16" in refused.error
+
+
+def test_ddp_sends_gradients_in_sixteen_bits(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=2, strategy="ddp")
+    runs.succeed(tmp_path / "plain", sections, ranks=2)
+    sections["train"]["ddp"] = {"compress": "fp16", "bucket_mib": 0.01}
+    runs.succeed(tmp_path / "fp16", sections, ranks=2)
+    plain, found = runs.losses(tmp_path / "plain"), runs.losses(tmp_path / "fp16")
+    assert found != plain
+    assert found == pytest.approx(plain, abs=0.05)
+
+
+def memory_for_100_tokens() -> None:
+    """Forward passes over more than 100 tokens find no memory, as on a small GPU."""
+    forward = Learner.forward
+
+    def limited(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = rows.lengths[positions]
+        if len(lengths) * int(lengths.max(initial=0)) > 100:
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+        return forward(self, rows, positions)
+
+    Learner.forward = limited  # type: ignore[method-assign]
+
+
+def memory_for_3_tokens() -> None:
+    def limited(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    Learner.forward = limited  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+def test_memory_that_runs_out_halves_the_micro_batches(
+    tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
+) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, batch_size=36, strategy=strategy, max_restarts=0)
+    runs.succeed(tmp_path / "roomy", sections, ranks=ranks)
+    runs.succeed(tmp_path / "tight", sections, ranks=ranks, stub=memory_for_100_tokens)
+    assert runs.losses(tmp_path / "tight") == pytest.approx(runs.losses(tmp_path / "roomy"), abs=TOLERANCE)
+    noted = models.durable.read_json(tmp_path / "tight" / learner.MICRO_BATCH)
+    assert noted["tokens"] <= 100
+    assert noted["asked"] == 16384
+
+
+def test_a_row_that_never_fits_ends_the_run_with_the_remedies(tmp_path: Path, tiny_bert: Path) -> None:
+    failed = runs.attempt(tmp_path / "run", runs.job(tmp_path, tiny_bert), stub=memory_for_3_tokens)
+    assert failed.exit_code == 64
+    assert "a single row of" in failed.error
+    assert "train.activation_checkpointing=true" in failed.error
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+def test_lora_trains_little_and_exports_a_whole_model(
+    tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
+) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=2, strategy="single")
+    sections["model"]["lora"] = {"rank": 4}
+    runs.succeed(tmp_path / "single", sections)
+    sections["train"]["strategy"] = strategy
+    runs.succeed(tmp_path / "run", sections, ranks=ranks)
+    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
+    run = tmp_path / "run"
+    merged = load_file(run / "model" / "model.safetensors")
+    base = load_file(tiny_bert / "model.safetensors")
+    plain = {name.removeprefix("bert."): tensor for name, tensor in merged.items()}
+    changed = {name for name in base if not torch.equal(base[name], plain[name])}
+    assert changed
+    assert all(name.startswith(("encoder.layer.", "pooler")) for name in changed)
+    models.check_folder(run / "model")
+    with safe_open(run / "model" / "adapter" / "adapter_model.safetensors", framework="pt") as adapter:
+        assert any("lora_A" in name for name in adapter.keys())  # noqa: SIM118
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    stored = sum(path.stat().st_size for path in newest.glob("model*.safetensors"))
+    assert stored < (run / "model" / "model.safetensors").stat().st_size
+
+
+# peft asks transformers for a property under its older name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_an_adapter_gives_the_answers_of_the_merged_model(tmp_path: Path, tiny_bert: Path) -> None:
+    peft = pytest.importorskip("peft")
+    sections = runs.job(tmp_path, tiny_bert, epochs=1)
+    sections["model"]["lora"] = {"rank": 4, "targets": ["query", "value"]}
+    runs.succeed(tmp_path / "run", sections)
+    folder = tmp_path / "run" / "model"
+    spec = models.load_spec(folder)
+    merged = models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+    torch.manual_seed(0)
+    base = models.base_model(tiny_bert, spec, "AutoModelForSequenceClassification")
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+    rows = batching.Ragged(np.arange(5, 20, dtype=np.int32), np.array([0, 6, 15]))
+    ids, mask = (torch.from_numpy(array) for array in batching.pad(rows, np.arange(2), 0))
+    with torch.inference_mode():
+        one, other = (model(input_ids=ids, attention_mask=mask).logits for model in (merged, adapted))
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_that_lora_does_not_find_are_told_with_those_there_are(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert)
+    sections["model"]["lora"] = {"targets": ["q_proj"]}
+    refused = runs.attempt(tmp_path / "run", sections)
+    assert refused.exit_code == 65
+    assert "no linear layer of this model is called q_proj" in refused.error
+    assert "query" in refused.error
+
+
+@pytest.mark.parametrize("stop_at", [pytest.param("rank0.step:4", marks=SLOW), "rank0.step:7"])
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+def test_lora_and_fp16_go_on_where_they_stopped(
+    tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int, stop_at: str
+) -> None:
+    sections = runs.job(tmp_path, tiny_bert, strategy=strategy, precision="fp16", checkpoint_in_background=True)
+    sections["model"]["lora"] = {"rank": 4}
+    runs.succeed(tmp_path / "whole", sections, ranks=ranks)
+    stopped = runs.attempt(tmp_path / "run", sections, ranks=ranks, failpoint=f"{stop_at}:kill9")
+    assert stopped.exit_code in (0, -9)
+    runs.succeed(tmp_path / "run", sections, ranks=ranks)
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
+    assert runs.weights_sha256(tmp_path / "run") == runs.weights_sha256(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks_before", "after", "ranks_after"),
+    [("fsdp", 2, "single", 1), ("single", 1, "fsdp", 2), ("fsdp", 2, "fsdp", 3), ("fsdp", 3, "ddp", 2)],
+)
+def test_a_run_goes_on_on_other_ranks(
+    tmp_path: Path, tiny_bert: Path, before: str, ranks_before: int, after: str, ranks_after: int
+) -> None:
+    sections = runs.job(tmp_path, tiny_bert, batch_size=16, epochs=3, strategy="single")
+    runs.succeed(tmp_path / "whole", sections)
+    sections["train"] |= {"strategy": before, "max_restarts": 0}
+    stopped = runs.attempt(tmp_path / "run", sections, ranks=ranks_before, failpoint="rank0.step:8:raise")
+    assert stopped.exit_code == 70
+    sections["train"]["strategy"] = after
+    runs.succeed(tmp_path / "run", sections, ranks=ranks_after)
+    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "whole"), abs=TOLERANCE)
