@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHLAKE_PROGRESS", "0")
@@ -11,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 
 import tiny
+from torchlake.engines.spark import Spark
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +41,11 @@ def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     """A model folder (task.json, manifest) for the classes "bad" and "good"; its head was never trained."""
     return tiny.build_model(tmp_path_factory.mktemp("models") / "tiny_model", encoder=tiny_bert)
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator["SparkSession"]:
+    """A Spark session on this machine: two task slots, and a task may be lost three times."""
+    session = Spark(master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"}).session.get()
+    yield session
+    session.stop()

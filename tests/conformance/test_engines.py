@@ -23,6 +23,8 @@ from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, U
 @pytest.fixture(params=plugins.names("engines"))
 def engine(request: pytest.FixtureRequest) -> Engine:
     """The engine under test, with two processes."""
+    if request.param != "local":
+        request.getfixturevalue(request.param)
     made: Engine = getattr(plugins.load("engines", request.param), request.param.title())(processes=2)
     return made
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from pids import gone, note, pid, wait_for
-from torchlake.engines import _crossing, _machine, local
+from torchlake.engines import _chunks, _crossing, _machine
 from torchlake.engines.local import Local
 from torchlake.errors import RankFailed, UsageError
 
@@ -326,7 +326,7 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_workers_that_ended_in_order_are_not_counted_as_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "MAX_DEATHS", 1)
+    monkeypatch.setattr(_chunks, "MAX_DEATHS", 1)
     make_worker = partial(_zero_dies_when_others_ended, tmp_path, 2)
     assert sorted(Local(processes=3).run_chunks(make_worker, range(3))) == [0, 1, 2]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from torchlake import plugins
+from torchlake.errors import UsageError
 
 Worker = Callable[[Iterator[Any]], Iterator[Any]]
 
@@ -74,6 +75,13 @@ class Engine(ABC):
     @abstractmethod
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply `make_worker()`, a function from Arrow table to Arrow table of `schema`, to the engine's own frame."""
+
+
+def at_least_one(number: int, name: str = "processes") -> int:
+    """`number`; raises UsageError naming it when it is below one."""
+    if number < 1:
+        raise UsageError(f"{name} is {number}; it has to be 1 or more.")
+    return number
 
 
 def make_engine(name: str, processes: int | None, **options: Any) -> Engine:

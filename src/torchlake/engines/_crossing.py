@@ -24,18 +24,20 @@ from torchlake import errors
 from torchlake.errors import RankFailed, TorchlakeError, UsageError
 
 _OURS = ("torchlake.engines._child", "torchlake.launching", "runpy")
+LOST = -1000
+"In place of an exit code: the machine or executor that ran the process is gone, and nobody saw its end."
 _registering = threading.Lock()  # cloudpickle's list of modules to pickle by value is one per process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception as plain values. `when` is time.monotonic() of the moment it was caught, one clock per machine."""
+    """An exception as plain values. `when` is time.time() of the moment it was caught, by the clock of its machine."""
 
     kind: str
     message: str
     traceback: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
-    when: float = field(default_factory=time.monotonic)
+    when: float = field(default_factory=time.time)
 
 
 def pack(*values: Any) -> bytes:
@@ -135,8 +137,15 @@ def _known(name: str) -> type[TorchlakeError] | None:
     return cls if isinstance(cls, type) and issubclass(cls, TorchlakeError) else None
 
 
+def signal_of(code: int) -> int | None:
+    """The signal that an exit code tells of."""
+    return -code if LOST < code < 0 else None
+
+
 def ending(code: int) -> str:
     """How a process ended, for people: "was killed by SIGKILL (...)" or "ended with exit code 3"."""
+    if code == LOST:
+        return "was lost with the process that had started it (an executor or actor killed, or its machine gone)"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import psutil
 
 from torchlake.errors import UsageError
 
-_RANK_VARIABLES = (
+MASTER_FD = "TORCHLAKE_MASTER_FD"
+RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -25,7 +26,7 @@ _RANK_VARIABLES = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "TORCHLAKE_MASTER_FD",
+    MASTER_FD,
 )
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -135,41 +136,60 @@ def environment(processes: int, devices: list[str] | None, ranks: Mapping[str, s
 
     `ranks` are the variables of a launched rank, empty for a worker, which must not take itself for one.
     """
-    result = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-    threads = max(1, cores() // processes)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-        result.setdefault(name, str(threads))
-    result.setdefault("TOKENIZERS_PARALLELISM", "true" if threads > 1 else "false")
+    result = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    result |= thread_variables(max(1, cores() // processes))
     if devices is not None:
         result["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return {**result, **ranks}
 
 
-def rank_variables(rank: int, processes: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets, for a group on one machine."""
+def thread_variables(threads: int) -> dict[str, str]:
+    """The thread counts of a child that has `threads` cores to itself, but for those that the user set here."""
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
+    counts["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    return {name: os.environ.get(name, value) for name, value in counts.items()}
+
+
+def rank_variables(
+    rank: int, *, machines: Sequence[int], master: str, port: int, interface: str | None
+) -> dict[str, str]:
+    """The variables that torchrun sets for `rank` of a group whose ranks 0, 1, ... run on `machines` (numbers).
+
+    Ranks of one machine follow each other. They meet at `master` and `port`, an address that this rank reaches through
+    its machine's network `interface`.
+    """
+    machine = machines[rank]
     variables = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_RANK": str(rank - machines.index(machine)),
+        "WORLD_SIZE": str(len(machines)),
+        "LOCAL_WORLD_SIZE": str(machines.count(machine)),
+        "GROUP_RANK": str(machine),
+        "MASTER_ADDR": master,
         "MASTER_PORT": str(port),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    return variables | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    return variables | ({"GLOO_SOCKET_IFNAME": interface} if sys.platform == "linux" and interface else {})
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has the address; None where none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
+    return None
 
 
 @contextmanager
-def held_port() -> Iterator[socket.socket]:
-    """A socket that holds a free port of 127.0.0.1 without listening on it, so that rank 0 can listen there.
+def held_port(address: str) -> Iterator[socket.socket]:
+    """A socket that holds a free port of `address` without listening on it, so that rank 0 can listen there.
 
     While it is bound the kernel gives the port to nobody who asks for any free one, yet lets a socket that names it,
     with SO_REUSEADDR as torch's store sets it, listen: there is no moment at which the port could be lost. Rank 0
     inherits the socket as the open file TORCHLAKE_MASTER_FD and may listen on it itself (`master_listen_fd` of torch's
-    TCPStore): that store is reached from this machine alone, while the one that `env://` makes listens everywhere.
+    TCPStore): that store is reached at `address` alone, while the one that `env://` makes listens everywhere.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        holder.bind((address, 0))
         yield holder

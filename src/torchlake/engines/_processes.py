@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torchlake.engines._crossing import describe, pack
 
@@ -34,9 +34,35 @@ _BOOT = (
 _JOIN_S = 5.0  # a killed process is gone in milliseconds, unless the kernel holds it in a system call
 
 
+class AnyChild(Protocol):
+    """A child process, on this machine (`Child`) or on another (`_seats.Seated`)."""
+
+    number: int
+
+    def send(self, *values: Any) -> None:
+        """Send the tuple `values`; a child that is gone is no error here, its exit is an event of its own."""
+
+
+class ChildSet(Protocol):
+    """Children alive inside `with`; `events` yields (child, kind, value) as `Children` says."""
+
+    events: "SimpleQueue[tuple[Any, str, Any]]"
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def start(self, number: int, role: str, payload: bytes, environment: Mapping[str, str]) -> AnyChild: ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every running child (not to the processes that it started)."""
+
+
 @dataclass(eq=False)
 class Child:
-    """One child process. `running` is true from its start until the moment before it is reaped."""
+    """One child process of this one. `running` is true from its start until the moment before it is reaped."""
 
     number: int
     connection: "Connection[Any, Any]"
@@ -46,7 +72,10 @@ class Child:
 
     def send(self, *values: Any) -> None:
         """Send the tuple `values`; a child that is gone is no error here, its exit is an event of its own."""
-        message = pack(*values)
+        self.send_bytes(pack(*values))
+
+    def send_bytes(self, message: bytes) -> None:
+        """Send what `pack` has made of a tuple."""
         with suppress(OSError):
             self.connection.send_bytes(message)
 
@@ -56,11 +85,27 @@ class Children:
 
     `kind` is what the child said ("value", "error", "ready", "pull", "result") or, once and last, "exit" with
     its exit code (negative: the signal that killed it). The error of a child that could not start is an event too.
+    With `relay`, for a process that only passes on, what a child said is not looked into: the kind is "said" and the
+    value the message's bytes. `output` are the open files that children have as stdout and stderr (None: this process's
+    own), `path` what they have as sys.path and `folder` where they run (None: as this process has them).
     """
 
-    def __init__(self, *, stdout_to_stderr: bool) -> None:
+    def __init__(
+        self,
+        *,
+        stdout_to_stderr: bool = False,
+        output: tuple[int, int] | None = None,
+        relay: bool = False,
+        path: list[str] | None = None,
+        folder: str | None = None,
+    ) -> None:
         self.events: SimpleQueue[tuple[Child, str, Any]] = SimpleQueue()
-        self._stdout = 2 if stdout_to_stderr else None
+        self._stdout: int | None
+        self._stderr: int | None
+        self._stdout, self._stderr = output or (2 if stdout_to_stderr else None, None)
+        self._relay = relay
+        self._path = sys.path if path is None else path
+        self._folder = folder
         self._children: list[Child] = []
         self._lock = threading.Lock()  # over `running`, `_closed` and the watchdog's pipe
         self._closed = False
@@ -124,11 +169,13 @@ class Children:
                 if self._closed:
                     return
                 reader.start()
-                path = [os.path.abspath(entry) for entry in sys.path]
+                path = [os.path.abspath(entry) for entry in self._path]
                 process = subprocess.Popen(
                     [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *path],
                     stdin=subprocess.DEVNULL,
                     stdout=self._stdout,
+                    stderr=self._stderr,
+                    cwd=self._folder,
                     env=environment,
                     pass_fds=(theirs.fileno(), *descriptors),
                     start_new_session=True,
@@ -162,6 +209,9 @@ class Children:
                 message = child.connection.recv_bytes()
             except (EOFError, OSError):
                 return
+            if self._relay:
+                self.events.put((child, "said", message))
+                continue
             try:
                 kind, value = pickle.loads(message)
             except Exception as error:  # a value of a class that this process cannot import

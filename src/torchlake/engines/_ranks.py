@@ -1,25 +1,26 @@
 """A launched group: wait for N ranks, find out which one failed first, stop the others.
 
 When a rank fails, its peers fail too, because it left: their errors are noise. So failures are ordered by the moment
-they happened (an exception carries the rank's own clock, one clock per machine), and a death by a signal that no peer's
+they happened (an exception carries the time of its rank's machine), and a death by a signal that no peer's
 leaving can cause goes before any exception that arrives with it.
 """
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
-from torchlake.engines._crossing import ending, rebuild
-from torchlake.engines._processes import Children
+from torchlake.engines._crossing import LOST, ending, rebuild, signal_of
+from torchlake.engines._processes import ChildSet
 from torchlake.errors import Interrupted, RankFailed, TorchlakeError
 
 SETTLE_S = 0.2  # after a failure, to hear from a rank that failed earlier but was slower to say so
 DUMP_S = 0.3  # for a rank to write its stacks to stderr, before it is asked to end
 STOP_S = 5.0  # from SIGTERM to SIGKILL for the ranks beside a failed one
 EXIT_S = 60.0  # for ranks that handed in their values: exit handlers may have something to upload
-_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_CAUSES = (-LOST, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,8 @@ class _Failed:
 class _Group:
     """What is known of the ranks; `listen` keeps it up to date."""
 
-    children: Children
-    running: set[int]
+    children: ChildSet
+    running: set[int] = field(default_factory=set)
     values: dict[int, Any] = field(default_factory=dict)
     failures: list[_Failed] = field(default_factory=list)
 
@@ -64,19 +65,14 @@ class _Group:
             pass
 
 
-def run_ranks(
-    payload: bytes, environments: list[dict[str, str]], children: Children, *, master: int, grace_s: float
-) -> Any:
-    """Start one rank per environment on `payload` and return rank 0's value; see `Engine.launch` for what it raises.
-
-    Rank 0 inherits the open file `master`, the socket that holds MASTER_PORT.
-    """
-    group = _Group(children=children, running=set(range(len(environments))))
+def run_ranks(start: Callable[[], None], number: int, children: ChildSet, *, grace_s: float) -> Any:
+    """Let `start` start `number` ranks as `children`; rank 0's value. `Engine.launch` says what this raises."""
+    group = _Group(children=children)
     with children:
         try:
-            for rank, variables in enumerate(environments):
-                children.start(rank, "rank", payload, variables, descriptors=(master,) if rank == 0 else ())
-            while not group.failures and len(group.values) < len(environments):
+            start()
+            group.running |= set(range(number))
+            while not group.failures and len(group.values) < number:
                 group.listen()
             group.listen_for(SETTLE_S if group.failures else EXIT_S)
         except (KeyboardInterrupt, Interrupted) as stop:
@@ -94,8 +90,8 @@ def run_ranks(
 
 def _death(rank: int, code: int) -> _Failed:
     """A rank that ended without a value and without an error."""
-    error = RankFailed(f"rank {rank} {ending(code)} before it returned", rank=rank, signal=-code if code < 0 else None)
-    return _Failed(error=error, when=time.monotonic(), cause=-code in _CAUSES)
+    error = RankFailed(f"rank {rank} {ending(code)} before it returned", rank=rank, signal=signal_of(code))
+    return _Failed(error=error, when=time.time(), cause=-code in _CAUSES)
 
 
 def _interrupted(group: _Group, stop: KeyboardInterrupt | Interrupted) -> Interrupted:

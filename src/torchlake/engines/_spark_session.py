@@ -1,0 +1,147 @@
+"""The Spark session that an engine works in: the running one or a new one, and what it has room for."""
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from torchlake.engines._machine import gpus, share_gpus
+from torchlake.errors import UsageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SLOTS_S = 20.0  # for executors that are just starting to appear
+# A session that torchlake makes on this machine listens to nobody else, retries lost tasks and says little.
+_ON_THIS_MACHINE = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+
+class Session:
+    """A Spark session, made when it is first needed."""
+
+    def __init__(self, given: "SparkSession | None", *, master: str | None, conf: dict[str, str]) -> None:
+        if given is not None and (master is not None or conf):
+            raise UsageError("A session that runs has its master and conf already; give the session, or those.")
+        self._session = given
+        self._master, self._conf = master, conf
+
+    def get(self) -> "SparkSession":
+        """The session given, the running one, or a new one. Raises UsageError for one of Spark Connect."""
+        if self._session is None:
+            self._session = self._running() or self._made()
+        if not hasattr(self._session, "_jsc"):
+            raise UsageError(
+                "This session is one of Spark Connect, which starts no processes for others. Use a session of the "
+                "cluster itself (on Databricks: a dedicated, also called single-user, cluster). "
+                "Predicting a DataFrame lazily works on Spark Connect too."
+            )
+        return self._session
+
+    @property
+    def context(self) -> Any:
+        return self.get().sparkContext
+
+    def conf(self, name: str, default: str) -> str:
+        return str(self.context.getConf().get(name, default))
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether processes share this machine with the driver, inside one JVM."""
+        return str(self.context.master).split("[")[0] == "local"
+
+    @property
+    def host(self) -> str:
+        """The address at which executors reach the driver."""
+        return "127.0.0.1" if self.on_this_machine else self.conf("spark.driver.host", "127.0.0.1")
+
+    @property
+    def listen_on(self) -> str:
+        return self.host if self.on_this_machine else self.conf("spark.driver.bindAddress", self.host)
+
+    @property
+    def cores_per_slot(self) -> int:
+        return int(self.conf("spark.task.cpus", "1"))
+
+    def slots(self, wanted: int) -> int:
+        """Tasks that can run at the same time; `wanted` where Spark adds executors as they are asked for."""
+        if self.conf("spark.dynamicAllocation.enabled", "false") == "true":
+            return wanted
+        scheduler = self.context._jsc.sc()
+        profile = scheduler.resourceProfileManager().defaultResourceProfile()
+        deadline = time.monotonic() + SLOTS_S
+        while (found := int(scheduler.maxNumConcurrentTasks(profile))) < wanted and time.monotonic() < deadline:
+            if self.on_this_machine or self._all_here():
+                break
+            time.sleep(0.2)
+        return found
+
+    def _all_here(self) -> bool:
+        """Whether every executor that the session was started with has come."""
+        expected = int(self.conf("spark.executor.instances", "0"))
+        master = str(self.context.master)
+        if master.startswith("local-cluster["):
+            expected = int(master.split("[")[1].split(",")[0])
+        # The driver is one of the endpoints that the status names.
+        return 0 < expected < int(self.context._jsc.sc().getExecutorMemoryStatus().size())
+
+    def threads(self, processes: int, slots: int) -> int:
+        """Cores for each of `processes` that share all task slots, no more than one executor has."""
+        cores = slots * self.cores_per_slot
+        most = cores if self.on_this_machine else int(self.conf("spark.executor.cores", str(self.cores_per_slot)))
+        return max(1, min(cores // processes, most))
+
+    def gpu_shares(self, processes: int, gpus_per_process: int | None) -> list[list[str] | None]:
+        """Each process's GPUs; None where Spark itself grants them, or where none are wanted or found.
+
+        There are fewer processes than asked for where `gpus_per_process` is None and this machine has fewer GPUs.
+        Raises UsageError when Spark grants fewer than asked for.
+        """
+        granted = int(float(self.conf("spark.task.resource.gpu.amount", "0")))
+        if gpus_per_process == 0 or (gpus_per_process is None and (granted or not self.on_this_machine)):
+            return [None] * processes
+        if gpus_per_process is None:
+            found = len(gpus())
+            shares = share_gpus(min(processes, found), 1) if found else None
+            return [None] * processes if shares is None else list(shares)
+        if self.on_this_machine and not granted:
+            return list(share_gpus(processes, gpus_per_process) or [])
+        if granted < gpus_per_process:
+            raise UsageError(
+                f"{gpus_per_process} GPUs for each process were asked for, and Spark grants {granted} to a task: start "
+                f"the session with spark.task.resource.gpu.amount={gpus_per_process} (and executors that have GPUs)."
+            )
+        return [None] * processes
+
+    def _running(self) -> "SparkSession | None":
+        from pyspark import SparkContext
+        from pyspark.sql import SparkSession
+
+        # Not getActiveSession: that one knows the session of the calling thread only.
+        if SparkContext._active_spark_context is None:
+            return SparkSession.getActiveSession()  # Spark Connect has no context
+        running: SparkSession = SparkSession.builder.getOrCreate()
+        if self._master is not None and running.sparkContext.master != self._master:
+            raise UsageError(
+                f"A Spark session with master {running.sparkContext.master} is running, and {self._master} was asked "
+                "for. Stop that session first, or leave out the master."
+            )
+        return running
+
+    def _made(self) -> "SparkSession":
+        from pyspark.sql import SparkSession
+
+        for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
+            os.environ.setdefault(name, sys.executable)
+        # Failures allowed: a task that holds a process comes back when its executor was lost.
+        master = self._master or "local[*,4]"
+        builder = SparkSession.builder.appName("torchlake").master(master)
+        for name, value in {**(_ON_THIS_MACHINE if master.startswith("local[") else {}), **self._conf}.items():
+            builder = builder.config(name, value)
+        session: SparkSession = builder.getOrCreate()
+        session.sparkContext.setLogLevel("ERROR")
+        return session
