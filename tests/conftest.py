@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 
 import tiny
+from torchlake.engines.ray import Ray
 from torchlake.engines.spark import Spark
 
 if TYPE_CHECKING:
@@ -49,3 +50,13 @@ def spark() -> Iterator["SparkSession"]:
     session = Spark(master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"}).session.get()
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[None]:
+    """Ray on this machine, two CPUs, reached from here alone."""
+    import ray
+
+    Ray()._join()
+    yield
+    ray.shutdown()

@@ -72,6 +72,11 @@ def hand_out(
         _let_go(workers, ready & unfinished.keys())
 
 
+def nothing() -> Generator[Any, None, None]:
+    """The results of no chunks."""
+    yield from ()
+
+
 def _let_go(workers: ChildSet, running: set[AnyChild]) -> None:
     """Wait for workers without chunks to end their generators; their set kills those that take too long."""
     deadline = time.monotonic() + WORKER_EXIT_S

@@ -29,3 +29,13 @@ def map_batches(payload: bytes, batches: Iterable[pa.RecordBatch]) -> Iterator[p
     """The batches with what the worker adds to them; without batches no worker is made."""
     for batch in batches:
         yield from worker_of(payload)(pa.Table.from_batches([batch])).to_batches()
+
+
+class BatchMapper:
+    """`worker_of` as the kind of class that Ray Data makes once in every process: a table in, a table out."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._worker = worker_of(payload)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        return self._worker(batch)

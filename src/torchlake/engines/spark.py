@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchlake.engines import Engine, Worker, at_least_one
-from torchlake.engines._chunks import hand_out
+from torchlake.engines._chunks import hand_out, nothing
 from torchlake.engines._crossing import pack
 from torchlake.engines._frames import map_batches
 from torchlake.engines._machine import most_processes, thread_variables
@@ -71,7 +71,7 @@ class Spark(Engine):
         threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
         wanted = self.processes if processes is None else at_least_one(processes)
         if not todo:
-            return _nothing()
+            return nothing()
         session = self.session
         slots = max(1, session.slots(wanted or 1))
         if wanted is None:
@@ -170,7 +170,3 @@ def _sit(address: Address, key: bytes, seats: Iterator[int]) -> Iterator[int]:
     for seat in seats:
         sit(address, key, seat, None if gpus is None else gpus.addresses)
         yield seat
-
-
-def _nothing() -> Generator[Any, None, None]:
-    yield from ()
