@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from torchlake.config import Job
     from torchlake.diagnosing import doctor
     from torchlake.engines.local import Local
+    from torchlake.engines.ray import Ray
+    from torchlake.engines.spark import Spark
     from torchlake.errors import TorchlakeError
     from torchlake.evaluating import evaluate
     from torchlake.launching import launch
+    from torchlake.mapping import spark_udf
     from torchlake.optimizing import optimize
     from torchlake.planning import plan
     from torchlake.predicting import predict
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Job",
     "Local",
+    "Ray",
+    "Spark",
     "TorchlakeError",
     "__version__",
     "doctor",
@@ -42,6 +47,7 @@ __all__ = [
     "plan",
     "predict",
     "report",
+    "spark_udf",
     "train",
     "tune",
     "verify",
@@ -50,6 +56,8 @@ __all__ = [
 _HOMES = {
     "Job": "config",
     "Local": "engines.local",
+    "Ray": "engines.ray",
+    "Spark": "engines.spark",
     "TorchlakeError": "errors",
     "doctor": "diagnosing",
     "evaluate": "evaluating",
@@ -58,6 +66,7 @@ _HOMES = {
     "plan": "planning",
     "predict": "predicting",
     "report": "reporting",
+    "spark_udf": "mapping",
     "train": "training",
     "tune": "tuning",
     "verify": "verifying",
@@ -74,6 +83,10 @@ def __getattr__(name: str) -> Any:
         value: Any = version("torchlake")
     elif name == "errors":
         value = import_module("torchlake.errors")
+    elif _HOMES.get(name, "").startswith("engines."):
+        from torchlake import plugins
+
+        value = getattr(plugins.load("engines", name.lower()), name)  # which says what to install
     elif name in _HOMES:
         value = getattr(import_module(f"torchlake.{_HOMES[name]}"), name)
     else:

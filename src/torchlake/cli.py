@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import typer
 
 from torchlake import commands
-from torchlake.commands import Outcome, given, make_engine
+from torchlake.commands import Outcome, engine_settings, given, make_engine
 from torchlake.console import apart, error_outcome, interruptible, resume_line
 from torchlake.errors import Interrupted, TorchlakeError, UsageError
 
@@ -46,6 +46,10 @@ Processes = Annotated[int | None, typer.Option("--processes", min=1, help="Proce
 Ranks = Annotated[int | None, typer.Option("--processes", min=1, help="Ranks to train with (default: 1).")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Lay one value over the job file; repeatable.")
+]
+
+EngineOverrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="ENGINE.B=C", help="Set one of the engine's options; repeatable.")
 ]
 
 
@@ -168,6 +172,7 @@ def predict(
     runtime: RuntimeName = None,
     engine: EngineName = None,
     processes: Processes = None,
+    overrides: EngineOverrides = None,
     max_error_rate: Annotated[
         float | None,
         typer.Option("--max-error-rate", min=0, max=1, help="Stop when a larger share fails (default: 0.5)."),
@@ -218,7 +223,7 @@ def predict(
         "on_bad_file": on_bad_file,
     }
     return lambda: commands.predict(
-        model, table, output, make_engine(engine, processes, as_json=as_json), given(options)
+        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), given(options)
     )
 
 
@@ -233,6 +238,7 @@ def evaluate(
     runtime: RuntimeName = None,
     engine: EngineName = None,
     processes: Processes = None,
+    overrides: EngineOverrides = None,
     as_json: Json = False,
 ) -> Work:
     """Measure a model on a labelled table. Every headline metric has a 95 % bootstrap interval.
@@ -241,7 +247,7 @@ def evaluate(
     Example: torchlake evaluate runs/reviews/model test.parquet
     """
     options = given({"text": text, "label": label, "runtime": runtime})
-    return lambda: commands.evaluate(model, table, make_engine(engine, processes, as_json=as_json), options)
+    return lambda: commands.evaluate(model, table, make_engine(engine, processes, overrides, as_json=as_json), options)
 
 
 @app.command()
@@ -293,6 +299,7 @@ def launch(
     processes: Annotated[int, typer.Option("--processes", min=1, help="Ranks.")] = 1,
     gpus_per_process: Annotated[int, typer.Option("--gpus-per-process", min=0, help="GPUs that each rank sees.")] = 0,
     engine: EngineName = None,
+    overrides: EngineOverrides = None,
     as_json: Json = False,
 ) -> Work:
     """Run a script or function as ranks. They have the environment that torchrun gives.
@@ -303,7 +310,7 @@ def launch(
     return lambda: commands.launch(
         target,
         arguments or [],
-        make_engine(engine, None, as_json=as_json),
+        make_engine(engine, None, overrides, as_json=as_json),
         processes=processes,
         gpus_per_process=gpus_per_process,
         as_json=as_json,
@@ -375,12 +382,7 @@ def _options(
 
 def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
     """The overrides of a job, those with an option of their own after the others."""
-    settings = list(overrides or ())
-    if processes is not None:
-        settings.append(f"engine.processes={processes}")
-    if engine is not None:
-        settings.append(f"engine.name={engine}")
-    return settings
+    return [*(overrides or ()), *engine_settings(engine, processes)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

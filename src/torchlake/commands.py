@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError
 
 if TYPE_CHECKING:
+    from torchlake.engine_options import EngineConfig
     from torchlake.engines import Engine
 
 LABELS_SHOWN = 10
@@ -258,16 +259,25 @@ def _demo_model() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def make_engine(name: str | None, processes: int | None, *, as_json: bool) -> "Engine | None":
+def make_engine(
+    name: str | None, processes: int | None, overrides: Sequence[str] | None = None, *, as_json: bool
+) -> "Engine | None":
     """The engine that the options name, its children's standard output apart from ours under --json.
 
     None where the options say nothing: the choice is the verb's. Raises UsageError for a name that there is not.
     """
-    if name is None and processes is None:
+    settings = [*(overrides or ()), *engine_settings(name, processes)]
+    if not settings:
         return None
-    from torchlake import engines
+    from torchlake.config import load_engine
 
-    return engines.make_engine(name or "local", processes, stdout_to_stderr=as_json)
+    return _made(load_engine(settings), as_json=as_json)
+
+
+def engine_settings(name: str | None, processes: int | None) -> list[str]:
+    """The options --engine and --processes as overrides."""
+    given = {"engine.processes": processes, "engine.name": name}
+    return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
 def _engine_of(job: str | None, overrides: Sequence[str], *, as_json: bool) -> "Engine | None":
@@ -276,8 +286,13 @@ def _engine_of(job: str | None, overrides: Sequence[str], *, as_json: bool) -> "
         return None
     from torchlake.config import load_job
 
-    wanted = load_job(job, overrides).engine
-    return make_engine(wanted.name, wanted.processes, as_json=as_json)
+    return _made(load_job(job, overrides).engine, as_json=as_json)
+
+
+def _made(wanted: "EngineConfig", *, as_json: bool) -> "Engine":
+    from torchlake import engines
+
+    return engines.make_engine(wanted.name, wanted.processes, stdout_to_stderr=as_json, **wanted.options)
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

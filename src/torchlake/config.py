@@ -26,6 +26,7 @@ from pydantic import (
 
 from torchlake.complaints import sentence
 from torchlake.config_types import STRICT, Every, Float, Int, Interval, Name, Seconds
+from torchlake.engine_options import EngineConfig
 from torchlake.errors import ConfigError
 from torchlake.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
 from torchlake.yaml_tree import Location, read_text, read_yaml, shape
@@ -159,17 +160,6 @@ class TrainConfig(BaseModel):
         return every
 
 
-class EngineConfig(BaseModel):
-    """Where the job runs."""
-
-    model_config = STRICT
-
-    name: Name = "local"
-    """A file in torchlake/engines."""
-    processes: Int | None = Field(default=None, ge=1)
-    """Processes started; null: the engine's choice for scoring, 1 for training."""
-
-
 class TrackConfig(BaseModel):
     """Where a run's parameters and curves are told besides metrics.jsonl."""
 
@@ -191,6 +181,14 @@ class Job(BaseModel):
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
     track: TrackConfig = TrackConfig()
+
+
+class _EngineAlone(BaseModel):
+    """The engine's section of a job that is not there."""
+
+    model_config = STRICT
+
+    engine: EngineConfig = EngineConfig()
 
 
 SECTIONS: dict[str, type[BaseModel]]
@@ -235,6 +233,25 @@ def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sec
         keys, value = _parse_override(override)
         _lay_over(values, origins, keys, value, f"--set {override}")
     return _job(values, origins, path)
+
+
+def load_engine(overrides: Sequence[str]) -> EngineConfig:
+    """The engine that overrides of its own section ("engine.processes=2") describe, where there is no job.
+
+    Raises ConfigError as `load_job` does, and for another section.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[Location, str] = {}
+    for override in overrides:
+        keys, value = _parse_override(override)
+        if keys[0] != "engine":
+            raise ConfigError(f"--set {override}: without a job only the section engine can be set")
+        _lay_over(values, origins, keys, value, f"--set {override}")
+    try:
+        return _EngineAlone.model_validate(values).engine
+    except ValidationError as error:
+        problems = [sentence(problem, origins, None, SECTIONS) for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
 
 def with_values(job: Job, values: Mapping[str, Any], origins: Mapping[str, str]) -> Job:

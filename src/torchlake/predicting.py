@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import exports, model_folders, models
-from torchlake.engines import Engine
+from torchlake.engines import Engine, make_engine
 from torchlake.engines._machine import gpus
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
@@ -38,7 +38,7 @@ from torchlake.scoring_workers import (
 )
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.commit import Writing, known_inputs, part_name, writing
-from torchlake.tables.frames import is_frame, like, to_arrow
+from torchlake.tables.frames import engine_of, is_frame, like, to_arrow
 from torchlake.tables.keys import check_key
 from torchlake.tables.table import Table, open_table
 from torchlake.task_spec import TaskSpec
@@ -92,7 +92,8 @@ def predict(
 
     `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), scored into the Parquet folder
     `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, which comes back as a frame of its kind
-    with every column kept and the predictions added.
+    with every column kept and the predictions added; or a Spark DataFrame or Ray Dataset, which comes back likewise and
+    lazily: its own engine scores it when its rows are asked for, and rows that fail carry their `error`.
 
     `text` names the text column where it is not the training table's; `key` a column of unique values without nulls to
     carry instead of a generated `row_id`; `columns` more columns to carry; `prefix` is put before the prediction
@@ -110,32 +111,33 @@ def predict(
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
     UsageError for what is wrong before any work.
     """
-    _check_options(max_error_rate, null, row_timeout_s, on_bad_file, batch_tokens=batch_tokens, chunk_rows=chunk_rows)
-    folder = model_folders.model_folder(model)
-    spec = models.load_spec(folder)
-    if runtime is None:
-        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
-    else:
-        choice = asked_for(folder, spec.task, runtime)
-    settings = ScoringSettings(
-        model=str(folder),
-        runtime=choice.runtime,
-        text=text or spec.text,
-        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
+    check_options(max_error_rate, null, row_timeout_s, on_bad_file, batch_tokens=batch_tokens, chunk_rows=chunk_rows)
+    settings, spec, choice = scoring_settings(
+        model,
+        runtime,
+        text=text,
         key=key,
-        prefix=prefix,
+        columns=columns,
         all_probabilities=all_probabilities,
+        prefix=prefix,
         null=null,
         row_timeout_s=row_timeout_s,
-        batch_tokens=batch_tokens or choice.batch_tokens,
+        batch_tokens=batch_tokens,
     )
+    home = engine_of(table)
+    if home is not None:
+        engine = engine or make_engine(home, None)
+        if type(engine).__name__.lower() != home:
+            raise UsageError(f"A frame of {home} is predicted by {home}: give no engine, or one of that kind.")
     engine = engine or Local()
-    if is_frame(table):
+    if home is not None or is_frame(table):
         if output is not None or key is not None or columns:
             raise UsageError(
                 "A frame comes back as a frame with all its columns: output, key and columns are for stored tables. "
                 "To write an output folder, save the frame as Parquet and predict that."
             )
+        if home is not None:
+            return _map_frame(table, engine.frame_schema(table), settings, spec, engine)
         return _predict_frame(table, settings, spec, engine, max_error_rate)
     if output is None:
         raise UsageError("predict of a stored table needs an output folder: predict(model, table, output).")
@@ -154,7 +156,36 @@ def predict(
     )
 
 
-def _check_options(
+def scoring_settings(
+    model: str | Path,
+    runtime: Runtime | None,
+    *,
+    text: str | None,
+    key: str | None = None,
+    columns: Sequence[str] = (),
+    batch_tokens: int | None,
+    **settings: Any,
+) -> tuple[ScoringSettings, TaskSpec, RuntimeChoice]:
+    """What workers have to know to score with a model folder; `settings` are further fields of `ScoringSettings`."""
+    folder = model_folders.model_folder(model).absolute()  # workers may run in another folder
+    spec = models.load_spec(folder)
+    if runtime is None:
+        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
+    else:
+        choice = asked_for(folder, spec.task, runtime)
+    made = ScoringSettings(
+        model=str(folder),
+        runtime=choice.runtime,
+        text=text or spec.text,
+        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
+        key=key,
+        batch_tokens=batch_tokens or choice.batch_tokens,
+        **settings,
+    )
+    return made, spec, choice
+
+
+def check_options(
     max_error_rate: float, null: str, row_timeout_s: float, on_bad_file: str, **counts: int | None
 ) -> None:
     """Raise UsageError for a value that means nothing."""
@@ -170,7 +201,7 @@ def _check_options(
             raise UsageError(f"{name} has to be 1 or more; {count} was given.")
 
 
-def _make_export(settings: ScoringSettings, engine: Engine) -> None:
+def make_export(settings: ScoringSettings, engine: Engine) -> None:
     """Let an asked-for runtime make what it keeps of the model, where it has not: once, in a process of its own."""
     folder, runtime = Path(settings.model), settings.runtime
     module = lacks_export(folder, runtime)
@@ -187,16 +218,25 @@ def _make_export(settings: ScoringSettings, engine: Engine) -> None:
 
 def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
     table = to_arrow(frame)
-    check_text(table.schema, settings.text, "the frame")
-    schema = output_schema(settings, spec, table.schema)
-    added = [column for column in schema if column.name != "row_id"]
-    _refuse_collisions([*table.column_names, *(column.name for column in added)])
-    _make_export(settings, engine)
-    scored = engine.map_frame(table, partial(make_table_worker, settings), pa.schema([*table.schema, *added]))
+    scored = _map_frame(table, table.schema, settings, spec, engine)
     failed = len(scored) - scored["error"].null_count
     examples = [f"{reason}" for reason in pc.unique(scored["error"].drop_null()).to_pylist()[:3]]
     _refuse_too_many(failed, len(scored), len(scored), max_error_rate, examples)
     return like(frame, scored)
+
+
+def _map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
+    """The frame of that Arrow schema with the prediction columns added, by the engine whose kind of frame it is."""
+    check_text(schema, settings.text, "the frame")
+    added = added_columns(settings, spec, schema)
+    _refuse_collisions([*schema.names, *(column.name for column in added)])
+    make_export(settings, engine)
+    return engine.map_frame(frame, partial(make_table_worker, settings), pa.schema([*schema, *added]))
+
+
+def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:
+    """What predictions add to a frame of that schema."""
+    return [column for column in output_schema(settings, spec, schema) if column.name != "row_id"]
 
 
 def _predict_table(
@@ -225,7 +265,7 @@ def _predict_table(
     plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows, known=known_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
-    _make_export(settings, engine)
+    make_export(settings, engine)
     fingerprint = _fingerprint(settings, spec)
     with writing(
         output,
@@ -275,7 +315,7 @@ def _score(
     total = out.plan.rows
     rows = sum(part.rows for part in out.done)
     failed = sum(part.failed for part in out.done)
-    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging))
+    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
     chunks = engine.run_chunks(
         make_worker,
         items,

@@ -22,7 +22,7 @@ from torchlake import durable, record
 from torchlake.config import Job, flat, job_to_yaml, load_job
 from torchlake.errors import DataError, FingerprintError
 from torchlake.tables import lease
-from torchlake.tables.frames import is_frame, to_arrow
+from torchlake.tables.frames import engine_of, is_frame, to_arrow
 from torchlake.task_spec import TASK_FILE
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,7 @@ STOP = "stop"
 HALF_WRITTEN = re.compile(r"\.[\w.]+\.\d+\.tmp")
 # They decide where and how safely a run is computed, not what comes out: a run may continue with others.
 MAY_CHANGE = (
-    "engine.name",
-    "engine.processes",
+    "engine",
     "train.strategy",
     "train.activation_checkpointing",
     "train.ddp.bucket_mib",
@@ -52,8 +51,7 @@ MAY_CHANGE = (
     "train.max_restarts",
     "train.collective_timeout",
     "train.micro_batch_tokens",
-    "track.mlflow",
-    "track.tensorboard",
+    "track",
 )
 
 
@@ -108,7 +106,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"  {name}: {one.get(name)!r} -> {other.get(name)!r}"
         for name in dict.fromkeys([*one, *other])
-        if one.get(name) != other.get(name) and name not in MAY_CHANGE
+        if one.get(name) != other.get(name) and not any(f"{name}.".startswith(f"{free}.") for free in MAY_CHANGE)
     ]
 
 
@@ -136,7 +134,9 @@ def frames_to_paths(sections: dict[str, Any], folder: Path) -> tuple[dict[str, A
     data = sections.get("data")
     if not isinstance(data, Mapping):
         return {}, sections
-    frames = {name: data[name] for name in ("train", "validation") if is_frame(data.get(name))}
+    frames = {
+        name: data[name] for name in ("train", "validation") if is_frame(data.get(name)) or engine_of(data.get(name))
+    }
     paths = {name: str(folder / "input" / f"{name}.parquet") for name in frames}
     return frames, {**sections, "data": {**data, **paths}}
 

@@ -40,6 +40,7 @@ from torchlake.preparing import prepare
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.commit import known_inputs
 from torchlake.tables.files import content_id, stat
+from torchlake.tables.frames import engine_of
 from torchlake.tables.keys import check_key
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
@@ -77,8 +78,8 @@ def train(
     """Fine-tune a model as `job` says: a job file, a Job, or sections (`data={...}`, `model={...}`, `train={...}`).
 
     Sections and then `overrides` ("train.epochs=5") are laid over the job. `data.train` and `data.validation` may be
-    frames (pyarrow, pandas, polars); they are stored in the run folder first. `run` is the run folder, by default
-    runs/ and the job file's name. The same call again continues an interrupted run, and returns a finished one.
+    frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, those of Spark and Ray
+    by their own engine, once in a run. `run` is the run folder, by default runs/ and the job file's name. The same call again continues an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
     FingerprintError when the run folder holds another job or the input has changed, Locked when another process trains
@@ -92,13 +93,13 @@ def train(
     wanted = load_job(job, overrides, **sections)
     tracking.check(wanted.track)
     if engine is None:
-        engine = make_engine(wanted.engine.name, wanted.engine.processes)
+        engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
     processes = wanted.engine.processes or engine.processes or 1
     strategy = choose_strategy(wanted, processes)
     with run_folder.held(folder) as held:
         run_folder.claim(folder, wanted)
         for name, frame in frames.items():
-            run_folder.store_frame(frame, folder / "input" / f"{name}.parquet")
+            _store_frame(frame, folder / "input" / f"{name}.parquet", engine)
         finished = run_folder.finished(folder)
         if finished is not None:
             _refuse_changed_input(wanted, folder)
@@ -129,6 +130,23 @@ def train(
 
     reporting.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
+    """Keep a frame in the run folder; one of Spark or Ray is written there by its own engine, once."""
+    home = engine_of(frame)
+    if home is None:
+        run_folder.store_frame(frame, path)
+    elif path.exists():
+        # Computing such a frame again may take hours and may give its rows in another order.
+        log.info("%s: the rows that the run began with are used", path)
+    else:
+        own = engine if type(engine).__name__.lower() == home else make_engine(home, None)
+        being_written = path.with_name(f".{path.name}.spool")
+        durable.remove([being_written])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.spool(frame, str(being_written))
+        being_written.rename(path)
 
 
 def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:

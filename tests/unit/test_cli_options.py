@@ -28,10 +28,11 @@ OPTIONS = {
             "--overwrite",
             "--accept-new-input",
             "--on-bad-file",
+            "--set",
             "--json",
         }
     ),
-    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--json"}),
+    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set", "--json"}),
     "optimize": frozenset(
         {
             "--sample",
@@ -57,7 +58,7 @@ OPTIONS = {
             "--json",
         }
     ),
-    "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--json"}),
+    "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set", "--json"}),
     "verify": frozenset({"--json"}),
     "report": frozenset({"--json"}),
     "doctor": frozenset({"--json"}),

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+import pyarrow as pa
+
 from torchlake import plugins
 from torchlake.errors import UsageError
 
@@ -74,7 +76,18 @@ class Engine(ABC):
 
     @abstractmethod
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
-        """Apply `make_worker()`, a function from Arrow table to Arrow table of `schema`, to the engine's own frame."""
+        """Apply `make_worker()`, a function from Arrow table to Arrow table of `schema`, to the engine's own frame.
+
+        Lazy where the engine's frames are. The worker adds columns and rows stay as they are.
+        """
+
+    @abstractmethod
+    def frame_schema(self, frame: Any) -> pa.Schema:
+        """The Arrow schema of the engine's own frame; its rows are not computed."""
+
+    @abstractmethod
+    def spool(self, frame: Any, folder: str) -> None:
+        """Write the engine's own frame as Parquet files into `folder`, which does not exist yet."""
 
 
 def at_least_one(number: int, name: str = "processes") -> int:

@@ -15,7 +15,10 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+import pyarrow as pa
 import ray
+import ray.data
+import ray.util.client
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -114,6 +117,7 @@ class Ray(Engine):
 
         Actors, up to `processes` (default: one per CPU), keep the worker; a batch is what Ray Data makes of 4,096 rows.
         """
+        self._join()
         most = self.processes or max(1, int(ray.cluster_resources().get("CPU", 1)))
         return frame.map_batches(
             BatchMapper,
@@ -124,6 +128,16 @@ class Ray(Engine):
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
             num_gpus=self.gpus_per_process or None,
         )
+
+    def frame_schema(self, frame: Any) -> pa.Schema:
+        self._join()
+        schema = frame.schema()
+        return pa.schema(list(zip(schema.names, schema.types, strict=True)))
+
+    def spool(self, frame: Any, folder: str) -> None:
+        """Ray's tasks write the files: the folder has to be one that all nodes reach."""
+        self._join()
+        frame.write_parquet(os.path.abspath(folder))
 
     def _join(self) -> bool:
         """Join the cluster, or start one; whether it is this machine alone."""

@@ -10,10 +10,14 @@ process: its chunk runs again, and Spark's own retries and speculative twins ref
 Price: about 1 s for a job's first process, once the session runs.
 """
 
+import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import TaskContext
 
 from torchlake.engines import Engine, Worker, at_least_one
 from torchlake.engines._chunks import hand_out, nothing
@@ -135,6 +139,15 @@ class Spark(Engine):
         fields = [own.get(field.name, field) for field in from_arrow_schema(schema).fields]
         return frame.mapInArrow(partial(map_batches, pack(make_worker)), StructType(fields))
 
+    def frame_schema(self, frame: Any) -> pa.Schema:
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        return to_arrow_schema(frame.schema)
+
+    def spool(self, frame: Any, folder: str) -> None:
+        """Spark's tasks write the files: the folder has to be one that all executors reach."""
+        frame.write.parquet(os.path.abspath(folder))
+
     def _seats(self, number: int, *, together: bool) -> Seats:
         return Seats(
             _Tasks(self.session, number, together=together),
@@ -163,8 +176,6 @@ class _Tasks:
 
 def _sit(address: Address, key: bytes, seats: Iterator[int]) -> Iterator[int]:
     """A Spark task: the shell of one seat, with the GPUs that Spark gave the task."""
-    from pyspark import TaskContext
-
     context = TaskContext.get()
     gpus = None if context is None else context.resources().get("gpu")
     for seat in seats:

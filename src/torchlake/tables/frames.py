@@ -16,6 +16,16 @@ def is_frame(value: Any) -> bool:
     return isinstance(value, pa.Table | pa.RecordBatch) or _is(value, "pandas") or _is(value, "polars")
 
 
+def engine_of(value: Any) -> str | None:
+    """The engine whose own, lazy kind of frame `value` is: a Spark DataFrame or a Ray Dataset; None for all else."""
+    for cls in type(value).__mro__:
+        if cls.__name__ == "DataFrame" and cls.__module__.startswith("pyspark.sql"):
+            return "spark"
+        if cls.__name__ == "Dataset" and cls.__module__.startswith("ray.data"):
+            return "ray"
+    return None
+
+
 def to_arrow(frame: Any) -> pa.Table:
     """The frame's columns as an Arrow table; a pandas index is left out (`like` puts it back).
 

@@ -1,0 +1,50 @@
+"""What a job may say about where it runs."""
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from torchlake.config_types import STRICT, Float, Int, Name
+
+
+class SparkOptions(BaseModel):
+    """Options of `engine: spark`."""
+
+    model_config = STRICT
+
+    master: Name | None = None
+    """Master of a session that is made; null: the session that runs, else one on this machine's cores."""
+    conf: dict[str, str] = {}
+    """Spark configuration of a session that is made."""
+    local_mode: bool = False
+    """Launch ranks on the driver's machine instead of the executors."""
+
+
+class RayOptions(BaseModel):
+    """Options of `engine: ray`."""
+
+    model_config = STRICT
+
+    address: Name | None = None
+    """Cluster to join, "auto" for this machine's; null: the one joined already, else one on this machine's cores."""
+    gpus_per_process: Float | None = Field(default=None, ge=0)
+    """GPUs of each process; null: one where there are any, for scoring."""
+
+
+class EngineConfig(BaseModel):
+    """Where the job runs."""
+
+    model_config = STRICT
+
+    name: Name = "local"
+    """A file in torchlake/engines."""
+    processes: Int | None = Field(default=None, ge=1)
+    """Processes started; null: the engine's choice for scoring, 1 for training."""
+    spark: SparkOptions = SparkOptions()
+    ray: RayOptions = RayOptions()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the engine of that name is made with, besides its number of processes."""
+        section = getattr(self, self.name) if self.name in ("spark", "ray") else None
+        return {} if section is None else dict(section)

@@ -1,0 +1,81 @@
+"""Predictions inside other people's queries: a model as a function of Spark SQL.
+
+`predict` of a Spark DataFrame or Ray Dataset adds the prediction columns to a whole frame; this is for expressions.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+from torchlake.engines import make_engine
+from torchlake.engines._crossing import pack
+from torchlake.engines._frames import worker_of
+from torchlake.predicting import added_columns, check_options, make_export, scoring_settings
+from torchlake.scoring import Runtime
+from torchlake.scoring_workers import make_table_worker
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pyspark.sql import SparkSession
+
+ROW_TIMEOUT_S = 600.0
+
+
+def spark_udf(
+    model: str | Path,
+    session: "SparkSession | None" = None,
+    *,
+    name: str | None = None,
+    all_probabilities: bool = False,
+    runtime: Runtime | None = None,
+    null: Literal["error", "score"] = "error",
+    batch_tokens: int | None = None,
+) -> Any:
+    """The model as a function of one text column, whose value is a struct of the prediction columns.
+
+        classify = tl.spark_udf("runs/reviews/model", name="classify")
+        frame.select("id", classify("text").label)          # or: spark.sql("SELECT id, classify(text).label FROM t")
+
+    `name` registers it in `session` (default: the running one) for SQL. The model is loaded once per Python process of
+    an executor. The other options are those of `predict`. Needs pandas.
+    """
+    from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    check_options(0.5, null, ROW_TIMEOUT_S, "error", batch_tokens=batch_tokens)
+    settings, spec, _ = scoring_settings(
+        model,
+        runtime,
+        text=None,
+        all_probabilities=all_probabilities,
+        prefix="",
+        null=null,
+        row_timeout_s=ROW_TIMEOUT_S,
+        batch_tokens=batch_tokens,
+    )
+    engine: Any = make_engine("spark", None, session=session)
+    make_export(settings, engine)
+    columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
+    payload = pack(partial(make_table_worker, settings))
+    score = partial(_score, payload, settings.text, [column.name for column in columns])
+
+    def predictions(texts: "Iterator[pd.Series]") -> "Iterator[pd.DataFrame]":
+        return map(score, texts)
+
+    # Spark reads the kind of function from its annotations, as types rather than as text.
+    import pandas as pd
+
+    predictions.__annotations__ = {"texts": Iterator[pd.Series], "return": Iterator[pd.DataFrame]}
+    udf = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
+    if name is not None:
+        engine.session.get().udf.register(name, udf)
+    return udf
+
+
+def _score(payload: bytes, text: str, names: list[str], texts: "pd.Series") -> "pd.DataFrame":
+    """The predictions for a column of texts, in a Python process of an executor."""
+    table = pa.table({text: pa.Array.from_pandas(texts, type=pa.string())})
+    return worker_of(payload)(table).select(names).to_pandas()
