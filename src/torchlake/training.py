@@ -79,7 +79,8 @@ def train(
 
     Sections and then `overrides` ("train.epochs=5") are laid over the job. `data.train` and `data.validation` may be
     frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, those of Spark and Ray
-    by their own engine, once in a run. `run` is the run folder, by default runs/ and the job file's name. The same call again continues an interrupted run, and returns a finished one.
+    by their own engine, once in a run. `run` is the run folder, by default runs/ and the job file's name. The same call
+    again continues an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
     FingerprintError when the run folder holds another job or the input has changed, Locked when another process trains

@@ -29,7 +29,7 @@ CALLS = {
     "optimizing": {"candidates", "sampling", "scoring", "trials"},
     "plan_tables": {"capacity", "planning"},
     "planning": {"capacity", "run_folder", "surveying"},
-    "mapping": {"predicting", "scoring_workers"},
+    "mapping": {"predicting", "scoring", "scoring_workers"},
     "predicting": {"scoring", "scoring_workers"},
     "preparing": {"scoring"},
     "loop": {"learner", "saving"},

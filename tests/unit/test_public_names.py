@@ -11,6 +11,8 @@ import torchlake
 PUBLIC = {
     "Job",
     "Local",
+    "Ray",
+    "Spark",
     "TorchlakeError",
     "__version__",
     "doctor",
@@ -21,6 +23,7 @@ PUBLIC = {
     "plan",
     "predict",
     "report",
+    "spark_udf",
     "train",
     "tune",
     "verify",

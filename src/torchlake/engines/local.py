@@ -8,12 +8,8 @@ in sessions of their own: Ctrl-C reaches this process alone, which stops them in
 of them can be left behind.
 """
 
-import os
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from torchlake.engines import Engine, Worker, at_least_one
 from torchlake.engines._chunks import hand_out
@@ -101,10 +97,3 @@ class Local(Engine):
         result = make_worker()(frame)
         assert result.schema.equals(schema), f"the worker returned {result.schema}, promised {schema}"
         return result
-
-    def frame_schema(self, frame: Any) -> pa.Schema:
-        return frame.schema
-
-    def spool(self, frame: Any, folder: str) -> None:
-        os.mkdir(folder)
-        pq.write_table(frame, os.path.join(folder, "part-00000.parquet"))
