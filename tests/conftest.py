@@ -57,6 +57,6 @@ def ray() -> Iterator[None]:
     """Ray on this machine, two CPUs, reached from here alone."""
     import ray
 
-    Ray()._join()
+    Ray(processes=2)._join()
     yield
     ray.shutdown()

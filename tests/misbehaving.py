@@ -61,10 +61,15 @@ def small_memory(folder: Path, spec: models.TaskSpec, *, device: str):
 
 
 def log_rows(folder: Path, spec: models.TaskSpec, *, device: str):
-    """`misbehave`, and every row that is scored leaves a line in $SCORED_LOG: the oracle of bounded rework (P3)."""
+    """`misbehave`, and every row that is scored leaves a line in $SCORED_LOG: the oracle of bounded rework (P3).
+
+    A forward pass takes $SLOW_FORWARD_S seconds, for who has to find the process at work.
+    """
     inner = misbehave(folder, spec, device=device)
+    slow_s = float(os.environ.get("SLOW_FORWARD_S", "0"))
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        time.sleep(slow_s)
         with open(os.environ["SCORED_LOG"], "a", encoding="utf-8") as file:
             file.write("row\n" * len(input_ids))
         return inner(input_ids, attention_mask)

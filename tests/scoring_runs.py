@@ -22,9 +22,10 @@ from torchlake.errors import TorchlakeError
 
 options = json.loads(sys.argv[1])
 runtime = getattr(misbehaving, options.pop("runtime"))
-processes = options.pop("processes", 1)
+engine = getattr(tl, options.pop("engine", "local").title())
+engine = engine(processes=options.pop("processes", 1), **options.pop("engine_options", {}))
 try:
-    scored = tl.predict(runtime=runtime, engine=tl.Local(processes=processes), **options)
+    scored = tl.predict(runtime=runtime, engine=engine, **options)
 except TorchlakeError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -12,6 +12,7 @@ import os
 import platform
 import secrets
 import socket
+import struct
 import sys
 import threading
 from collections import defaultdict, deque
@@ -32,6 +33,7 @@ from torchlake.engines._shell import Address, Facts, shake_hands, tuned
 from torchlake.errors import RankFailed
 
 MOST_BARREN = 2  # placements in a row that no shell came from, before the job is given up
+GREET_S = 20  # for whoever connects to prove that it knows the key
 LEAVE_S = 10.0  # for shells to leave, and for their placement to end after that
 
 
@@ -216,10 +218,12 @@ class Seats:
 
     def _serve(self, channel: socket.socket) -> None:
         """One shell, from its first word to its last."""
-        with tuned(channel) as connection:
+        with channel.dup() as control, tuned(channel) as connection:
             try:
+                control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", GREET_S, 0))
                 shake_hands(connection, self._key, first=True)
                 _, facts = connection.recv()
+                control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
             except (AuthenticationError, EOFError, OSError):
                 return  # somebody else, or a shell that is gone already
             self._greeted += 1

@@ -69,9 +69,12 @@ def sit(address: Address, key: bytes, seat: int, gpus: Sequence[str] | None = No
     with connection, held_port(own) as holder:
         send("hello", _facts(seat, own, holder.getsockname()[1], gpus))
         try:
-            _, path, folder = connection.recv()
-        except EOFError:
+            answer, *setting = connection.recv()
+        except (EOFError, OSError):
             return
+        if answer == "leave":
+            return
+        path, folder = setting
         with (
             _captured(send) as output,
             Children(

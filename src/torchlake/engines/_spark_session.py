@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from torchlake.engines._machine import gpus, share_gpus
+from torchlake.engines._machine import cores, gpus, share_gpus
 from torchlake.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,11 +24,14 @@ _ON_THIS_MACHINE = {
 class Session:
     """A Spark session, made when it is first needed."""
 
-    def __init__(self, given: "SparkSession | None", *, master: str | None, conf: dict[str, str]) -> None:
+    def __init__(
+        self, given: "SparkSession | None", *, master: str | None, conf: dict[str, str], processes: int | None
+    ) -> None:
         if given is not None and (master is not None or conf):
             raise UsageError("A session that runs has its master and conf already; give the session, or those.")
         self._session = given
         self._master, self._conf = master, conf
+        self._slots_here = max(cores(), processes or 1)
 
     def get(self) -> "SparkSession":
         """The session given, the running one, or a new one. Raises UsageError for one of Spark Connect."""
@@ -137,8 +140,8 @@ class Session:
 
         for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
             os.environ.setdefault(name, sys.executable)
-        # Failures allowed: a task that holds a process comes back when its executor was lost.
-        master = self._master or "local[*,4]"
+        # The second number: a task that holds a process may be lost three times, and comes back.
+        master = self._master or f"local[{self._slots_here},4]"
         builder = SparkSession.builder.appName("torchlake").master(master)
         for name, value in {**(_ON_THIS_MACHINE if master.startswith("local[") else {}), **self._conf}.items():
             builder = builder.config(name, value)

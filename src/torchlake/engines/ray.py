@@ -145,7 +145,12 @@ class Ray(Engine):
             if self.address is not None:
                 ray.init(address=self.address, log_to_driver=False)
             else:
-                ray.init(num_cpus=cores(), include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+                ray.init(
+                    num_cpus=max(cores(), self.processes or 1),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    _node_ip_address="127.0.0.1",
+                )
         if ray.util.client.ray.is_connected():
             raise UsageError(
                 "This is a Ray Client connection (ray://), which workers cannot answer. Run the job on the cluster: "

@@ -59,7 +59,7 @@ class Spark(Engine):
         self.processes = None if processes is None else at_least_one(processes)
         self.local_mode = local_mode
         self.stdout_to_stderr = stdout_to_stderr
-        self.session = Session(session, master=master, conf=conf or {})
+        self.session = Session(session, master=master, conf=conf or {}, processes=self.processes)
 
     def run_chunks(
         self,
