@@ -23,13 +23,13 @@ import pyarrow.parquet as pq
 
 from torchlake import models, plugins, predicting
 from torchlake.engines import Engine
-from torchlake.errors import DataError, TableError
+from torchlake.errors import DataError, TableError, UsageError
 from torchlake.metrics import Metric, evaluate_metrics
 from torchlake.models import Label, TaskSpec
 from torchlake.scoring import Runtime
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.committed import committed_files
-from torchlake.tables.frames import is_frame, to_arrow
+from torchlake.tables.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
@@ -80,6 +80,11 @@ def evaluate(
     Raises DataError for a label that the model does not know and when no row could be used, TableError for a missing
     column, and what `predict` raises.
     """
+    if engine_of(table) is not None:
+        raise UsageError(
+            "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
+            "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
+        )
     spec = models.load_spec(model)
     spec = replace(spec, text=text or spec.text, label=label or spec.label)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:

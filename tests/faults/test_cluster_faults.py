@@ -17,6 +17,7 @@ import scoring_runs
 import tiny
 from misbehaving import KILLER
 from pids import wait_for
+from torchlake.errors import TooManyErrors
 
 TEXTS = [f"{tiny.OTHER[i % len(tiny.OTHER)]} good film {i % 7} bad" for i in range(60)]
 CLUSTER = {
@@ -147,6 +148,6 @@ def test_a_speculative_twin_changes_nothing(job: dict[str, Any], tmp_path: Path)
 def test_too_many_bad_rows_end_the_job_in_words(job: dict[str, Any], tmp_path: Path, engine: str) -> None:
     scoring_runs.write_rows(job["table"], [None] * 40 + TEXTS[:20])
     done = scoring_runs.predict({**job, "engine": engine}, SCORED_LOG=str(tmp_path / "scored"))
-    assert done.returncode == 65, done.stderr
+    assert done.returncode == TooManyErrors.exit_code, done.stderr
     assert "TooManyErrors" in done.stderr
     assert not job["output"].exists()

@@ -19,6 +19,7 @@ import pyarrow as pa
 import ray
 import ray.data
 import ray.util.client
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -145,12 +146,7 @@ class Ray(Engine):
             if self.address is not None:
                 ray.init(address=self.address, log_to_driver=False)
             else:
-                ray.init(
-                    num_cpus=max(cores(), self.processes or 1),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    _node_ip_address="127.0.0.1",
-                )
+                _start_here(max(cores(), self.processes or 1))
         if ray.util.client.ray.is_connected():
             raise UsageError(
                 "This is a Ray Client connection (ray://), which workers cannot answer. Run the job on the cluster: "
@@ -205,6 +201,20 @@ class _Tasks:
     def cancel(self) -> None:
         for ref in self._refs:
             ray.cancel(ref, force=True)
+
+
+def _start_here(cpus: int) -> None:
+    """Start Ray on this machine, listening to nobody else.
+
+    That takes the switch by which Ray keeps to itself on laptops with macOS and Windows; on Linux its processes listen
+    to the whole network, whatever address `ray.init` is given.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _sit(address: Address, key: bytes, seat: int) -> None:

@@ -1,0 +1,94 @@
+"""What the Ray engine does beyond the promise of every engine: Datasets, stages, refusals, output."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray as ray_library
+import ray.data
+
+import tiny
+import torchlake as tl
+import training_runs as runs
+from torchlake.errors import TableError, UsageError
+
+pytestmark = [
+    pytest.mark.usefixtures("ray"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # Ray Data sets its own deprecated options
+]
+TEXTS = ["good movie", None, "a bad plot", "", "good good film", "stale"] * 5
+
+
+@pytest.fixture
+def table() -> pa.Table:
+    rows = {"id": range(len(TEXTS)), "text": pa.array(TEXTS, pa.string()), "tags": [["a"], None, []] * 10}
+    return pa.table({**rows, "day": pa.array(range(len(TEXTS)), pa.date32())})
+
+
+@pytest.fixture
+def dataset(table: pa.Table) -> Any:
+    return ray_library.data.from_arrow(table).repartition(3)
+
+
+def by_id(rows: list[dict[str, Any]], column: str) -> dict[int, Any]:
+    return {row["id"]: row[column] for row in rows}
+
+
+def test_a_dataset_comes_back_lazily_with_its_own_columns(tiny_model: Path, table: pa.Table, dataset: Any) -> None:
+    scored = tl.predict(tiny_model, dataset)
+    rows = scored.take_all()
+    expected = tl.predict(tiny_model, table, engine=tiny.Here()).to_pylist()
+    for column in ("text", "tags", "day", "label", "error"):
+        assert by_id(rows, column) == by_id(expected, column)
+    assert by_id(rows, "score") == pytest.approx(by_id(expected, "score"), abs=1e-6)
+
+
+def test_a_dataset_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path) -> None:
+    sections = runs.job(tmp_path, tiny_bert)
+    sections["data"] = {"train": ray_library.data.from_arrow(tiny.reviews(48)), "validation": None}
+    done = tl.train(run=tmp_path / "run", engine=runs.Inline(), **sections)
+    assert pq.read_table(tmp_path / "run" / "input" / "train.parquet").num_rows == 48
+    again = tl.train(run=tmp_path / "run", engine=runs.Inline(), **sections)
+    assert again.complete
+    assert again.steps == 0 < done.steps
+
+
+def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset: Any) -> None:
+    with pytest.raises(UsageError, match="A frame of ray is predicted by ray"):
+        tl.predict(tiny_model, dataset, engine=tl.Local())
+    with pytest.raises(TableError, match="there is no text column 'review'"):
+        tl.predict(tiny_model, dataset, text="review")
+    began = time.monotonic()
+    with pytest.raises(UsageError, match="9 ranks have to run at the same time and need 9 CPUs; Ray has 2"):
+        tl.Ray(processes=9).launch(os.getpid)
+    with pytest.raises(UsageError, match="need 2 GPUs; Ray has 0"):
+        tl.Ray(processes=2, gpus_per_process=1).launch(os.getpid)
+    with pytest.raises(UsageError, match="a rank needs whole GPUs"):
+        tl.Ray(gpus_per_process=0.5).launch(os.getpid)
+    assert time.monotonic() - began < 5
+
+
+def test_what_processes_print_comes_to_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tl.Ray(processes=2).launch(_print_bytes) == "0"
+    out = capsys.readouterr().out
+    assert sorted(line for line in out.splitlines() if "rank" in line) == ["rank 0 \ufffd", "rank 1 \ufffd"]
+
+
+def test_ray_is_reached_from_this_machine_alone() -> None:
+    ours = {process.pid for process in psutil.Process().children(recursive=True)}
+    listening = [one.laddr.ip for one in psutil.net_connections("inet") if one.status == "LISTEN" and one.pid in ours]
+    assert listening
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+
+
+def _print_bytes() -> str:
+    rank = os.environ["RANK"]
+    sys.stdout.buffer.write(f"rank {rank} ".encode() + b"\xff\n")
+    sys.stdout.flush()
+    return rank
