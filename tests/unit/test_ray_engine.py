@@ -1,7 +1,6 @@
 """What the Ray engine does beyond the promise of every engine: Datasets, stages, refusals, output."""
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import ray.data
 import tiny
 import torchlake as tl
 import training_runs as runs
+from remote_work import print_bytes
 from torchlake.errors import TableError, UsageError
 
 pytestmark = [
@@ -75,9 +75,9 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
 
 
 def test_what_processes_print_comes_to_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tl.Ray(processes=2).launch(_print_bytes) == "0"
+    assert tl.Ray(processes=2).launch(print_bytes) == "0"
     out = capsys.readouterr().out
-    assert sorted(line for line in out.splitlines() if "rank" in line) == ["rank 0 \ufffd", "rank 1 \ufffd"]
+    assert sorted(line for line in out.splitlines() if "rank" in line) == ["rank 0 \ufffd\ufffd", "rank 1 \ufffd\ufffd"]
 
 
 def test_ray_is_reached_from_this_machine_alone() -> None:
@@ -85,10 +85,3 @@ def test_ray_is_reached_from_this_machine_alone() -> None:
     listening = [one.laddr.ip for one in psutil.net_connections("inet") if one.status == "LISTEN" and one.pid in ours]
     assert listening
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
-
-
-def _print_bytes() -> str:
-    rank = os.environ["RANK"]
-    sys.stdout.buffer.write(f"rank {rank} ".encode() + b"\xff\n")
-    sys.stdout.flush()
-    return rank

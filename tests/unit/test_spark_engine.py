@@ -1,9 +1,7 @@
 """What the Spark engine does beyond the promise of every engine: frames, SQL, streams, refusals, output."""
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from pyspark.sql import functions as F
 import tiny
 import torchlake as tl
 import training_runs as runs
+from remote_work import own_pid, print_bytes
 from torchlake import launching
 from torchlake.engines._spark_session import Session
 from torchlake.errors import TableError, UsageError
@@ -134,7 +133,7 @@ def test_more_ranks_than_slots_are_refused_in_seconds(spark: SparkSession) -> No
 
 
 def test_more_workers_than_slots_do_with_the_slots(spark: SparkSession) -> None:
-    pids = set(tl.Spark(spark, processes=5).run_chunks(_own_pid, range(12)))
+    pids = set(tl.Spark(spark, processes=5).run_chunks(own_pid, range(12)))
     assert len(pids) <= 2
 
 
@@ -154,14 +153,14 @@ def test_a_session_is_used_as_it_runs(spark: SparkSession) -> None:
 
 
 def test_what_processes_print_comes_to_the_driver(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tl.Spark(spark, processes=2).launch(_print_bytes) == "0"
+    assert tl.Spark(spark, processes=2).launch(print_bytes) == "0"
     seen = capsys.readouterr()
     assert sorted(line for line in seen.out.splitlines() if "rank" in line) == [
         "rank 0 \ufffd\ufffd",
         "rank 1 \ufffd\ufffd",
     ]
     assert seen.err.count("last words without an end") == 2
-    assert tl.Spark(spark, processes=2, stdout_to_stderr=True).launch(_print_bytes) == "0"
+    assert tl.Spark(spark, processes=2, stdout_to_stderr=True).launch(print_bytes) == "0"
     seen = capsys.readouterr()
     assert "rank" not in seen.out
     assert seen.err.count("rank") == 2
@@ -182,15 +181,3 @@ def test_a_script_is_launched(spark: SparkSession, tmp_path: Path) -> None:
 
 def test_local_mode_launches_beside_the_driver(spark: SparkSession) -> None:
     assert tl.Spark(spark, processes=3, local_mode=True).launch(os.getenv, "WORLD_SIZE") == "3"
-
-
-def _own_pid() -> Callable[[Iterator[int]], Iterator[int]]:
-    return lambda chunks: (os.getpid() for _ in chunks)
-
-
-def _print_bytes() -> str:
-    rank = os.environ["RANK"]
-    sys.stdout.buffer.write(f"rank {rank} ".encode() + b"\xff\xfe\n")
-    sys.stdout.flush()
-    os.write(2, b"last words without an end")
-    return rank
