@@ -35,12 +35,12 @@ print(json.dumps({"rows_in": scored.rows_in, "rows_out": scored.rows_out, "rows_
 
 
 def predict(
-    options: dict[str, Any], *, failpoint: str | None = None, once: Path | None = None, **environment: str
+    options: dict[str, Any], *, failpoint: str | None = None, once: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`tl.predict(**options)` in a fresh process; `runtime` names a function of misbehaving.py."""
     return subprocess.run(
         [sys.executable, "-c", PREDICT, json.dumps(options, default=str)],
-        env=_environment(failpoint, once, environment),
+        env=environment(failpoint, once, variables),
         capture_output=True,
         text=True,
         timeout=240,
@@ -48,25 +48,26 @@ def predict(
     )
 
 
-def start_predict(options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+def start_predict(options: dict[str, Any], **variables: str) -> subprocess.Popen[str]:
     """The same, not waited for."""
     return subprocess.Popen(
         [sys.executable, "-c", PREDICT, json.dumps(options, default=str)],
-        env=_environment(None, None, environment),
+        env=environment(None, None, variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def _environment(failpoint: str | None, once: Path | None, more: dict[str, str]) -> dict[str, str]:
-    environment = {**os.environ, **more, "TORCHLAKE_PROGRESS": "0", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
+def environment(failpoint: str | None, once: Path | None, more: dict[str, str]) -> dict[str, str]:
+    """The variables of a process that is to fail once at `failpoint`, which the file `once` then says."""
+    variables = {**os.environ, **more, "TORCHLAKE_PROGRESS": "0", "HF_HUB_OFFLINE": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
     if failpoint is not None:
-        environment["TORCHLAKE_FAILPOINT"] = failpoint
+        variables["TORCHLAKE_FAILPOINT"] = failpoint
         assert once is not None, "a failpoint needs a file that says it was hit"
-        environment["TORCHLAKE_FAILPOINT_ONCE"] = str(once)
-    return environment
+        variables["TORCHLAKE_FAILPOINT_ONCE"] = str(once)
+    return variables
 
 
 def write_rows(path: Path, texts: list[str | None]) -> Path:

@@ -13,6 +13,7 @@ import importlib
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -61,7 +62,7 @@ def launch_script(
         _check_module(module)
         job = functools.partial(_call_by_name, module, function, os.getcwd())
     else:
-        job = functools.partial(_run_script, _check_script(target))
+        job = functools.partial(_run_script, _check_script(target), Path(target).read_bytes())
     engine = engine or Local(stdout_to_stderr=stdout_to_stderr)
     return launch(job, *map(str, args), engine=engine, processes=processes, gpus_per_process=gpus_per_process)
 
@@ -83,8 +84,11 @@ def _check_module(name: str) -> None:
         )
 
 
-def _run_script(path: str, *args: str) -> None:
-    """In a rank: run `path` as `python path *args` would, but for its exit."""
+def _run_script(path: str, source: bytes, *args: str) -> None:
+    """In a rank: run `path` as `python path *args` would, but for its exit; its `source` where the file is not here."""
+    if not os.path.isfile(path):
+        path = os.path.join(tempfile.mkdtemp(prefix="torchlake-launch-"), os.path.basename(path))
+        Path(path).write_bytes(source)
     sys.argv = [path, *args]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")

@@ -6,6 +6,8 @@ Every job runs in a process of its own, with a session or cluster of its own on 
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 import scoring_runs
 import tiny
+import training_runs as runs
 from misbehaving import KILLER
 from pids import wait_for
 from torchlake.errors import TooManyErrors
@@ -151,3 +154,40 @@ def test_too_many_bad_rows_end_the_job_in_words(job: dict[str, Any], tmp_path: P
     assert done.returncode == TooManyErrors.exit_code, done.stderr
     assert "TooManyErrors" in done.stderr
     assert not job["output"].exists()
+
+
+TRAIN = """
+import json, sys
+import torchlake as tl
+
+options = json.loads(sys.argv[1])
+engine = getattr(tl, options.pop("engine").title())(processes=2)
+run = tl.train(run=options.pop("run"), engine=engine, **options)
+print(json.dumps({"steps": run.steps}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["spark", "ray"])
+def test_a_rank_that_is_killed_in_training_starts_again_from_its_checkpoint(
+    tmp_path: Path, tiny_bert: Path, engine: str
+) -> None:
+    """P4: the steps after the kill are those of a run that nobody disturbed, byte for byte."""
+    sections = runs.job(tmp_path, tiny_bert, batch_size=16, max_steps=10, strategy="ddp", max_restarts=1)
+    done = {}
+    for name, failpoint in (("whole", None), ("killed", "rank1.step:7:kill9")):
+        options = {**sections, "run": str(tmp_path / name), "engine": engine}
+        environment = scoring_runs.environment(failpoint, tmp_path / "once", {**runs.ALONE})
+        done[name] = subprocess.run(
+            [sys.executable, "-c", TRAIN, json.dumps(options)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done[name].returncode == 0, done[name].stderr
+    assert (tmp_path / "once").exists()
+    assert "rank 1 was killed by SIGKILL" in done["killed"].stderr
+    assert runs.losses(tmp_path / "killed") == runs.losses(tmp_path / "whole")
+    assert runs.weights_sha256(tmp_path / "killed") == runs.weights_sha256(tmp_path / "whole")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from torchlake import launching
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, RankFailed, UsageError
 from torchlake.launching import launch, launch_script
@@ -167,3 +168,14 @@ def _place(word: str) -> tuple[str, str, str]:
 
 def _refuse() -> None:
     raise ConfigError("job.yaml:3: no such key")
+
+
+def test_a_script_runs_where_its_file_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    launching._run_script(
+        "/nowhere/train.py", b"import sys; open(sys.argv[1], 'w').write(__name__)", f"{tmp_path}/said"
+    )
+    assert (tmp_path / "said").read_text() == "__main__"
