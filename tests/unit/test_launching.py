@@ -176,6 +176,6 @@ def test_a_script_runs_where_its_file_is_not(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     launching._run_script(
-        "/nowhere/train.py", b"import sys; open(sys.argv[1], 'w').write(__name__)", f"{tmp_path}/said"
+        "/nowhere/train.py", b"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(__name__)", f"{tmp_path}/said"
     )
     assert (tmp_path / "said").read_text() == "__main__"
