@@ -119,8 +119,12 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the bars and reports of transformers: what they tell is told by exceptions here."""
+    import torch
     from transformers.utils import logging
 
+    # Where accelerate is installed, transformers imports DeepSpeed to write a model, which then warns that it had to
+    # find out by itself what the machine computes on.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     reports: Any = logging
     verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
     reports.set_verbosity_error()

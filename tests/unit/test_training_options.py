@@ -61,6 +61,16 @@ def test_activations_computed_again_change_nothing(tmp_path: Path, tiny_bert: Pa
     assert runs.losses(tmp_path / "again") == pytest.approx(runs.losses(tmp_path / "kept"), abs=TOLERANCE)
 
 
+@pytest.mark.slow  # a minute of compiling
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2)])
+def test_a_compiled_model_learns_the_same(tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int) -> None:
+    sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy=strategy)
+    runs.succeed(tmp_path / "eager", sections, ranks=ranks)
+    sections["train"]["compile"] = True
+    runs.succeed(tmp_path / "compiled", sections, ranks=ranks)
+    assert runs.losses(tmp_path / "compiled") == pytest.approx(runs.losses(tmp_path / "eager"), abs=TOLERANCE)
+
+
 @pytest.mark.parametrize("options", [{"reshard": False}, {"shard_ranks": 2}])
 def test_fsdp_shares_out_in_other_ways_too(tmp_path: Path, tiny_bert: Path, options: dict[str, object]) -> None:
     """Weights kept until the backward pass; and, on four ranks, two copies of two halves, which a checkpoint joins."""
