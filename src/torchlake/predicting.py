@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,14 +20,24 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import exports, model_folders, models
+from torchlake import exports, model_folders, models, plugins
 from torchlake.engines import Engine
 from torchlake.engines._machine import gpus
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
+from torchlake.generation import GenerationOptions, generation_options
 from torchlake.progress import progress
 from torchlake.runtime_choice import RuntimeChoice, asked_for, chosen, lacks_export
-from torchlake.scoring import Runtime, ScoringSettings, check_text, device, runtime_name, worker_memory
+from torchlake.scoring import (
+    Runtime,
+    ScoringSettings,
+    check_prompts,
+    check_text,
+    device,
+    room,
+    runtime_name,
+    worker_memory,
+)
 from torchlake.scoring_workers import (
     ScoredChunk,
     make_chunk_worker,
@@ -87,6 +97,13 @@ def predict(
     overwrite: bool = False,
     accept_new_input: bool = False,
     on_bad_file: Literal["error", "quarantine"] = "error",
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: str | Sequence[str] | None = None,
+    seed: int | None = None,
+    chat: bool = False,
 ) -> Any:
     """Score `table` with the model folder `model`.
 
@@ -106,6 +123,13 @@ def predict(
     which rows failed; `accept_new_input` scores only the files that the input gained or that changed. `key`, `columns`,
     `row_timeout_s`, `chunk_rows`, `overwrite`, `accept_new_input` and `on_bad_file` concern stored tables.
 
+    For a model that writes (text generation): `max_new_tokens` bounds each answer (default: 64). By default the
+    likeliest token is taken; a `temperature` above 0 draws, among the `top_k` likeliest tokens or those that together
+    have the probability `top_p`. What is drawn for a row depends on `seed` and the row's own text, so equal rows get
+    equal texts, whatever is retried or run beside them. Strings in `stop` end a text. A column of conversations (lists
+    of structs with `role` and `content`) goes through the tokenizer's chat template, and so does one of JSON strings
+    with `chat`. A batch's tokens are then those of its prompts and of all that may be written.
+
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
     UsageError for what is wrong before any work.
@@ -117,6 +141,18 @@ def predict(
         choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
     else:
         choice = asked_for(folder, spec.task, runtime)
+    generation = generation_options(
+        spec.task,
+        writes=plugins.load("tasks", spec.task).PACKED,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        seed=seed,
+        chat=chat,
+    )
+    _check_generation(folder, generation, all_probabilities)
     settings = ScoringSettings(
         model=str(folder),
         runtime=choice.runtime,
@@ -128,6 +164,7 @@ def predict(
         null=null,
         row_timeout_s=row_timeout_s,
         batch_tokens=batch_tokens or choice.batch_tokens,
+        generation=generation,
     )
     engine = engine or Local()
     if is_frame(table):
@@ -170,6 +207,30 @@ def _check_options(
             raise UsageError(f"{name} has to be 1 or more; {count} was given.")
 
 
+def _check_generation(folder: Path, options: GenerationOptions | None, all_probabilities: bool) -> None:
+    """Raise UsageError for what this model cannot write."""
+    if options is None:
+        return
+    if all_probabilities:
+        raise UsageError("all_probabilities: a model that writes text has no classes.")
+    left = room(folder, options)
+    if left is not None and left < 1:
+        raise UsageError(
+            f"max_new_tokens={options.max_new_tokens} leaves no room for a prompt: {folder} has positions for "
+            f"{left + options.max_new_tokens} tokens in all."
+        )
+
+
+def _checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
+    """The settings, told whether the text column holds conversations. Raises TableError, UsageError for a wrong one."""
+    if settings.generation is None:
+        check_text(schema, settings.text, where)
+        return settings
+    task, asked = plugins.load("tasks", spec.task), settings.generation.chat
+    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), chat=asked)
+    return replace(settings, generation=replace(settings.generation, chat=chat))
+
+
 def _make_export(settings: ScoringSettings, engine: Engine) -> None:
     """Let an asked-for runtime make what it keeps of the model, where it has not: once, in a process of its own."""
     folder, runtime = Path(settings.model), settings.runtime
@@ -187,7 +248,7 @@ def _make_export(settings: ScoringSettings, engine: Engine) -> None:
 
 def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
     table = to_arrow(frame)
-    check_text(table.schema, settings.text, "the frame")
+    settings = _checked_input(settings, spec, table.schema, "the frame")
     schema = output_schema(settings, spec, table.schema)
     added = [column for column in schema if column.name != "row_id"]
     _refuse_collisions([*table.column_names, *(column.name for column in added)])
@@ -216,7 +277,7 @@ def _predict_table(
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
     source = open_table(table, columns=columns, on_bad_file=on_bad_file)
-    check_text(source.schema, settings.text, source.source)
+    settings = _checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     _refuse_collisions(schema.names)
     _refuse_own_input(source, output)
@@ -325,6 +386,7 @@ def _fingerprint(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "all_probabilities": settings.all_probabilities,
         "null": settings.null,
         "batch_tokens": settings.batch_tokens,
+        **({} if settings.generation is None else {"generation": asdict(settings.generation)}),
     }
 
 

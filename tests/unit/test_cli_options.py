@@ -28,6 +28,13 @@ OPTIONS = {
             "--overwrite",
             "--accept-new-input",
             "--on-bad-file",
+            "--max-new-tokens",
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "--stop",
+            "--seed",
+            "--chat",
             "--json",
         }
     ),
