@@ -39,6 +39,18 @@ def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model with random weights, a tokenizer without a padding token, and a chat template."""
+    return tiny.build_language_model(tmp_path_factory.mktemp("models") / "tiny_gpt2")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another with rotary positions, and fewer keys and values than queries."""
+    return tiny.build_language_model(tmp_path_factory.mktemp("models") / "tiny_llama", kind="llama")
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     """A model folder (task.json, manifest) for the classes "bad" and "good"; its head was never trained."""
     return tiny.build_model(tmp_path_factory.mktemp("models") / "tiny_model", encoder=tiny_bert)

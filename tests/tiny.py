@@ -19,6 +19,10 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
@@ -129,6 +133,47 @@ def build_encoder(
         else:
             model = RobertaModel(RobertaConfig(max_position_embeddings=130, type_vocab_size=1, **shape))
         # The usual 0.02 gives a net this small nearly constant answers; tests want to tell rows apart.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.2)
+    with quiet():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def language_tokenizer() -> PreTrainedTokenizerFast:
+    """GPT-2's kind: byte-level BPE whose only special token ends a text, and a chat template."""
+    backend = bpe_tokenizer().backend_tokenizer
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", model_max_length=128)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_language_model(
+    folder: Path, *, dropout: float = 0.0, kind: Literal["gpt2", "llama"] = "gpt2", seed: int = 0
+) -> Path:
+    """A causal language model as the hub has them: no padding token, no task.json. Same seed, same bytes."""
+    tokenizer = language_tokenizer()
+    size = len(tokenizer)
+    ends: dict[str, Any] = {"vocab_size": size, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if kind == "gpt2":
+            drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+            model: Any = GPT2LMHeadModel(GPT2Config(n_positions=128, n_embd=32, n_layer=2, n_head=2, **drops, **ends))
+        else:
+            shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+            shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+            model = LlamaForCausalLM(LlamaConfig(**shape, **ends))
+        # As above: answers that one can tell from one another.
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.2)

@@ -199,6 +199,25 @@ def predict(
         Literal["error", "quarantine"] | None,
         typer.Option("--on-bad-file", help="An unreadable file stops the job, or is listed and left out."),
     ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Text generation: longest answer (default: 64).")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0, help="Draw tokens, above 0 (default: 0, the likeliest).")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw among so many likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", min=0, max=1, help="Draw among the likeliest of this probability.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="A text ends before this; repeatable.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="With each row's text decides what is drawn (default: 0).")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The texts are conversations: JSON lists of {role, content}.")
+    ] = False,
     as_json: Json = False,
 ) -> Work:
     """Score a table, every row exactly once. Run again, nothing is scored twice.
@@ -221,6 +240,13 @@ def predict(
         "overwrite": overwrite,
         "accept_new_input": accept_new_input,
         "on_bad_file": on_bad_file,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop or None,
+        "seed": seed,
+        "chat": chat,
     }
     return lambda: commands.predict(
         model, table, output, make_engine(engine, processes, overrides, as_json=as_json), given(options)

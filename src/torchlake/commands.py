@@ -111,11 +111,12 @@ def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[s
     from torchlake.evaluating import evaluate
 
     done = evaluate(model, table, engine=engine, **options)
-    values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion")}
+    values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion", "tokens")}
     values["metrics"] = {name: _interval(metric) for name, metric in done.metrics.items()}
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in done.errors.items())
     rows = f"{done.rows:,}, of which {done.failed:,} are left out ({reasons})" if done.failed else f"{done.rows:,}"
-    lines = [*_table({"rows": rows}), "", *_metric_lines(done.metrics)]
+    counts = {"rows": rows, **({} if done.tokens is None else {"tokens": f"{done.tokens:,}"})}
+    lines = [*_table(counts), "", *_metric_lines(done.metrics)]
     if done.confusion is not None and len(done.labels) <= LABELS_SHOWN:
         lines += ["", "rows by true label (down) and predicted label (across)"]
         lines += _grid(

@@ -65,7 +65,7 @@ class DataConfig(BaseModel):
     text: Name = "text"
     """Column of the input."""
     label: Name = "label"
-    """Column of the target: strings or integers, lists of strings, or floats."""
+    """Column of the target: strings or integers, lists of strings, or floats; text generation has none."""
     key: Name | None = None
     """Column that identifies a row, unique and never null; null: file and row number."""
     bad_rows: Literal["error", "drop"] = "error"
@@ -89,7 +89,8 @@ class ModelConfig(BaseModel):
     task: Name = "text_classification"
     """What the model is asked; a file in torchlake/tasks."""
     max_length: Int | None = Field(default=None, ge=2)
-    """Tokens a row is cut to, special tokens counted; null: what the model can take, at most 512."""
+    """Tokens a row is cut to, special tokens counted (text generation: of a block, and nothing is cut); null: what the
+    model can take, at most 512."""
     lora: LoraOptions | None = None
     """Train small matrices beside the frozen ones of the base instead of those; null: train the model itself."""
 
@@ -102,7 +103,7 @@ class TrainConfig(BaseModel):
     epochs: Int = Field(default=4, ge=1)
     """Passes over the training rows."""
     batch_size: Int = Field(default=64, ge=1)
-    """Rows of one optimizer step, over all ranks."""
+    """Rows of one optimizer step, over all ranks; for text generation, blocks of `model.max_length` tokens."""
     learning_rate: Float = Field(default=1e-4, gt=0)
     """AdamW's step size at the peak of the schedule."""
     weight_decay: Float = Field(default=0.01, ge=0)

@@ -26,6 +26,7 @@ from torchlake.engines import Engine
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.metrics import Metric, evaluate_metrics
 from torchlake.models import Label, TaskSpec
+from torchlake.perplexity import measure_texts
 from torchlake.scoring import Runtime
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.committed import committed_files
@@ -56,6 +57,8 @@ class Evaluation:
     labels: tuple[Label, ...]
     resamples: int
     "Bootstrap resamples behind each interval."
+    tokens: int | None = None
+    "Tokens that a language model predicted; None for a task with labels."
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; a metric that does not exist on this table is null."""
@@ -77,6 +80,8 @@ def evaluate(
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
 
     `text` and `label` name the columns where they are not the training table's; `runtime` is as `predict` takes it.
+    A language model is measured on the texts alone (`perplexity.py`).
+
     Raises DataError for a label that the model does not know and when no row could be used, TableError for a missing
     column, and what `predict` raises.
     """
@@ -86,6 +91,10 @@ def evaluate(
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
     spec = models.load_spec(model)
+    if spec.label is None:
+        if label is not None:
+            raise UsageError(f"label: {spec.task} is measured on the texts alone; leave it out.")
+        return _of_texts(model, table, replace(spec, text=text or spec.text), engine, runtime)
     spec = replace(spec, text=text or spec.text, label=label or spec.label)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
         predict = partial(
@@ -110,8 +119,24 @@ def evaluate(
     return _measure(scored, targets, reasons, spec)
 
 
+def _of_texts(
+    model: str | Path, table: Any, spec: TaskSpec, engine: Engine | None, runtime: Runtime | None
+) -> Evaluation:
+    found = measure_texts(model, table, spec, engine=engine, runtime=runtime)
+    return Evaluation(
+        rows=found.rows,
+        failed=sum(found.errors.values()),
+        errors=found.errors,
+        metrics=found.metrics,
+        confusion=None,
+        labels=(),
+        resamples=found.resamples,
+        tokens=found.tokens,
+    )
+
+
 def _frame_targets(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
-    for column in (spec.text, spec.label):
+    for column in spec.columns:
         if column not in frame.column_names:
             raise TableError(f"the frame has no column {column!r}; it has: {', '.join(frame.column_names)}")
     return plugins.load("tasks", spec.task).encode_labels(frame[spec.label], spec), {}
@@ -120,7 +145,8 @@ def _frame_targets(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int,
 def _stored_targets(table: str | Path | Sequence[str | Path], spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
     """The encoded labels of all rows, in the table's order, and why some could not be read."""
     task = plugins.load("tasks", spec.task)
-    source = open_table(table, columns=(spec.text, spec.label))
+    assert spec.label is not None, "a task without labels is measured on its texts"
+    source = open_table(table, columns=spec.columns)
     reader = ChunkReader((spec.label,))
     pieces: list[pa.Array] = []
     reasons: dict[int, str] = {}

@@ -2,6 +2,9 @@
 
     prepared tokens -> Rows -> planned batches          base model or checkpoint -> wrap -> optimizer = Learner
 
+A task that packs has blocks (packing.py) where another has rows: the rows are laid end to end anew for every epoch, in
+an order of its own, and a "row" of what follows is a block.
+
 `planned` says which rows make the batch of every step (order.py), `Learner.cut` how the ranks share them (batching.py);
 each rank computes both. Rows are cut out of the memory map when the model wants them, without a thread that
 would fetch them ahead: a batch of 64 rows takes 0.03 ms, a step of the smallest model some 10 ms.
@@ -21,7 +24,7 @@ from torch import nn
 
 from torchlake import checkpoint, distributed, durable, lora, models, plugins, recipe
 from torchlake.config import Job, TrainConfig
-from torchlake.data import batching, loading, order
+from torchlake.data import batching, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.errors import OutOfMemory, UsageError
 from torchlake.models import TaskSpec
@@ -64,9 +67,7 @@ class Rows:
     @property
     def lengths(self) -> np.ndarray:
         """(N,) int64, tokens of each row."""
-        offsets = self.table.tokens.offsets
-        lengths: np.ndarray = offsets[self.numbers + 1] - offsets[self.numbers]
-        return lengths
+        return self.table.tokens.lengths_of(self.numbers)
 
 
 @dataclass(kw_only=True)
@@ -123,25 +124,32 @@ class Learner:
     "Where it is noted, so that a run that goes on does not have to find it again."
 
     def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (B, C) of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
+        """Logits (B, C), or (B, L, V), of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
 
         A rank without rows runs one row of padding, so that it takes part in every collective; it adds nothing.
         """
         device = self.group.device
         numbers = rows.numbers[positions]
         if len(numbers):
-            ids, mask = batching.pad(rows.table.tokens, numbers, self.tokenizer.pad_token_id)
+            ids, mask = rows.table.tokens.padded(numbers, self.tokenizer.pad_token_id)
         else:
             ids, mask = np.full((1, 1), self.tokenizer.pad_token_id), np.ones((1, 1), dtype=np.int64)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.module(
                 input_ids=torch.from_numpy(ids).to(device),
                 attention_mask=None if mask.all() else torch.from_numpy(mask).to(device),
+                **self.task.FORWARD,
             ).logits
         if not len(numbers):
             return logits[:0], logits.float().sum() * 0
-        targets = torch.from_numpy(rows.table.targets[numbers]).to(device)
+        labels = rows.table.targets
+        targets = torch.from_numpy(self.task.targets(ids, mask) if labels is None else labels[numbers]).to(device)
         return logits, self.task.loss_sum(logits, targets, self.spec)
+
+    def num_targets(self, rows: Rows) -> int:
+        """What the summed loss of the rows, over all ranks, is divided by."""
+        number: int = self.task.num_targets(rows.lengths, self.spec)
+        return number
 
     def model_share(self) -> Pieces:
         """What this rank stores of the model; every rank calls it."""
@@ -190,7 +198,10 @@ class Learner:
 
 
 def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
-    """The rows to train on and those to validate on, mapped into memory; one rank of each machine builds the caches."""
+    """The rows to train on and those to validate on, mapped into memory; one rank of each machine builds the caches.
+
+    Where rows are packed, those to validate on are blocks already, in the order of the table.
+    """
     folders = [Path(folder) for folder in (settings.tokens, settings.validation_tokens) if folder is not None]
     caches = [Path(settings.run) / "cache" / folder.name for folder in folders]
     if group.local_rank == 0:
@@ -199,14 +210,29 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
     distributed.barrier(group, "waiting for the token cache")
     tables = [loading.open_tokens(cache) for cache in caches]
     every = [np.arange(len(table)) for table in tables]
+    block = block_length(settings.spec)
     if len(tables) == 2:
-        return Rows(tables[0], every[0]), Rows(tables[1], every[1])
+        return Rows(tables[0], every[0]), _in_blocks(Rows(tables[1], every[1]), block)
     share = settings.job.data.validation
     if share is None:
         return Rows(tables[0], every[0]), None
     assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
     kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed)
-    return Rows(tables[0], kept), Rows(tables[0], held_out)
+    return Rows(tables[0], kept), _in_blocks(Rows(tables[0], held_out), block)
+
+
+def block_length(spec: TaskSpec) -> int | None:
+    """Tokens of the blocks that rows are packed into; None for a task that does not pack."""
+    return spec.max_length if plugins.load("tasks", spec.task).PACKED else None
+
+
+def _in_blocks(rows: Rows, length: int | None) -> Rows:
+    """The rows laid end to end in their order, as blocks of `length` tokens; None: the rows as they are."""
+    if length is None:
+        return rows
+    assert isinstance(rows.table.tokens, batching.Ragged), "these are blocks already"
+    blocks = packing.pack(rows.table.tokens, rows.numbers, length)
+    return Rows(loading.TokenTable(blocks, None), np.arange(len(blocks)))
 
 
 def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Position]:
@@ -215,7 +241,7 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
     torch.manual_seed(train.seed)
     base = models.base_model(job.model.base, spec, task.AUTO_CLASS)
-    tokenizer = models.load_tokenizer(models.model_folder(job.model.base))
+    tokenizer = models.load_tokenizer(models.model_folder(job.model.base), pad_with_end=task.PACKED)
     model = base if job.model.lora is None else lora.adapted(base, job.model.lora)
     _freeze_unreached(model, tokenizer.pad_token_id)
     names = recipe.names(model)
@@ -261,20 +287,23 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
     ), position
 
 
-def planned(training: Rows, train: TrainConfig, steps: range) -> Iterator[tuple[int, Rows]]:
-    """The epoch and the rows of each of `steps`, in order."""
-    per_epoch = steps_per_epoch(training, train)
-    epoch, batches = -1, list[np.ndarray]()
+def planned(training: Rows, train: TrainConfig, steps: range, block: int | None) -> Iterator[tuple[int, Rows]]:
+    """The epoch and the rows of each of `steps`, in order; `block` is the `block_length`."""
+    per_epoch = steps_per_epoch(training, train, block)
+    epoch, batches, rows = -1, list[np.ndarray](), training
     for step in steps:
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            batches = order.epoch_batches(training.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
-        yield epoch, Rows(training.table, training.numbers[batches[step % per_epoch]])
+            if block is not None:
+                laid = order.laid(training.numbers, seed=train.seed, epoch=epoch)
+                rows = _in_blocks(Rows(training.table, laid), block)
+            batches = order.epoch_batches(rows.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
+        yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]])
 
 
-def steps_per_epoch(training: Rows, train: TrainConfig) -> int:
-    """Optimizer steps of one pass over the rows, the short one counted."""
-    return math.ceil(len(training.numbers) / train.batch_size)
+def steps_per_epoch(training: Rows, train: TrainConfig, block: int | None) -> int:
+    """Optimizer steps of one pass over the rows, the short one counted; `block` is the `block_length`."""
+    return math.ceil(len(_in_blocks(training, block).numbers) / train.batch_size)
 
 
 def _tokens_that_fit(limit: Path, asked: int) -> int:

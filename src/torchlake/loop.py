@@ -36,6 +36,7 @@ from torchlake.learner import (
     Position,
     RankSettings,
     Rows,
+    block_length,
     load_rows,
     make_learner,
     planned,
@@ -102,9 +103,10 @@ def train_to_the_end(
 ) -> None:
     """Go on from `position`, which moves along, to the last step; the last checkpoint may be unfinished then."""
     train, group = settings.job.train, learner.group
-    per_epoch = steps_per_epoch(training, train)
+    block = block_length(settings.spec)
+    per_epoch = steps_per_epoch(training, train, block)
     total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
-    batches = planned(training, train, range(position.step, total))
+    batches = planned(training, train, range(position.step, total), block)
     saved = -1 if settings.checkpoint is None else position.step
     began, saved_at = time.monotonic() - position.seconds, time.monotonic()
     overdue = False
@@ -180,7 +182,7 @@ def train_step(
     rate = recipe.learning_rate(position.step, total, train)
     for parameters in learner.optimizer.param_groups:
         parameters["lr"] = rate
-    targets = learner.task.num_targets(len(rows.numbers), learner.spec)
+    targets = learner.num_targets(rows)
     scale = position.loss_scale if learner.dtype is torch.float16 else 1.0
     with distributed.explained(group, doing):
         seed = recipe.step_seed(train.seed, position.step, group.rank)
@@ -256,27 +258,30 @@ def validate(learner: Learner, rows: Rows, told_to_stop: Callable[[], bool]) -> 
 
     Ranks run the same number of batches in step, so that all of them stop after the same one.
     """
-    group, task = learner.group, learner.task
+    group, task, labels = learner.group, learner.task, rows.table.targets
     doing = "validating"
-    logits = np.zeros((len(rows.numbers), max(1, len(learner.spec.labels))), dtype=np.float32)
+    logits = np.zeros((0 if labels is None else len(rows.numbers), max(1, len(learner.spec.labels))), dtype=np.float32)
     loss_sum = 0.0
     learner.module.eval()
     try:
         for positions in learner.cut(rows)[0]:
             with torch.no_grad(), distributed.explained(group, doing):
                 out, loss = learner.forward(rows, positions)
-            logits[positions] = out.float().cpu().numpy()
+            if labels is not None:
+                logits[positions] = out.float().cpu().numpy()
             loss_sum += loss.item()
             failpoint(f"rank{group.rank}.validate")
             if distributed.any_rank(group, told_to_stop(), doing):
                 return None
     finally:
         learner.module.train()
+    (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
+    mean = loss_sum / learner.num_targets(rows)
+    if labels is None:
+        return {LOSS: mean, **task.loss_metrics(mean)}
     # Each row was filled by one rank and is zero on the others.
     logits = distributed.all_sum_array(group, logits, doing)
-    (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
-    targets = np.asarray(rows.table.targets[rows.numbers])
-    mean = loss_sum / task.num_targets(len(rows.numbers), learner.spec)
+    targets = np.asarray(labels[rows.numbers])
     return {LOSS: mean, **task.metrics(task.probabilities(logits, learner.spec), targets, learner.spec)}
 
 

@@ -1,8 +1,9 @@
 """Low-rank adaptation by peft: small matrices are trained beside the frozen ones of the base (Hu et al. 2021).
 
-Every linear layer of the transformer's layers gets a pair of them, or those that `model.lora.targets` names; the head,
-which is new, is trained as it is. Gradients, moments and checkpoints then hold the small matrices and the head alone;
-the base's weights stay in the file, mapped into memory, where processes share them until a device needs them.
+Every linear layer of the transformer's layers gets a pair of them, or those that `model.lora.targets` names; a head
+that is new is trained as it is, a language model's stays frozen with the rest. Gradients, moments and checkpoints then
+hold the small matrices and the head alone; the base's weights stay in the file, mapped into memory, where processes
+share them until a device needs them.
 """
 
 import warnings
@@ -32,12 +33,16 @@ def adapted(model: "nn.Module", options: LoraOptions) -> "nn.Module":
         import peft
     except ImportError:
         raise MissingExtra("model.lora needs peft: pip install 'torchlake[lora]'") from None
+    from transformers.pytorch_utils import Conv1D
+
+    targets = _targets(model, options.targets)
     config = peft.LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
-        target_modules=_targets(model, options.targets),
+        target_modules=targets,
         modules_to_save=_head(model),
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
     with warnings.catch_warnings():
         # peft asks transformers for a property under its older name.
@@ -65,9 +70,11 @@ def merged(
 def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
     """The full names of the linear layers inside the transformer's layers, or of those that `wanted` names."""
     from torch import nn
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its matrix transposed
 
     inside = {id(module) for layer in models.layers(model) for module in layer.modules()}
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
+    every = [(name, module) for name, module in model.named_modules() if id(module) in inside]
+    linear = [name for name, module in every if isinstance(module, nn.Linear | Conv1D)]
     chosen = [name for name in linear if wanted is None or name.rpartition(".")[2] in wanted]
     if not chosen:
         known = sorted({name.rpartition(".")[2] for name in linear})
@@ -81,6 +88,8 @@ def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
 def _head(model: "nn.Module") -> list[str]:
     """What is trained as it is: the modules beside the encoder, and its pooler, which may be as new as they are."""
     body = getattr(model, "base_model_prefix", "")
-    beside = [name for name, child in model.named_children() if name != body and any(True for _ in child.parameters())]
+    words = getattr(model, "get_output_embeddings", lambda: None)()
+    children = [(name, child) for name, child in model.named_children() if name != body and child is not words]
+    beside = [name for name, child in children if any(True for _ in child.parameters())]
     pooler = getattr(getattr(model, body, None), "pooler", None)
     return [*beside, *(["pooler"] if pooler is not None else [])]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
+from torchlake.asking import added_columns, check_options, make_export, scoring_settings
 from torchlake.engines import make_engine
 from torchlake.engines._crossing import pack
 from torchlake.engines._frames import worker_of
-from torchlake.predicting import added_columns, check_options, make_export, scoring_settings
 from torchlake.scoring import Runtime
 from torchlake.scoring_workers import make_table_worker
 
@@ -49,6 +49,7 @@ def spark_udf(
     settings, spec, _ = scoring_settings(
         model,
         runtime,
+        {},
         text=None,
         all_probabilities=all_probabilities,
         prefix="",

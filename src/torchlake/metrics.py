@@ -10,7 +10,7 @@ A metric is NaN where it is undefined (AUC of one class); such resamples are lef
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,29 @@ def evaluate_metrics(
         if problem != "single_label":
             return metrics, None
         return metrics, confusion_matrix(targets, scores.argmax(axis=1), labels=range(len(labels)))
+
+
+def loss_metrics(
+    losses: np.ndarray,
+    targets: np.ndarray,
+    derived: Callable[[float], dict[str, float]],
+    *,
+    resamples: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> dict[str, Metric]:
+    """The mean loss of M pieces with the summed `losses` (M,) over `targets` (M,), and what is `derived` from it."""
+
+    def estimate(pieces: np.ndarray) -> dict[str, float]:
+        loss = float(losses[pieces].sum() / targets[pieces].sum())
+        return {"loss": loss, **derived(loss)}
+
+    generator = np.random.default_rng(seed)
+    values = estimate(np.arange(len(losses)))
+    drawn = [estimate(generator.integers(0, len(losses), len(losses))) for _ in range(resamples)]
+    return {
+        name: _interval(value, np.array([each[name] for each in drawn]), confidence) for name, value in values.items()
+    }
 
 
 def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: str) -> dict[str, float]:

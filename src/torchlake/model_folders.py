@@ -16,8 +16,9 @@ from torchlake.task_spec import TASK_FILE
 
 log = logging.getLogger(__name__)
 
+CHAT_TEMPLATE = "chat_template.jinja"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,7 +28,10 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     "*.model",
+    CHAT_TEMPLATE,
 )
+# generation_config.json names the tokens that end a text.
+DECIDING_FILES = ("config.json", "generation_config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES)
 
 
 def model_folder(model: str | Path) -> Path:
@@ -61,7 +65,7 @@ def model_folder(model: str | Path) -> Path:
 
 def model_hash(folder: str | Path) -> str:
     """The sha256 that stands for everything deciding a model's answers: weights, configuration, tokenizer, task."""
-    return _hash_files(model_folder(folder), ("config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES))
+    return _hash_files(model_folder(folder), DECIDING_FILES)
 
 
 def weight_bytes(folder: str | Path) -> int:
@@ -72,6 +76,13 @@ def weight_bytes(folder: str | Path) -> int:
 def tokenizer_hash(folder: str | Path) -> str:
     """The sha256 that stands for a tokenizer: two folders with the same one have the same."""
     return _hash_files(model_folder(folder), TOKENIZER_FILES)
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder can make a text of a conversation."""
+    config = folder / "tokenizer_config.json"
+    named = durable.read_json(config).get("chat_template") if config.exists() else None
+    return named is not None or (folder / CHAT_TEMPLATE).exists()
 
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:

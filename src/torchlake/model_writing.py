@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 SHOWN_LABELS = 50
+# How transformers loads a model of the task, what the hub calls it, and what it gives where there are no classes.
+ABOUT = {
+    "text_classification": ("AutoModelForSequenceClassification", "text-classification", "number"),
+    "text_generation": ("AutoModelForCausalLM", "text-generation", "text"),
+}
 
 
 def save_model_folder(
@@ -86,7 +91,8 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
         release = version("torchlake")
     except PackageNotFoundError:
         release = "from its source folder"
-    front = {"library_name": "transformers", "pipeline_tag": "text-classification", "tags": ["torchlake", spec.problem]}
+    auto_class, kind, output = ABOUT.get(spec.task, ABOUT["text_classification"])
+    front = {"library_name": "transformers", "pipeline_tag": kind, "tags": ["torchlake", spec.problem]}
     if "base" in card and not Path(str(card["base"])).is_absolute():  # a path means nothing on the hub
         front["base_model"] = str(card["base"])
     labels = ", ".join(f"`{label}`" for label in spec.labels[:SHOWN_LABELS])
@@ -94,9 +100,9 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
         labels += f" and {len(spec.labels) - SHOWN_LABELS:,} more"
     facts = {
         "task": f"{spec.task} ({spec.problem})",
-        "labels": labels or "none: the output is a number",
-        "columns": f"text `{spec.text}`, label `{spec.label}`",
-        "longest input": f"{spec.max_length} tokens; longer texts are cut",
+        "labels": labels or f"none: the output is a {output}",
+        "columns": f"text `{spec.text}`" + ("" if spec.label is None else f", label `{spec.label}`"),
+        **_lengths(spec),
         **{name: value for name, value in card.items() if name != "metrics"},
         "made with": f"torchlake {release}",
     }
@@ -109,11 +115,17 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
         text += "\n".join(_metric_line(name, value) for name, value in metrics.items()) + "\n"
     return text + (
         "\nWith transformers:\n\n```python\n"
-        "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n"
-        "model = AutoModelForSequenceClassification.from_pretrained(folder)\n"
+        f"from transformers import {auto_class}, AutoTokenizer\n"
+        f"model = {auto_class}.from_pretrained(folder)\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n"
         "\nWith torchlake:\n\n```bash\ntorchlake predict FOLDER table.parquet scored/\n```\n"
     )
+
+
+def _lengths(spec: TaskSpec) -> dict[str, str]:
+    if spec.label is None:
+        return {"trained on": f"blocks of {spec.max_length} tokens, texts end to end"}
+    return {"longest input": f"{spec.max_length} tokens; longer texts are cut"}
 
 
 @contextmanager

@@ -38,10 +38,13 @@ __all__ = [
     "load_weights",
     "max_length",
     "model_folder",
+    "positions",
     "save_model_folder",
 ]
 
 MAX_LENGTH = 512
+WRITERS = ("ForCausalLM", "LMHeadModel")
+"How transformers names the architectures that continue a text."
 PROBLEM_TYPES: dict[Problem, Any] = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -67,7 +70,7 @@ POSITIONS_AFTER_PADDING = frozenset(
 
 
 def load_spec(folder: str | Path) -> TaskSpec:
-    """The task.json of a model folder; without one, what config.json tells of a sequence classifier.
+    """The task.json of a model folder; without one, what config.json tells of a classifier or a language model.
 
     Raises DataError when neither tells.
     """
@@ -77,10 +80,19 @@ def load_spec(folder: str | Path) -> TaskSpec:
         return spec_from_json(folder / TASK_FILE, durable.read_json(folder / TASK_FILE))
     config = load_config(folder)
     architecture = (config.architectures or ["unknown"])[0]
+    if architecture.endswith(WRITERS):
+        return TaskSpec(
+            task="text_generation",
+            problem="next_token",
+            labels=(),
+            text="text",
+            label=None,
+            max_length=max_length(folder),
+        )
     if not architecture.endswith("ForSequenceClassification"):
         raise DataError(
-            f"{folder}: config.json names the architecture {architecture}, which does not classify text, and there is "
-            f"no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model."
+            f"{folder}: config.json names the architecture {architecture}, which neither classifies nor continues "
+            f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model."
         )
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
     names: dict[Any, str] = config.id2label or {}
@@ -105,20 +117,29 @@ def max_length(folder: str | Path, requested: int | None = None) -> int:
     """
     folder = model_folder(folder)
     check_folder(folder)
-    config = load_config(folder)
-    positions = getattr(config, "max_position_embeddings", None)
-    limit = positions if isinstance(positions, int) and positions > 0 else None
-    if limit is not None and config.model_type in POSITIONS_AFTER_PADDING:
-        limit -= (config.pad_token_id or 0) + 1
+    limit = positions(folder)
     if requested is not None:
         if limit is not None and requested > limit:
             raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
         return requested
-    return min(limit or MAX_LENGTH, load_tokenizer(folder).model_max_length, MAX_LENGTH)
+    return min(limit or MAX_LENGTH, load_tokenizer(folder, pad_with_end=True).model_max_length, MAX_LENGTH)
 
 
-def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of a model folder. Raises DataError when there is none, or one without a padding token."""
+def positions(folder: Path) -> int | None:
+    """Tokens that the model of a folder, which `check_folder` has let in, has positions for; None: no such limit."""
+    config = load_config(folder)
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    return limit - (config.pad_token_id or 0) - 1 if config.model_type in POSITIONS_AFTER_PADDING else limit
+
+
+def load_tokenizer(folder: str | Path, *, pad_with_end: bool = False) -> "PreTrainedTokenizerFast":
+    """The fast tokenizer of a model folder.
+
+    `pad_with_end` is for language models: many have no padding token, and the end of a text can stand for it, because
+    what is padding is told by the mask. Raises DataError when there is no tokenizer, or one without those tokens.
+    """
     from transformers import AutoTokenizer
 
     folder = model_folder(folder)
@@ -139,6 +160,8 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
             f"{folder}: {type(tokenizer).__name__} is a tokenizer in Python; torchlake needs a fast one "
             "(tokenizer.json). Convert it with transformers, or choose a model that has one."
         )
+    if pad_with_end and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise DataError(f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json)")
     loaded: PreTrainedTokenizerFast = tokenizer
@@ -164,7 +187,7 @@ def load_model(
             f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned model of its kind "
             f"({type(model).__name__}): its answers would be random. Fine-tune it first (torchlake train)."
         )
-    if spec is not None and model.config.num_labels != max(1, len(spec.labels)):
+    if spec is not None and spec.problem != "next_token" and model.config.num_labels != max(1, len(spec.labels)):
         raise DataError(
             f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} names {len(spec.labels)} classes"
         )
@@ -198,12 +221,15 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
 def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrainedModel":
     """The encoder `base` with a fresh head for `spec`, in fp32; torch's global generator decides the head's weights.
 
-    Raises DataError when the architecture has no such head or the encoder's own weights are incomplete.
+    A language model keeps the head that it was trained with.
+    Raises DataError when the architecture has no such head or the model's own weights are incomplete.
     """
     import transformers
 
     folder = model_folder(base)
     check_folder(folder)
+    if spec.problem == "next_token":
+        return _language_model(folder, auto_class)
     config = load_config(folder)
     names = [str(label).lower() if isinstance(label, bool) else str(label) for label in spec.labels] or ["value"]
     config.id2label = dict(enumerate(names))
@@ -254,6 +280,23 @@ def load_config(folder: Path) -> "PretrainedConfig":
         return config
     except Exception as error:
         raise DataError(f"{folder / 'config.json'}: cannot be loaded: {_in_words(error)}") from error
+
+
+def _language_model(folder: Path, auto_class: str) -> "PreTrainedModel":
+    import transformers
+
+    config = load_config(folder)
+    if type(config) not in getattr(transformers, auto_class)._model_mapping:
+        raise DataError(
+            f"{folder}: the architecture {config.model_type!r} does not continue texts in transformers. Choose a "
+            "causal language model such as GPT-2, GPT-J, OPT, Llama, Qwen or Mistral."
+        )
+    model = load_model(folder, auto_class=auto_class)
+    model.config.architectures = [type(model).__name__]
+    # Chat models name several end tokens, and not always in config.json, which is what training hands on.
+    if model.generation_config is not None and model.generation_config.eos_token_id is not None:
+        model.config.eos_token_id = model.generation_config.eos_token_id
+    return model
 
 
 def _from_pretrained(

@@ -97,6 +97,8 @@ def optimize(
         raise UsageError(f"budget: {error}") from None
     folder = _own_folder(model)
     spec = models.load_spec(folder)
+    if spec.label is None:
+        raise UsageError(f"{folder}: {spec.task} runs under {REFERENCE} alone; there is nothing to choose from.")
     spec = replace(spec, text=text or spec.text)
     others = _in_order(plugins.names("runtimes") if runtimes is None else runtimes)
     drawn = draw_sample(sample, spec, label=label, rows=rows)

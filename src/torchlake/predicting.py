@@ -20,18 +20,21 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import exports, model_folders, models
+from torchlake.asking import added_columns, check_options, checked_input, fingerprint_of, make_export, scoring_settings
 from torchlake.engines import Engine, make_engine
-from torchlake.engines._machine import gpus
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
 from torchlake.progress import progress
-from torchlake.runtime_choice import RuntimeChoice, asked_for, chosen, lacks_export
-from torchlake.scoring import Runtime, ScoringSettings, check_text, device, runtime_name, worker_memory
+from torchlake.runtime_choice import RuntimeChoice
+from torchlake.scoring import (
+    Runtime,
+    ScoringSettings,
+    runtime_name,
+    worker_memory,
+)
 from torchlake.scoring_workers import (
     ScoredChunk,
     make_chunk_worker,
-    make_preparing_worker,
     make_table_worker,
     output_schema,
     with_staging,
@@ -46,8 +49,6 @@ from torchlake.task_spec import TaskSpec
 log = logging.getLogger(__name__)
 
 ROWS_BEFORE_STOPPING = 1000
-MAX_TIMEOUT_S = 1_000_000
-NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,13 @@ def predict(
     overwrite: bool = False,
     accept_new_input: bool = False,
     on_bad_file: Literal["error", "quarantine"] = "error",
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: str | Sequence[str] | None = None,
+    seed: int | None = None,
+    chat: bool = False,
 ) -> Any:
     """Score `table` with the model folder `model`.
 
@@ -107,14 +115,31 @@ def predict(
     which rows failed; `accept_new_input` scores only the files that the input gained or that changed. `key`, `columns`,
     `row_timeout_s`, `chunk_rows`, `overwrite`, `accept_new_input` and `on_bad_file` concern stored tables.
 
+    For a model that writes (text generation): `max_new_tokens` bounds each answer (default: 64). By default the
+    likeliest token is taken; a `temperature` above 0 draws, among the `top_k` likeliest tokens or those that together
+    have the probability `top_p`. What is drawn for a row depends on `seed` and the row's own text, so equal rows get
+    equal texts, whatever is retried or run beside them. Strings in `stop` end a text. A column of conversations (lists
+    of structs with `role` and `content`) goes through the tokenizer's chat template, and so does one of JSON strings
+    with `chat`. A batch's tokens are then those of its prompts and of all that may be written.
+
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
     UsageError for what is wrong before any work.
     """
     check_options(max_error_rate, null, row_timeout_s, on_bad_file, batch_tokens=batch_tokens, chunk_rows=chunk_rows)
+    generation = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop,
+        "seed": seed,
+        "chat": chat,
+    }
     settings, spec, choice = scoring_settings(
         model,
         runtime,
+        generation,
         text=text,
         key=key,
         columns=columns,
@@ -156,66 +181,6 @@ def predict(
     )
 
 
-def scoring_settings(
-    model: str | Path,
-    runtime: Runtime | None,
-    *,
-    text: str | None,
-    key: str | None = None,
-    columns: Sequence[str] = (),
-    batch_tokens: int | None,
-    **settings: Any,
-) -> tuple[ScoringSettings, TaskSpec, RuntimeChoice]:
-    """What workers have to know to score with a model folder; `settings` are further fields of `ScoringSettings`."""
-    folder = model_folders.model_folder(model).absolute()  # workers may run in another folder
-    spec = models.load_spec(folder)
-    if runtime is None:
-        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
-    else:
-        choice = asked_for(folder, spec.task, runtime)
-    made = ScoringSettings(
-        model=str(folder),
-        runtime=choice.runtime,
-        text=text or spec.text,
-        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
-        key=key,
-        batch_tokens=batch_tokens or choice.batch_tokens,
-        **settings,
-    )
-    return made, spec, choice
-
-
-def check_options(
-    max_error_rate: float, null: str, row_timeout_s: float, on_bad_file: str, **counts: int | None
-) -> None:
-    """Raise UsageError for a value that means nothing."""
-    if not 0 <= max_error_rate <= 1:
-        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {max_error_rate} was given.")
-    if not 0 < row_timeout_s <= MAX_TIMEOUT_S:
-        raise UsageError(f"row_timeout_s is seconds, above 0 and up to {MAX_TIMEOUT_S:,}; {row_timeout_s} was given.")
-    for name, value, choices in (("null", null, NULL), ("on_bad_file", on_bad_file, ON_BAD_FILE)):
-        if value not in choices:
-            raise UsageError(f"{name} is one of {', '.join(choices)}; {value!r} was given.")
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise UsageError(f"{name} has to be 1 or more; {count} was given.")
-
-
-def make_export(settings: ScoringSettings, engine: Engine) -> None:
-    """Let an asked-for runtime make what it keeps of the model, where it has not: once, in a process of its own."""
-    folder, runtime = Path(settings.model), settings.runtime
-    module = lacks_export(folder, runtime)
-    if module is None:
-        return
-    if module.CALIBRATED:
-        raise UsageError(
-            f"The runtime {runtime!r} is calibrated on rows of yours first, once: torchlake optimize {folder} "
-            f"--sample TABLE --runtimes {runtime}"
-        )
-    log.info("%s: the runtime %r makes its export of the model; that is done once", folder, runtime)
-    list(engine.run_chunks(partial(make_preparing_worker, settings.model), [runtime], processes=1))
-
-
 def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
     table = to_arrow(frame)
     scored = _map_frame(table, table.schema, settings, spec, engine)
@@ -227,16 +192,11 @@ def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine
 
 def _map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
     """The frame of that Arrow schema with the prediction columns added, by the engine whose kind of frame it is."""
-    check_text(schema, settings.text, "the frame")
+    settings = checked_input(settings, spec, schema, "the frame")
     added = added_columns(settings, spec, schema)
     _refuse_collisions([*schema.names, *(column.name for column in added)])
     make_export(settings, engine)
     return engine.map_frame(frame, partial(make_table_worker, settings), pa.schema([*schema, *added]))
-
-
-def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:
-    """What predictions add to a frame of that schema."""
-    return [column for column in output_schema(settings, spec, schema) if column.name != "row_id"]
 
 
 def _predict_table(
@@ -256,7 +216,7 @@ def _predict_table(
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
     source = open_table(table, columns=columns, on_bad_file=on_bad_file)
-    check_text(source.schema, settings.text, source.source)
+    settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     _refuse_collisions(schema.names)
     _refuse_own_input(source, output)
@@ -266,7 +226,7 @@ def _predict_table(
     if settings.key is not None:
         check_key(source, plan, settings.key)
     make_export(settings, engine)
-    fingerprint = _fingerprint(settings, spec)
+    fingerprint = fingerprint_of(settings, spec)
     with writing(
         output,
         plan=plan,
@@ -346,26 +306,6 @@ def _refuse_too_many(failed: int, rows: int, total: int, max_error_rate: float, 
         "published; finished chunks are kept. Mend the rows, or allow more with a higher max_error_rate; overwrite "
         "scores the chunks again in which rows failed."
     )
-
-
-def _fingerprint(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
-    """Everything besides the rows that decides the bytes of the output."""
-    folder, runtime = Path(settings.model), settings.runtime
-    export = exports.identity(folder, runtime) if isinstance(runtime, str) else None
-    return {
-        "format": 1,
-        "model": model_folders.model_hash(folder),
-        "task": spec.task,
-        "runtime": runtime_name(runtime),
-        **({} if export is None else {"export": export}),
-        "text": settings.text,
-        "key": settings.key,
-        "columns": list(settings.keep),
-        "prefix": settings.prefix,
-        "all_probabilities": settings.all_probabilities,
-        "null": settings.null,
-        "batch_tokens": settings.batch_tokens,
-    }
 
 
 def _provenance(

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from torchlake import durable, model_folders, models, plugins
 from torchlake.engines import Engine
 from torchlake.errors import DataError
 from torchlake.progress import progress
-from torchlake.scoring import string_column
+from torchlake.scoring import check_prompts, string_column
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.commit import Part, known_inputs, part_name, write_part, writing
 from torchlake.tables.reading import ChunkReader, row_ids
@@ -50,16 +51,19 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
 
-    Columns: `row_id` string, `input_ids` list<int32>, `length` int32, `target` (the task's encoding of the label),
-    `error` string, null for rows that can be trained on.
+    Columns: `row_id` string, `input_ids` list<int32>, `length` int32, `target` (the task's encoding of the label, where
+    it has labels), `error` string, null for rows that can be trained on.
 
-    Raises DataError naming the first rows without text or label unless `bad_rows="drop"`, which keeps them out of the
-    training and counts them as `failed` in the record; FingerprintError when `output` was made of another table or
-    with other settings, unless `overwrite`.
+    Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
+    conversations without a chat template; DataError naming the first rows without text or label unless
+    `bad_rows="drop"`, which keeps them out of the training and counts them as `failed` in the record; FingerprintError
+    when `output` was made of another table or with other settings, unless `overwrite`.
     """
-    columns = (spec.text, spec.label)
-    source = open_table(table, columns=columns)
-    plan = plan_chunks(source, columns=columns, known=known_inputs(output))
+    source = open_table(table, columns=spec.columns)
+    task = plugins.load("tasks", spec.task)
+    if task.PACKED:
+        check_prompts(source.schema, spec.text, source.source, task, tokenizer)
+    plan = plan_chunks(source, columns=spec.columns, known=known_inputs(output))
     fingerprint = {
         "format": 1,
         "tokenizer": model_folders.tokenizer_hash(tokenizer),
@@ -90,7 +94,7 @@ def token_schema(spec: TaskSpec) -> pa.Schema:
             pa.field("row_id", pa.string()),
             pa.field("input_ids", pa.list_(pa.int32())),
             pa.field("length", pa.int32()),
-            pa.field("target", task.target_type(spec)),
+            *([] if task.PACKED else [pa.field("target", task.target_type(spec))]),
             pa.field("error", pa.string()),
         ]
     )
@@ -100,13 +104,14 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
     spec = settings.spec
     task = plugins.load("tasks", spec.task)
-    tokenizer = models.load_tokenizer(Path(settings.tokenizer))
-    reader = ChunkReader((spec.text, spec.label))
+    tokenizer = models.load_tokenizer(Path(settings.tokenizer), pad_with_end=task.PACKED)
+    reader = ChunkReader(spec.columns)
     schema = token_schema(spec)
 
     def tokenise(chunk: Chunk) -> pa.Table:
         table, unreadable = reader.read(chunk)
-        texts, labels = string_column(table[spec.text]), table[spec.label].combine_chunks()
+        labels = None if spec.label is None else table[spec.label].combine_chunks()
+        texts, unreadable, tokens_of = _learned(task, tokenizer, table[spec.text], unreadable)
         errors = _untrainable(texts, labels, unreadable)
         if errors and settings.bad_rows == "error":
             first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in sorted(errors.items())[:3])
@@ -115,10 +120,10 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
                 f"cannot be trained on ({first}). Mend them, or leave such rows out with --set data.bad_rows=drop."
             )
         good = pa.array([row not in errors for row in range(chunk.rows)], pa.bool_())
-        flat, offsets, _ = task.tokenize(tokenizer, pc.filter(texts, good).to_pylist(), spec)
+        flat, offsets, _ = tokens_of(pc.filter(texts, good).to_pylist(), spec)
         ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
         try:
-            targets = task.encode_labels(pc.filter(labels, good), spec)
+            targets = [] if labels is None else [task.encode_labels(pc.filter(labels, good), spec)]
         except DataError as error:
             last = chunk.first_row + chunk.rows - 1
             raise DataError(f"{chunk.file}, rows {chunk.first_row:,} to {last:,}: {error}") from error
@@ -127,7 +132,7 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
             row_ids(chunk),
             ids.take(place),
             pc.fill_null(pc.list_value_length(ids).take(place), 0),
-            targets.take(place),
+            *(array.take(place) for array in targets),
             pa.array([errors.get(row) for row in range(chunk.rows)], pa.string()),
         ]
         return pa.table(columns, schema=schema)
@@ -139,14 +144,29 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     return worker
 
 
-def _untrainable(texts: pa.Array, labels: pa.Array, unreadable: dict[int, str]) -> dict[int, str]:
+def _learned(
+    task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str]
+) -> tuple[pa.Array, dict[int, str], Callable[..., Any]]:
+    """The texts to learn from, the rows that have none with their reasons, and what makes tokens of the others."""
+    texts = string_column(column)
+    if not task.PACKED:
+        return texts, unreadable, partial(task.tokenize, tokenizer)
+    if not task.is_chat(column.type):
+        return texts, unreadable, partial(task.documents, tokenizer)
+    texts, errors = task.rendered(tokenizer, texts, asking=False)
+    return texts, {**errors, **unreadable}, partial(task.documents, tokenizer, chat=True)
+
+
+def _untrainable(texts: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:
     """The rows that cannot be trained on, with their reasons."""
     errors = dict(unreadable)
-    blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
-    unlabelled = pc.is_null(labels)
-    if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
-        unlabelled = pc.or_(unlabelled, pc.equal(pc.fill_null(labels, ""), ""))  # an empty cell of a CSV file
-    for reason, found in (("null_input", blank), ("null_label", unlabelled)):
+    bad = {"null_input": pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)}
+    if labels is not None:
+        bad["null_label"] = pc.is_null(labels)
+        if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
+            empty = pc.equal(pc.fill_null(labels, ""), "")  # an empty cell of a CSV file
+            bad["null_label"] = pc.or_(bad["null_label"], empty)
+    for reason, found in bad.items():
         for row in pc.indices_nonzero(found).to_pylist():
             errors.setdefault(row, reason)
     return errors

@@ -59,6 +59,7 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> 
     """
     task = plugins.load("tasks", spec.task)
     column = label or spec.label
+    assert column is not None, "optimize refuses tasks without labels"
     pool, readable = _frame_pool(table, spec.text, column) if is_frame(table) else _pool(table, spec.text, column)
     targets = None
     if column in pool.column_names:

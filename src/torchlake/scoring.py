@@ -2,6 +2,9 @@
 
     tokenise -> sort by length -> batches of a token budget -> forward -> original order
 
+A model that writes is asked in the same way: what its runtime gives for a row is then an answer, token ids, instead of
+logits, and a batch's budget counts the tokens that may be written too.
+
 A row costs nobody else anything. Unreadable and empty texts never reach the model; a batch that raises is halved until
 the row that raises is alone; a batch that does not fit into memory is halved too, and later batches start smaller; a
 row that ends or hangs the process is found by `strikes.py`. Sorting costs one argsort per chunk and saves the padding.
@@ -14,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +27,8 @@ import pyarrow.compute as pc
 
 from torchlake import model_folders, models, plugins
 from torchlake.data.batching import Ragged, length_batches, pad
-from torchlake.errors import Interrupted, TableError
+from torchlake.errors import Interrupted, TableError, UsageError
+from torchlake.generation import NON_FINITE, NOTHING, GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.strikes import Strikes
 from torchlake.task_spec import TaskSpec
@@ -31,12 +37,14 @@ log = logging.getLogger(__name__)
 
 # A few hundred tokens keep a core busy, and its caches hold no more; a GPU wants thousands.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
+# Writing reads all weights for one token of each row: many rows share the price. What they take is the cache's memory.
+CACHED_TOKENS = {"cpu": 8192, "cuda": 65536}
 MAX_BATCH_ROWS = 1024
 WORKER_BYTES = 600 << 20
 "What a worker takes before it loads a model: Python, torch, transformers."
 
 Runtime = str | Callable[..., Forward]
-"""A runtime's name, or a module-level function with the signature of a runtime's `load`."""
+"""A runtime's name, or a module-level function like a runtime's `load` (of a model that writes: `load_generator`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,8 @@ class ScoringSettings:
     "Seconds a forward pass may take before its rows are suspected of hanging."
     batch_tokens: int | None
     "Padded tokens of a batch, at most; None: what suits the device."
+    generation: GenerationOptions | None = None
+    "How the model writes; None for a task that does not."
     staging: str = ""
     "Where parts and strikes are written (chunk job only)."
 
@@ -90,16 +100,28 @@ class Scorer:
         folder = Path(self.settings.model)
         self.spec = models.load_spec(folder)
         self.task = plugins.load("tasks", self.spec.task)
-        self.tokenizer = models.load_tokenizer(folder)
+        self.tokenizer = models.load_tokenizer(folder, pad_with_end=self.task.PACKED)
         self.device = device()
-        runtime = self.settings.runtime
-        load = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
-        self.forward: Forward = load(folder, self.spec, device=self.device)
-        self.batch_tokens = self.settings.batch_tokens or BATCH_TOKENS[self.device]
+        load, writing = self.settings.runtime, self.settings.generation
+        if isinstance(load, str):
+            named = plugins.load("runtimes", load)
+            load = named.load if writing is None else named.load_generator
+        options = {} if writing is None else {"options": writing}
+        self.forward: Forward = load(folder, self.spec, device=self.device, **options)
+        self.room = room(folder, writing)
+        budgets = BATCH_TOKENS if writing is None else CACHED_TOKENS
+        self.batch_tokens = self.settings.batch_tokens or budgets[self.device]
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Make a string column ready; `unreadable` rows and, unless told otherwise, empty ones become errors."""
-        errors = dict(unreadable)
+        """Make a column ready; `unreadable` rows and, unless told otherwise, empty ones become errors.
+
+        It holds strings or, for a model that writes, conversations.
+        """
+        errors, tokens_of = dict(unreadable), self.task.tokenize
+        if self.settings.generation is not None and self.settings.generation.chat:
+            texts, bad = self.task.rendered(self.tokenizer, texts, asking=True)
+            errors = {**bad, **errors}
+            tokens_of = partial(tokens_of, chat=True)
         texts = pc.fill_null(texts, "")
         if self.settings.null == "error":
             empty = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
@@ -107,32 +129,48 @@ class Scorer:
                 errors.setdefault(row, "null_input")
         rows = np.setdiff1d(np.arange(len(texts)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
         readable = texts.take(pa.array(rows)).to_pylist()
-        flat, offsets, truncated = self.task.tokenize(self.tokenizer, readable, self.spec)
-        return Work(len(texts), rows, Ragged(flat, offsets), truncated, errors)
+        flat, offsets, truncated = tokens_of(self.tokenizer, readable, self.spec)
+        tokens = Ragged(flat, offsets)
+        if self.room is not None:
+            for row in np.flatnonzero(tokens.lengths > self.room):
+                reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {self.room}"
+                errors[int(rows[row])] = f"{reason} before the new ones; lower max_new_tokens or shorten it"
+        return Work(len(texts), rows, tokens, truncated, errors)
 
     def score(self, work: Work, strikes: Strikes | None = None) -> pa.Table:
         """The task's prediction columns, `truncated` and `error`, one row for each of `work.count`, in their order."""
         errors = dict(work.errors)
-        logits = np.full((work.count, max(1, len(self.spec.labels))), np.nan, dtype=np.float32)
+        answers = self._no_answers(work.count)
         alone: list[int] = []
         if strikes is not None:
             errors.update(strikes.quarantined)
             alone = strikes.suspects
         singles = [np.flatnonzero(work.rows == row) for row in alone]
         for batch in [single for single in singles if len(single)]:
-            self._run(work, batch, logits, errors, strikes)
+            self._run(work, batch, answers, errors, strikes)
         free = np.flatnonzero(~np.isin(work.rows, [*alone, *errors]))
-        lengths = work.tokens.lengths[free]
+        lengths = work.tokens.lengths[free] + self._new_tokens
         for batch in length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS):
-            self._run(work, free[batch], logits, errors, strikes)
+            self._run(work, free[batch], answers, errors, strikes)
         if strikes is not None:
             strikes.running([])
-        return self._assemble(work, logits, errors)
+        return self._assemble(work, answers, errors)
+
+    @property
+    def _new_tokens(self) -> int:
+        """Tokens that may be written for a row."""
+        return 0 if self.settings.generation is None else self.settings.generation.max_new_tokens
+
+    def _no_answers(self, rows: int) -> np.ndarray:
+        """What the runtime is to fill: logits (B, C) float32 or token ids (B, W) int32."""
+        if self.settings.generation is not None:
+            return np.full((rows, self._new_tokens), NOTHING, dtype=np.int32)
+        return np.full((rows, max(1, len(self.spec.labels))), np.nan, dtype=np.float32)
 
     def _run(
-        self, work: Work, batch: np.ndarray, logits: np.ndarray, errors: dict[int, str], strikes: Strikes | None
+        self, work: Work, batch: np.ndarray, answers: np.ndarray, errors: dict[int, str], strikes: Strikes | None
     ) -> None:
-        """Fill `logits` (or `errors`) for the rows of one batch, halving it as often as it raises."""
+        """Fill `answers` (or `errors`) for the rows of one batch, halving it as often as it raises."""
         pending = [batch]
         while pending:
             batch = pending.pop()
@@ -159,14 +197,17 @@ class Scorer:
                 else:
                     errors[int(rows[0])] = "out_of_memory" if _is_out_of_memory(error) else _in_words(error)
                 continue
-            logits[rows] = out
-            for row in rows[~np.isfinite(out).all(axis=1)]:
+            answers[rows] = out
+            for row in rows[_non_finite(out)]:
                 errors[int(row)] = "non_finite: the model gave NaN or infinity"
 
-    def _assemble(self, work: Work, logits: np.ndarray, errors: dict[int, str]) -> pa.Table:
+    def _assemble(self, work: Work, answers: np.ndarray, errors: dict[int, str]) -> pa.Table:
         scored = np.setdiff1d(np.arange(work.count), np.fromiter(errors, dtype=np.int64, count=len(errors)))
-        probabilities = self.task.probabilities(logits[scored], self.spec)
-        columns = self.task.output_columns(probabilities, self.spec, self.settings.all_probabilities)
+        if self.settings.generation is not None:
+            columns = self.task.output_columns(answers[scored], self.tokenizer, self.settings.generation.stop)
+        else:
+            probabilities = self.task.probabilities(answers[scored], self.spec)
+            columns = self.task.output_columns(probabilities, self.spec, self.settings.all_probabilities)
         position = np.full(work.count, -1, dtype=np.int64)
         position[scored] = np.arange(len(scored))
         table = columns.take(pa.array(position, mask=position < 0))
@@ -179,11 +220,12 @@ class Scorer:
 
 
 def string_column(column: pa.ChunkedArray) -> pa.Array:
-    """A text column as one plain string array, whatever string type it has."""
+    """A text column as one plain string array, whatever string type it has; conversations as they are."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
-    return array if pa.types.is_string(array.type) else pc.cast(array, pa.large_string())
+    as_it_is = pa.types.is_string(array.type) or pa.types.is_nested(array.type)
+    return array if as_it_is else pc.cast(array, pa.large_string())
 
 
 def check_text(schema: pa.Schema, text: str, where: str) -> None:
@@ -198,6 +240,31 @@ def check_text(schema: pa.Schema, text: str, where: str) -> None:
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
     if not any(is_text(kind) for is_text in texts):
         raise TableError(f"{where}: the text column {text!r} holds {kind}, not strings; name another with text=.")
+
+
+def check_prompts(
+    schema: pa.Schema, text: str, where: str, task: ModuleType, tokenizer: Path, *, chat: bool = False
+) -> bool:
+    """Whether the texts of a task that writes are conversations: by the column's type, or JSON because `chat` says so.
+
+    Raises TableError as `check_text` does, UsageError when the tokenizer's folder has no chat template.
+    """
+    if not (text in schema.names and task.is_chat(schema.field(text).type)):
+        check_text(schema, text, where)
+        if not chat:
+            return False
+    if not model_folders.has_chat_template(tokenizer):
+        raise UsageError(
+            f"{where}: {text!r} holds conversations, and the tokenizer in {tokenizer} has no chat template "
+            f"({model_folders.CHAT_TEMPLATE}). Give a model that was tuned on conversations, or a column of texts."
+        )
+    return True
+
+
+def room(folder: Path, options: GenerationOptions | None) -> int | None:
+    """Tokens that a prompt may have beside those that may be written; None where nothing limits it."""
+    positions = None if options is None else models.positions(folder)
+    return None if options is None or positions is None else positions - options.max_new_tokens
 
 
 def worker_memory(model: str) -> int:
@@ -248,6 +315,13 @@ def _watched(rows: np.ndarray, strikes: Strikes | None, timeout_s: float) -> Ite
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _non_finite(out: np.ndarray) -> np.ndarray:
+    """(B,) bool: rows for which the model gave NaN or infinity."""
+    if np.issubdtype(out.dtype, np.integer):
+        return np.asarray((out == NON_FINITE).any(axis=1))
+    return np.asarray(~np.isfinite(out).all(axis=1))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from torchlake import models, plugins
 from torchlake.config import Job
 from torchlake.costs import Parameters, Shape
-from torchlake.errors import DataError
+from torchlake.errors import DataError, UsageError
 from torchlake.scoring import check_text, string_column
 from torchlake.strategy_options import LoraOptions
 from torchlake.tables.chunks import Chunk, InputFile, plan_chunks
@@ -62,10 +62,14 @@ class TableSurvey:
 def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     """Tokenise at most `rows` rows of `job.data.train` with the tokenizer of the model folder `base`.
 
-    Raises TableError for a column that is missing, DataError for labels that cannot be learned and for a table without
-    a usable row.
+    Raises UsageError for a task that packs, TableError for a column that is missing, DataError for labels that cannot
+    be learned and for a table without a usable row.
     """
     data, task = job.data, plugins.load("tasks", job.model.task)
+    if task.PACKED:
+        raise UsageError(
+            f"plan reckons with rows, and {job.model.task} trains on blocks of many: it cannot be planned."
+        )
     columns = (data.text, data.label)
     table = open_table(data.train, columns=columns)
     check_text(table.schema, data.text, table.source)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from torchlake import durable, models, plugins, record, run_folder, tracking
-from torchlake.config import Job, load_job
+from torchlake.config import DataConfig, Job, load_job
 from torchlake.engines import Engine, make_engine
 from torchlake.errors import (
     ConfigError,
@@ -44,7 +44,7 @@ from torchlake.tables.frames import engine_of
 from torchlake.tables.keys import check_key
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
-from torchlake.task_spec import TASK_FILE, TaskSpec, spec_from_json
+from torchlake.task_spec import TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +216,8 @@ def choose_metric(job: Job, spec: TaskSpec) -> str:
 
 def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
     """The names of the task's metrics, found by computing them over two rows."""
+    if task.PACKED:
+        return list(task.loss_metrics(1.0))
     classes = max(1, len(spec.labels))
     targets = {
         "single_label": np.array([0, 1]),
@@ -283,31 +285,42 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 
 
 def find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
-    """What the model is asked: read off the label column once, then kept in the run folder."""
+    """What the model is asked: read off the label column, where the task has one, then kept in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and run_folder.is_trained(folder):
         return spec_from_json(path, durable.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
-    table = open_table(data.train, columns=(data.text, data.label))
-    reader = ChunkReader((data.label,))
-    chunks = plan_chunks(table, columns=(data.label,)).chunks
-    try:
-        problem, labels = task.find_labels(reader.read(chunk)[0][data.label] for chunk in chunks)
-    except DataError as error:
-        raise DataError(f"{table.source}, column {data.label!r}: {error}") from error
-    finally:
-        reader.close()
+    if task.PACKED and data.label != DataConfig.model_fields["label"].default:
+        raise ConfigError(f"data.label: {job.model.task} learns the text itself and reads no label; leave it out")
+    problem, labels = (task.PROBLEM, ()) if task.PACKED else _find_labels(job, task)
     spec = TaskSpec(
         task=job.model.task,
         problem=problem,
         labels=labels,
         text=data.text,
-        label=data.label,
+        label=None if task.PACKED else data.label,
         max_length=models.max_length(base, job.model.max_length),
     )
     durable.write_json(path, asdict(spec), site="run.task")
     return spec
+
+
+def _find_labels(job: Job, task: ModuleType) -> tuple[Problem, tuple[Label, ...]]:
+    """What the label column asks for. Raises DataError naming the column."""
+    data = job.data
+    table = open_table(data.train, columns=(data.text, data.label))
+    reader = ChunkReader((data.label,))
+    chunks = plan_chunks(table, columns=(data.label,)).chunks
+    try:
+        found: tuple[Problem, tuple[Label, ...]] = task.find_labels(
+            reader.read(chunk)[0][data.label] for chunk in chunks
+        )
+        return found
+    except DataError as error:
+        raise DataError(f"{table.source}, column {data.label!r}: {error}") from error
+    finally:
+        reader.close()
 
 
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path) -> list[Path]:

@@ -58,6 +58,19 @@ def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> No
     assert all(torch.allclose(one[key], other[key], atol=1e-4) for key in one)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "single"])
+def test_it_trains_a_language_model_like_single(name: str, tmp_path: Path, tiny_gpt2: Path) -> None:
+    """Packed blocks, and weights that are tied."""
+    skip_where_it_cannot_run(name)
+    sections = runs.job(tmp_path, tiny_gpt2, rows=40, epochs=1, batch_size=5, micro_batch_tokens=50, strategy="single")
+    sections["model"] |= {"task": "text_generation", "max_length": 24}
+    one = runs.succeed(tmp_path / "single", sections)
+    sections["train"]["strategy"] = name
+    other = runs.succeed(tmp_path / name, sections, ranks=ranks(name))
+    assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
+    assert other.metrics == pytest.approx(one.metrics, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_its_checkpoint_continues_under_any_other(name: str, tmp_path: Path, tiny_bert: Path) -> None:
     skip_where_it_cannot_run(name)

@@ -1,4 +1,7 @@
-"""What every task must do, whatever it asks of a model: a new file in torchlake/tasks is tested unasked."""
+"""What every task must do, whatever it asks of a model: a new file in torchlake/tasks is tested unasked.
+
+Tasks with labels are held to one half of the promise in torchlake/tasks/__init__.py, those that pack to the other.
+"""
 
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +14,7 @@ import transformers
 
 import tiny
 from torchlake import models, plugins
+from torchlake.generation import END, NOTHING
 from torchlake.models import TaskSpec
 
 COLUMNS = {
@@ -23,9 +27,25 @@ COLUMNS = {
 }
 
 
-@pytest.fixture(params=plugins.names("tasks"))
+TASKS = plugins.names("tasks")
+PACKED = [name for name in TASKS if plugins.load("tasks", name).PACKED]
+
+
+@pytest.fixture(params=[name for name in TASKS if name not in PACKED])
 def task(request: pytest.FixtureRequest) -> ModuleType:
+    """A task with labels."""
     return plugins.load("tasks", request.param)
+
+
+@pytest.fixture(params=PACKED)
+def packed(request: pytest.FixtureRequest) -> ModuleType:
+    return plugins.load("tasks", request.param)
+
+
+@pytest.fixture
+def packed_spec(packed: ModuleType) -> TaskSpec:
+    name = packed.__name__.rpartition(".")[2]
+    return TaskSpec(task=name, problem=packed.PROBLEM, labels=(), text="text", label=None, max_length=12)
 
 
 @pytest.fixture(params=COLUMNS)
@@ -96,7 +116,7 @@ def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: Tas
     assert torch.allclose(total, torch.stack(parts).sum())
     assert task.loss_sum(logits.bfloat16(), truth, spec).dtype == torch.float32
     assert task.loss_sum(logits[:0], truth[:0], spec).item() == 0.0
-    assert task.num_targets(3, spec) == truth.numel()
+    assert task.num_targets(np.array([1, 5, 9]), spec) == truth.numel()
 
 
 def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, spec: TaskSpec, tiny_bert: Path) -> None:
@@ -106,7 +126,7 @@ def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, sp
     truth = torch.tensor(task.encode_labels(column.drop_null(), spec).to_pylist())
     with torch.inference_mode():
         theirs = model(ids, labels=truth)
-        ours = task.loss_sum(theirs.logits, truth, spec) / task.num_targets(3, spec)
+        ours = task.loss_sum(theirs.logits, truth, spec) / task.num_targets(np.array([8] * 3), spec)
     assert torch.allclose(theirs.loss, ours, atol=1e-6)
 
 
@@ -134,8 +154,85 @@ def test_the_default_metric_is_among_the_metrics(task: ModuleType, column: pa.Ar
     metrics = task.metrics(task.probabilities(outputs(spec, 3), spec), truth, spec)
     assert task.DEFAULT_METRIC[spec.problem] in metrics
     assert all(isinstance(value, float) for value in metrics.values())
-    assert isinstance(task.LOWER_IS_BETTER, frozenset)
 
 
-def test_the_auto_class_is_one_of_transformers(task: ModuleType) -> None:
+@pytest.mark.parametrize("name", TASKS)
+def test_it_declares_what_it_is(name: str) -> None:
+    task = plugins.load("tasks", name)
     assert hasattr(transformers, task.AUTO_CLASS)
+    assert isinstance(task.LOWER_IS_BETTER, frozenset)
+    assert isinstance(task.FORWARD, dict)
+    assert task.PACKED in (True, False)
+
+
+def test_a_prompt_is_open_and_a_document_is_closed(
+    packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path, tiny_roberta: Path
+) -> None:
+    """Also for a tokenizer that closes every text itself."""
+    texts = ["a good film", "", "ünïcödé \x00 \u202e", "the " * 200]
+    for folder in (tiny_gpt2, tiny_roberta):
+        tokenizer = models.load_tokenizer(folder, pad_with_end=True)
+        theirs = [[token for token in ids if token != tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+        values, offsets, truncated = packed.documents(tokenizer, texts, packed_spec)
+        assert (values.dtype, offsets.dtype, truncated.dtype) == (np.int32, np.int64, np.bool_)
+        rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
+        assert rows == [[*ids, tokenizer.eos_token_id] for ids in theirs]
+        values, offsets, truncated = packed.tokenize(tokenizer, texts, packed_spec)
+        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
+        assert rows == [ids or [begin] for ids in theirs]
+        assert not truncated.any()
+    values, offsets, truncated = packed.tokenize(tokenizer, [], packed_spec)
+    assert (values.tolist(), offsets.tolist(), truncated.tolist()) == ([], [0], [])
+
+
+def test_many_texts_are_tokenized_like_few(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
+    tokenizer = models.load_tokenizer(tiny_gpt2, pad_with_end=True)
+    texts = tiny.reviews(2500)["text"].to_pylist()
+    values, offsets, _ = packed.documents(tokenizer, texts, packed_spec)
+    for row in (0, 999, 1000, 2499):
+        few, _, _ = packed.documents(tokenizer, texts[row : row + 1], packed_spec)
+        assert values[offsets[row] : offsets[row + 1]].tolist() == few.tolist()
+
+
+def test_the_loss_of_texts_is_that_of_transformers(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
+    """Padding on the right is no target, and the sum over rows is the sum of the rows."""
+    model = models.base_model(tiny_gpt2, packed_spec, packed.AUTO_CLASS)
+    ids = np.random.default_rng(0).integers(5, 90, (3, 8))
+    lengths = np.array([8, 5, 1])
+    mask = (np.arange(8) < lengths[:, None]).astype(np.int64)
+    truth = torch.from_numpy(packed.targets(ids, mask))
+    labels = torch.from_numpy(np.where(mask, ids, -100))
+    with torch.inference_mode():
+        theirs = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), labels=labels)
+        total = packed.loss_sum(theirs.logits, truth, packed_spec)
+        rows = [packed.loss_sum(theirs.logits[row : row + 1], truth[row : row + 1], packed_spec) for row in range(3)]
+    number = packed.num_targets(lengths, packed_spec)
+    assert number == (truth != packed.NO_TARGET).sum() == lengths.sum() - 3
+    assert (total.shape, total.dtype) == ((), torch.float32)
+    assert torch.allclose(theirs.loss, total / number, atol=1e-6)
+    assert torch.allclose(total, torch.stack(rows).sum())
+    assert packed.loss_sum(theirs.logits.bfloat16(), truth, packed_spec).dtype == torch.float32
+    metrics = packed.loss_metrics(float(theirs.loss))
+    assert packed.DEFAULT_METRIC[packed.PROBLEM] in metrics
+    assert all(isinstance(value, float) for value in packed.loss_metrics(1e9).values())
+
+
+def test_answers_have_their_schema(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
+    tokenizer = models.load_tokenizer(tiny_gpt2, pad_with_end=True)
+    answers = np.full((4, 6), NOTHING, dtype=np.int32)
+    for row, (text, end) in enumerate(
+        [(" good film", True), ("", True), (" good film story", False), (" a bad", False)]
+    ):
+        ids = tokenizer(text)["input_ids"]
+        answers[row, : len(ids) + end] = [*ids, END] if end else ids
+    schema = packed.output_schema(packed_spec, False)
+    assert all(field.nullable for field in schema)
+    for rows in (0, 1, 4):
+        table = packed.output_columns(answers[:rows], tokenizer, [" story"])
+        table.validate(full=True)
+        assert table.schema == schema
+        assert len(table) == rows
+    assert table["generated_text"].to_pylist() == [" good film", "", " good film", " a bad"]
+    assert table["finish_reason"].to_pylist() == ["stop", "stop", "stop", "length"]
+    assert table["generated_tokens"].to_pylist() == [(answers[row] >= 0).sum() for row in range(4)]

@@ -26,6 +26,8 @@ STEPS = 20
 
 def table(problem: str) -> pa.Table:
     reviews = tiny.reviews(200, seed=3)
+    if problem == "next_token":
+        return reviews.select(["text"])
     if problem == "single_label":
         return reviews
     words = [text.split() for text in reviews["text"].to_pylist()]
@@ -36,10 +38,13 @@ def table(problem: str) -> pa.Table:
     return reviews.set_column(2, "label", pa.array(labels))
 
 
-def losses(folder: Path, encoder: Path, problem: str, *, strategy: str = "auto", ranks: int = 1) -> list[float]:
+def losses(folder: Path, base: Path, problem: str, *, strategy: str = "auto", ranks: int = 1) -> list[float]:
     folder.mkdir(exist_ok=True)
     pq.write_table(table(problem), folder / "reviews.parquet")
-    sections = runs.job(folder, encoder, batch_size=16, max_steps=STEPS, micro_batch_tokens=256, strategy=strategy)
+    sections = runs.job(folder, base, batch_size=16, max_steps=STEPS, micro_batch_tokens=256, strategy=strategy)
+    if problem == "next_token":
+        sections["model"] |= {"task": "text_generation", "max_length": 32}
+        sections["train"]["epochs"] = 4  # 6 steps each
     runs.succeed(folder / "run", sections, ranks=ranks)
     return runs.losses(folder / "run")
 
@@ -53,9 +58,16 @@ def machine() -> str:
 
 
 @pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
-def test_single_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_bert: Path, problem: str) -> None:
-    path = HERE / f"text_classification_{problem}.txt"
-    found = losses(tmp_path, tiny_bert, problem)
+def test_a_classifier_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_bert: Path, problem: str) -> None:
+    check(HERE / f"text_classification_{problem}.txt", losses(tmp_path, tiny_bert, problem))
+
+
+def test_a_language_model_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_gpt2: Path) -> None:
+    check(HERE / "text_generation.txt", losses(tmp_path, tiny_gpt2, "next_token"))
+
+
+def check(path: Path, found: list[float]) -> None:
+    """Hold the losses against the file's, or write them to it."""
     if os.environ.get("UPDATE_GOLDEN"):
         lines = [f"# {machine()}", *(f"{step} {loss!r}" for step, loss in enumerate(found, start=1))]
         path.write_text("\n".join(lines) + "\n")

@@ -29,6 +29,13 @@ OPTIONS = {
             "--accept-new-input",
             "--on-bad-file",
             "--set",
+            "--max-new-tokens",
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "--stop",
+            "--seed",
+            "--chat",
             "--json",
         }
     ),

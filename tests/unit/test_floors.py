@@ -14,10 +14,10 @@ FLOORS = {
     4: "__init__ __main__ cli commands console",
     3: "preparing training predicting scoring scoring_workers launching evaluating verifying reporting report_page "
     "diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
-    "planning plan_tables surveying capacity saving mapping",
+    "planning plan_tables surveying capacity saving mapping perplexity asking",
     2: "engines strategies tasks runtimes",
     1: "costs workload data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
-    "exports runtime_choice study sharding checkpoint_writer lora",
+    "exports generation runtime_choice study sharding checkpoint_writer lora",
     0: "tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data strikes "
     "following search_space config_types strategy_options engine_options",
 }
@@ -25,12 +25,14 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 # Who may call whom among the verbs. Everyone else there is a stranger.
 CALLS = {
     "candidates": {"agreement", "sampling", "scoring", "trials"},
-    "evaluating": {"predicting", "scoring"},
+    "evaluating": {"perplexity", "predicting", "scoring"},
     "optimizing": {"candidates", "sampling", "scoring", "trials"},
     "plan_tables": {"capacity", "planning"},
     "planning": {"capacity", "run_folder", "surveying"},
-    "mapping": {"predicting", "scoring", "scoring_workers"},
-    "predicting": {"scoring", "scoring_workers"},
+    "asking": {"scoring", "scoring_workers"},
+    "mapping": {"asking", "scoring", "scoring_workers"},
+    "perplexity": {"preparing", "scoring"},
+    "predicting": {"asking", "scoring", "scoring_workers"},
     "preparing": {"scoring"},
     "loop": {"learner", "saving"},
     "saving": {"learner"},

@@ -85,7 +85,9 @@ def test_a_spec_comes_back(tmp_path: Path, tiny_bert: Path, problem: str, labels
     [
         ({"labels": ["a", 1]}, "all strings"),
         ({"labels": ["a", "a"]}, "distinct"),
-        ({"labels": []}, "regression only"),
+        ({"labels": []}, "empty for regression and next_token only"),
+        ({"label": None}, "label is None"),
+        ({"problem": "next_token", "labels": []}, "label is null for next_token only"),
         ({"problem": "riddle"}, "riddle"),
         ({"max_length": "long"}, "max_length"),
         ({"surprise": 1}, "exactly the keys"),

@@ -26,6 +26,15 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def lengths_of(self, numbers: np.ndarray) -> np.ndarray:
+        """(B,) int64, tokens of the rows `numbers` (B,)."""
+        lengths: np.ndarray = self.offsets[numbers + 1] - self.offsets[numbers]
+        return lengths
+
+    def padded(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows `numbers` (B,) as `pad` gives them."""
+        return pad(self, numbers, pad_id)
+
 
 def pad(tokens: Ragged, rows: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows (B,) as token ids (B, L) int64, padded on the right with `pad_id`, and their mask (B, L) int64.

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from torchlake import durable
 from torchlake.data.batching import Ragged
+from torchlake.data.packing import Blocks
 from torchlake.errors import DataError
 from torchlake.tables.commit import committed_files, read_commit
 
@@ -32,9 +33,10 @@ BATCH_ROWS = 16384
 class TokenTable:
     """The rows that can be trained on, in the order of the table."""
 
-    tokens: Ragged
-    targets: np.ndarray
-    "(N,) int64 classes, (N, C) float32 for several labels a row, or (N,) float32 for regression."
+    tokens: Ragged | Blocks
+    "A table on disk has Ragged rows; Blocks are what `packing` makes of them."
+    targets: np.ndarray | None
+    "(N,) int64 classes, (N, C) float32 for several labels a row, (N,) float32 for regression; None without labels."
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,20 +71,22 @@ def open_tokens(cache: Path) -> TokenTable:
     about = durable.read_json(cache / "about.json")
     rows = about["rows"]
     if rows == 0:
-        raise DataError("the table has no row with both a text and a label: nothing to train or validate on")
+        raise DataError(
+            "the table has no row with both a text and a label, where the task has labels: nothing to learn"
+        )
     offsets = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(_map(cache / "lengths.bin", np.dtype(np.int32)), out=offsets[1:])
-    targets = _map(cache / "targets.bin", np.dtype(about["target"]))
-    if about["width"]:
+    targets = None if about["target"] is None else _map(cache / "targets.bin", np.dtype(about["target"]))
+    if targets is not None and about["width"]:
         targets = targets.reshape(rows, about["width"])
     values = _map(cache / "values.bin", np.dtype(np.int32))
     assert len(values) == offsets[-1], f"{cache}: {len(values)} tokens, the lengths say {offsets[-1]}"
     return TokenTable(Ragged(values, offsets), targets)
 
 
-def _decode(files: list[Path], folder: Path) -> dict[str, int | str]:
+def _decode(files: list[Path], folder: Path) -> dict[str, int | str | None]:
     rows = width = 0
-    target = np.dtype(np.int64)
+    target: str | None = None
     with ExitStack() as stack:
         values, lengths, targets = (
             stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in ("values", "lengths", "targets")
@@ -91,14 +95,17 @@ def _decode(files: list[Path], folder: Path) -> dict[str, int | str]:
             ids = batch.column("input_ids")
             values.write(ids.flatten().to_numpy(zero_copy_only=False))
             lengths.write(pc.list_value_length(ids).cast(pa.int32()).to_numpy(zero_copy_only=False))
+            rows += len(batch)
+            if "target" not in batch.schema.names:
+                continue
             column = batch.column("target")
             if pa.types.is_list(column.type):
                 width = len(column.flatten()) // len(batch)
                 column = column.flatten()
             array = column.to_numpy(zero_copy_only=False)
             targets.write(array)
-            target, rows = array.dtype, rows + len(batch)
-    return {"rows": rows, "target": target.str, "width": width}
+            target = array.dtype.str
+    return {"rows": rows, "target": target, "width": width}
 
 
 def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
@@ -106,7 +113,8 @@ def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
     for path in files:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                for batch in file.iter_batches(BATCH_ROWS, columns=["input_ids", "target", "error"], use_threads=False):
+                names = [name for name in ("input_ids", "target", "error") if name in file.schema_arrow.names]
+                for batch in file.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
                     good = batch if batch.column("error").null_count == len(batch) else batch.filter(_fine(batch))
                     if len(good):
                         yield good

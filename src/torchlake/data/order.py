@@ -18,6 +18,8 @@ from torchlake.errors import DataError
 WINDOW_BATCHES = 32
 SPLIT = 2**64 - 1
 "The split's stream: where an epoch's number stands in the key, and no epoch's number."
+LAID = 2**63
+"Added to an epoch's number: the stream that decides in which order rows are laid end to end."
 
 
 def epoch_batches(lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -37,6 +39,12 @@ def epoch_batches(lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int
         window = window[np.argsort(lengths[window], kind="stable")]
         batches.extend(np.split(window, len(window) // batch_size))
     return [batches[index] for index in _permutation(rng, len(batches))]
+
+
+def laid(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+    """The row numbers `rows` (N,) int64 in the order in which an epoch lays them end to end."""
+    rng = np.random.Philox(key=np.array([seed, LAID + epoch], dtype=np.uint64))
+    return np.asarray(rows[_permutation(rng, len(rows))])
 
 
 def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

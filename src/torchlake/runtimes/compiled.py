@@ -18,7 +18,7 @@ from torchlake.runtimes import Forward
 from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 1e-5
-never: dict[str, str] = {}
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 MULTIPLE = 8
 "Lengths are rounded up to a multiple of this."

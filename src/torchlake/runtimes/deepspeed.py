@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 TOLERANCE = 0.02
-never: dict[str, str] = {}
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 KINDS = ("bert", "distilbert", "roberta")
 "Model types whose layers it can replace; those of others it would leave as they are, unsaid."

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlake import models, plugins
+from torchlake.generation import GenerationOptions
 from torchlake.runtimes import Forward, _products
 from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 TOLERANCE = 0.0
 never: dict[str, str] = {}
@@ -33,19 +35,34 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     # Here, not above: the process that plans a job reads this file's declarations and never runs a model.
     import torch
 
-    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
-    torch.nn.Module.to(model, device)
-    if device == "cpu" and _products.use_onednn():
-        _use_onednn(model)
+    task = plugins.load("tasks", spec.task)
+    model = _loaded(folder, spec, device)
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         mask = None if attention_mask.all() else torch.from_numpy(attention_mask).to(device)
         with torch.inference_mode():
-            logits = model(input_ids=torch.from_numpy(input_ids).to(device), attention_mask=mask).logits
+            logits = model(input_ids=torch.from_numpy(input_ids).to(device), attention_mask=mask, **task.FORWARD).logits
         scores: np.ndarray = logits.float().cpu().numpy()
         return scores
 
     return forward
+
+
+def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:
+    """The same model ready to answer prompts."""
+    from torchlake.runtimes._generating import generator
+
+    return generator(_loaded(folder, spec, device), folder, options)
+
+
+def _loaded(folder: Path, spec: TaskSpec, device: str) -> "PreTrainedModel":
+    import torch
+
+    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    torch.nn.Module.to(model, device)
+    if device == "cpu" and _products.use_onednn():
+        _use_onednn(model)
+    return model
 
 
 def _use_onednn(model: "torch.nn.Module") -> None:

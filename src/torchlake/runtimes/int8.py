@@ -18,7 +18,7 @@ from torchlake.runtimes import Forward, _encoder, _ragged
 from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.05
-never: dict[str, str] = {}
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 refusal = _encoder.refusal
 
 LOWEST = {"gelu": 0.17, "relu": 0.0}

@@ -16,7 +16,7 @@ from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.06
 CALIBRATED = True
-never: dict[str, str] = {}
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 
 def refusal(folder: Path) -> str | None:

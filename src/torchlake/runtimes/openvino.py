@@ -16,7 +16,7 @@ from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 1e-5
 CALIBRATED = False
-never: dict[str, str] = {}
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 TOLERANCE = 1e-5
-never: dict[str, str] = {}
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 refusal = _encoder.refusal
 
 

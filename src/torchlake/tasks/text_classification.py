@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO_CLASS",
     "DEFAULT_METRIC",
+    "FORWARD",
     "LOWER_IS_BETTER",
+    "PACKED",
     "encode_labels",
     "find_labels",
     "loss_sum",
@@ -38,6 +40,8 @@ __all__ = [
 ]
 
 AUTO_CLASS = "AutoModelForSequenceClassification"
+PACKED = False
+FORWARD: dict[str, bool] = {}
 DEFAULT_METRIC: dict[Problem, str] = {"single_label": "macro_f1", "multi_label": "micro_f1", "regression": "rmse"}
 LOWER_IS_BETTER = frozenset({"rmse", "mae"})
 
@@ -85,9 +89,9 @@ def loss_sum(logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec) ->
     return functional.mse_loss(logits.squeeze(-1), targets.float(), reduction="sum")
 
 
-def num_targets(rows: int, spec: TaskSpec) -> int:
-    """What the summed loss of `rows` rows is divided by for the mean: rows, times classes where each is a question."""
-    return rows * len(spec.labels) if spec.problem == "multi_label" else rows
+def num_targets(lengths: np.ndarray, spec: TaskSpec) -> int:
+    """What the summed loss of rows of so many tokens (B,) is divided by: rows, times classes if each is a question."""
+    return len(lengths) * len(spec.labels) if spec.problem == "multi_label" else len(lengths)
 
 
 def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:

@@ -1,0 +1,147 @@
+"""Answers by transformers' own `generate`, with its key-value cache: a token of every row at each step.
+
+    prompts, padding moved to the left -> generate -> answers, as torchlake/generation.py has them
+
+Rows of a batch do not know of one another. Padding on the left lets all of them end at the same place, the mask keeps
+it from being attended to, and positions count from each row's own first token. What is drawn for a row comes from a
+counter-based generator whose key is a hash of the job's seed and the row's tokens: the same text again in another
+batch, process or attempt, but for rounding in fp32 where two tokens are all but equally likely. So rows that are equal
+get equal texts. A row that has ended costs a place in the batch until the last one has.
+
+Price of stop strings: the text of every row is decoded anew at each step, some microseconds per token of it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from torchlake import models
+from torchlake.generation import END, NON_FINITE, NOTHING, GenerationOptions, decoded, stop_place
+from torchlake.runtimes import Forward
+
+
+def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
+    """What answers prompts with `model`, which was loaded from `folder` and is where it shall run."""
+    tokenizer = models.load_tokenizer(folder, pad_with_end=True)
+    ends = _ends(model, tokenizer)
+    # What the folder's own generation_config.json asks for (sampling, penalties) would be a setting that no job shows.
+    model.generation_config = GenerationConfig()
+    config = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        do_sample=False,
+        eos_token_id=ends,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+
+    def generate(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        ids, mask = left_padded(input_ids, attention_mask, tokenizer.pad_token_id)
+        choosing = _Choosing(options, draws(input_ids, attention_mask, options), ids.shape[1], model.device)
+        stopping = _Stopping(tokenizer, options.stop, ends, ids.shape)
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=torch.from_numpy(ids).to(model.device),
+                attention_mask=torch.from_numpy(mask).to(model.device),
+                generation_config=config,
+                logits_processor=[choosing],
+                stopping_criteria=[stopping] if options.stop else [],
+            )
+        written = out[:, ids.shape[1] :].cpu().numpy()
+        answers = _answers(written, ends, stopping.lengths, options.max_new_tokens)
+        answers[choosing.non_finite.cpu().numpy()] = NON_FINITE
+        return answers
+
+    return generate
+
+
+def left_padded(input_ids: np.ndarray, attention_mask: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and mask (B, L) int64, padded on the right, with the padding on the left."""
+    mask = attention_mask[:, ::-1].copy()
+    ids = np.full_like(input_ids, pad_id)
+    ids[mask == 1] = input_ids[attention_mask == 1]
+    return ids, mask
+
+
+def draws(input_ids: np.ndarray, attention_mask: np.ndarray, options: GenerationOptions) -> np.ndarray:
+    """(B, W) float64 above 0 and below 1: what decides each token of each row; it depends on the row and the seed."""
+    drawn = np.empty((len(input_ids), options.max_new_tokens))
+    for row, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
+        own = ids[mask == 1].astype("<i8").tobytes()
+        digest = hashlib.sha256(options.seed.to_bytes(8, "little") + own).digest()
+        raw = np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8")).random_raw(options.max_new_tokens)
+        drawn[row] = ((raw >> np.uint64(11)) + 0.5) * 2.0**-53
+    return drawn
+
+
+class _Choosing(LogitsProcessor):
+    """Leaves one token of each row possible, the one that is drawn; without a temperature it leaves all as they are."""
+
+    def __init__(self, options: GenerationOptions, drawn: np.ndarray, prompt: int, device: torch.device) -> None:
+        self.prompt = prompt
+        self.drawn = torch.from_numpy(drawn).to(device)
+        self.non_finite = torch.zeros(len(drawn), dtype=torch.bool, device=device)
+        self.greedy = options.temperature == 0
+        self.warpers: list[Any] = [] if self.greedy else [TemperatureLogitsWarper(float(options.temperature))]
+        if options.top_k is not None:
+            self.warpers.append(TopKLogitsWarper(options.top_k))
+        if options.top_p is not None and options.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(options.top_p))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        # The largest of a row is NaN where any is.
+        self.non_finite |= ~torch.isfinite(scores.amax(-1))
+        if self.greedy:
+            return scores
+        possible: Any = scores.float()
+        for warper in self.warpers:
+            possible = warper(input_ids, possible)
+        below = possible.double().softmax(-1).cumsum(-1)
+        step = input_ids.shape[1] - self.prompt
+        chosen = (below < self.drawn[:, step : step + 1] * below[:, -1:]).sum(-1, keepdim=True)
+        alone: Any = torch.full_like(scores, -torch.inf).scatter_(1, chosen.clamp_(max=scores.shape[1] - 1), 0.0)
+        return alone  # type: ignore[no-any-return]
+
+
+class _Stopping(StoppingCriteria):
+    """Ends each row at its first stop string; `lengths` (B,) are the tokens that rows had written by then."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], ends: Sequence[int], shape: tuple[int, ...]) -> None:
+        self.tokenizer, self.stop, self.ends = tokenizer, stop, set(ends)
+        self.prompt = shape[1]
+        self.lengths = np.full(shape[0], -1)
+        self.over = np.zeros(shape[0], dtype=bool)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.Tensor:
+        written = input_ids[:, self.prompt :].cpu().numpy()
+        for row in np.flatnonzero(~self.over):
+            if int(written[row, -1]) in self.ends:
+                self.over[row] = True  # generate ends it
+            elif stop_place(decoded(self.tokenizer, written[row]), self.stop) is not None:
+                self.over[row], self.lengths[row] = True, written.shape[1]
+        return torch.from_numpy(self.over.copy()).to(input_ids.device)
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """The ids of the tokens that end a text: the model's, of which chat models have several, and the tokenizer's."""
+    named = model.generation_config.eos_token_id
+    several = named if isinstance(named, list) else [] if named is None else [named]
+    return sorted({*several, tokenizer.eos_token_id})
+
+
+def _answers(written: np.ndarray, ends: Sequence[int], stopped: np.ndarray, width: int) -> np.ndarray:
+    """Answers (B, `width`) int32 from what `generate` wrote (B, up to `width`), padding after the end included."""
+    answers = np.full((len(written), width), NOTHING, dtype=np.int32)
+    ended = np.isin(written, ends)
+    for row, tokens in enumerate(written):
+        if stopped[row] >= 0:
+            tokens = tokens[: stopped[row]]
+        elif ended[row].any():
+            tokens = np.append(tokens[: ended[row].argmax()], END)
+        answers[row, : len(tokens)] = tokens
+    return answers

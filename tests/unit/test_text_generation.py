@@ -1,0 +1,207 @@
+"""Fine-tuning a causal language model: blocks, ranks, resuming, LoRA, and what comes of it."""
+
+import json
+import math
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny
+import torchlake as tl
+import training_runs as runs
+from torchlake import models
+from torchlake.data import order
+from torchlake.errors import ConfigError, DataError, UsageError
+from torchlake.preparing import prepare
+
+BLOCK = 24
+
+
+def job(folder: Path, model: Path, *, rows: int = 80, lora: bool = False, **train: Any) -> dict[str, Any]:
+    """Sections of a job over generated texts of 5 to 32 tokens and longer ones."""
+    sections = runs.job(folder, model, rows=rows, **train)
+    pq.write_table(texts(rows), sections["data"]["train"])
+    sections["model"] |= {"task": "text_generation", "max_length": BLOCK}
+    if lora:
+        sections["model"]["lora"] = {"rank": 4}
+    return sections
+
+
+def texts(rows: int) -> pa.Table:
+    table = tiny.reviews(rows).select(["id", "text"])
+    longer = [" ".join([text] * (1 + 3 * (row % 10 == 0))) for row, text in enumerate(table["text"].to_pylist())]
+    return table.set_column(1, "text", pa.array(longer))
+
+
+def tokens_of(model: Path, table: pa.Table) -> list[list[int]]:
+    tokenizer = models.load_tokenizer(model, pad_with_end=True)
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(table["text"].to_pylist())["input_ids"]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path) -> Path:
+    """The folder of a finished job: reviews.parquet and run/."""
+    folder = tmp_path_factory.mktemp("trained")
+    runs.succeed(folder / "run", job(folder, tiny_gpt2, epochs=3, learning_rate=3e-3))
+    return folder
+
+
+def test_every_token_is_a_target_once_an_epoch(trained: Path, tiny_gpt2: Path) -> None:
+    """A step's tokens are those of its blocks; a block's first is the last of the block before."""
+    lines = [line for line in runs.metrics(trained / "run") if "loss" in line]
+    counts = np.array([len(ids) for ids in tokens_of(tiny_gpt2, texts(80))])
+    learned = int(counts[order.split(80, 0.25, 0)[0]].sum())
+    for epoch in (1, 2, 3):
+        steps = [line for line in lines if line["epoch"] == epoch]
+        blocks, tokens = sum(line["rows"] for line in steps), sum(line["tokens"] for line in steps)
+        assert tokens - blocks == learned - 1
+        assert blocks == math.ceil((learned - 1) / (BLOCK - 1))
+        assert sum(line["padded_tokens"] for line in steps) - tokens < BLOCK
+    first = [line["loss"] for line in lines if line["epoch"] == 1]
+    last = [line["loss"] for line in lines if line["epoch"] == 3]
+    assert np.mean(last) < np.mean(first)
+
+
+def test_validation_and_evaluate_measure_blocks_in_the_order_of_the_table(tmp_path: Path, tiny_gpt2: Path) -> None:
+    sections = job(tmp_path, tiny_gpt2, rows=30, epochs=1)
+    test = tmp_path / "test.parquet"
+    pq.write_table(texts(25), test)
+    sections["data"]["validation"] = str(test)
+    done = runs.succeed(tmp_path / "run", sections)
+    assert done.metrics is not None
+    model = tmp_path / "run" / "model"
+    stream = list(chain.from_iterable(tokens_of(model, texts(25))))
+    stock, losses = AutoModelForCausalLM.from_pretrained(model), []
+    for first in range(0, len(stream) - 1, BLOCK - 1):
+        block = torch.tensor([stream[first : first + BLOCK]])
+        with torch.inference_mode():
+            losses.append((stock(input_ids=block, labels=block).loss.item(), block.shape[1] - 1))
+    loss = sum(mean * targets for mean, targets in losses) / (len(stream) - 1)
+    assert done.metrics == pytest.approx({"loss": loss, "perplexity": math.exp(loss)}, rel=1e-5)
+    for table in (test, texts(25)):
+        found = tl.evaluate(model, table, engine=tiny.Here())
+        assert (found.rows, found.failed, found.tokens) == (25, 0, len(stream) - 1)
+        assert found.metrics["loss"].value == pytest.approx(loss, rel=1e-5)
+        perplexity = found.metrics["perplexity"]
+        assert perplexity.value == pytest.approx(math.exp(loss), rel=1e-5)
+        assert perplexity.low < perplexity.value < perplexity.high
+
+
+def test_evaluate_counts_rows_without_text_and_refuses_what_it_cannot_do(trained: Path) -> None:
+    model = trained / "run" / "model"
+    found = tl.evaluate(model, pa.table({"text": ["a good film", None, " ", "a bad film"]}), engine=tiny.Here())
+    assert (found.rows, found.failed, found.errors) == (4, 2, {"null_input": 2})
+    usable = tokens_of(model, pa.table({"text": ["a good film", "a bad film"]}))
+    assert found.tokens == sum(map(len, usable)) - 1
+    assert json.dumps(found.to_json())
+    with pytest.raises(DataError, match="no row"):
+        tl.evaluate(model, pa.table({"text": pa.array([None, ""], pa.string())}), engine=tiny.Here())
+    with pytest.raises(UsageError, match="leave it out"):
+        tl.evaluate(model, texts(3), label="id")
+    with pytest.raises(UsageError, match="no key-value cache"):
+        tl.evaluate(model, texts(3), runtime="varlen")
+    with pytest.raises(UsageError, match="eager alone"):
+        tl.optimize(model, texts(3))
+
+
+def test_the_model_folder_is_one_of_transformers_and_of_torchlake(trained: Path, tiny_gpt2: Path) -> None:
+    folder = trained / "run" / "model"
+    spec = models.load_spec(folder)
+    assert (spec.task, spec.problem, spec.labels, spec.label, spec.max_length) == (
+        "text_generation",
+        "next_token",
+        (),
+        None,
+        BLOCK,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert models.load_spec(tiny_gpt2).task == "text_generation"
+    card = (folder / "README.md").read_text()
+    assert "AutoModelForCausalLM" in card
+    assert "pipeline_tag: text-generation" in card
+    written = tl.predict(folder, pa.table({"text": ["a good film"]}), engine=tiny.Here(), max_new_tokens=3)
+    assert written["error"].to_pylist() == [None]
+
+
+def test_two_ranks_train_like_one_with_lora_too(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """The whole model: tests/conformance/test_strategies.py, under every strategy."""
+    sections = job(tmp_path, tiny_gpt2, rows=40, epochs=1, batch_size=5, micro_batch_tokens=50, lora=True)
+    one = runs.succeed(tmp_path / "one", sections)
+    two = runs.succeed(tmp_path / "two", sections, ranks=2)
+    assert runs.losses(tmp_path / "two") == pytest.approx(runs.losses(tmp_path / "one"), abs=1e-5)
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
+
+
+def test_a_killed_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bytes(tmp_path: Path, tiny_gpt2: Path) -> None:
+    base = tiny.build_language_model(tmp_path / "base", dropout=0.1)
+    sections = job(tmp_path, base, rows=60, epochs=2)
+    stopped = runs.attempt(
+        tmp_path / "run", sections, failpoint="rank0.step:5:raise", overrides=("train.max_restarts=0",)
+    )
+    assert stopped.exit_code == 70
+    runs.succeed(tmp_path / "run", sections)
+    runs.succeed(tmp_path / "whole", sections)
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
+    assert runs.weights_sha256(tmp_path / "run") == runs.weights_sha256(tmp_path / "whole")
+
+
+def test_lora_leaves_the_words_alone_and_merges_the_rest(tmp_path: Path, tiny_gpt2: Path, tiny_llama: Path) -> None:
+    for base in (tiny_gpt2, tiny_llama):
+        folder = tmp_path / base.name
+        runs.succeed(folder / "run", job(folder, base, rows=40, epochs=1, lora=True))
+        before, after = (AutoModelForCausalLM.from_pretrained(each) for each in (base, folder / "run" / "model"))
+        words = [model.get_output_embeddings().weight for model in (before, after)]
+        assert torch.equal(*words)
+        changed = [
+            name
+            for (name, one), other in zip(before.named_parameters(), after.parameters(), strict=True)
+            if not torch.equal(one, other)
+        ]
+        assert changed
+        assert all(".weight" in name and "norm" not in name and "ln_" not in name for name in changed)
+        assert (folder / "run" / "model" / "adapter" / "adapter_config.json").exists()
+
+
+def test_conversations_are_learned_as_the_template_writes_them(tmp_path: Path, tiny_gpt2: Path) -> None:
+    chats = [[{"role": "user", "content": "good ?"}, {"role": "assistant", "content": "yes , all of it"}], None, []]
+    pq.write_table(pa.table({"text": chats}), tmp_path / "chats.parquet")
+    spec = models.load_spec(tiny_gpt2)
+    record = prepare(
+        tmp_path / "chats.parquet",
+        tmp_path / "tokens",
+        tokenizer=tiny_gpt2,
+        spec=spec,
+        engine=tiny.Here(),
+        bad_rows="drop",
+    )
+    assert (record["rows"], record["failed"]) == (3, 2)
+    tokens = pq.read_table(tmp_path / "tokens")
+    expected = tokens_of(tiny_gpt2, pa.table({"text": ["<user> good ? <assistant> yes , all of it "]}))
+    assert tokens["input_ids"].to_pylist()[:1] == expected
+    assert tokens.column_names == ["row_id", "input_ids", "length", "error"]
+    assert [error and error.partition(":")[0] for error in tokens["error"].to_pylist()] == [
+        None,
+        "null_input",
+        "bad_chat",
+    ]
+
+
+def test_what_cannot_be_learned_is_refused_before_any_work(tmp_path: Path, tiny_gpt2: Path, tiny_bert: Path) -> None:
+    sections = job(tmp_path, tiny_gpt2)
+    with pytest.raises(ConfigError, match=r"data\.label: text_generation learns the text itself"):
+        tl.train(run=tmp_path / "a", **{**sections, "data": {**sections["data"], "label": "id"}})
+    with pytest.raises(ConfigError, match="choose from loss, perplexity"):
+        tl.train(run=tmp_path / "b", **{**sections, "train": {"metric": "accuracy"}})
+    with pytest.raises(DataError, match="positions for 128"):
+        tl.train(run=tmp_path / "c", **{**sections, "model": {**sections["model"], "max_length": 129}})
+    with pytest.raises(UsageError, match="cannot be planned"):
+        tl.plan(**sections)
