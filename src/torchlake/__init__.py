@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchlake.errors import TorchlakeError
     from torchlake.evaluating import evaluate
     from torchlake.launching import launch
-    from torchlake.mapping import spark_udf
+    from torchlake.mapping import ray_stages, spark_udf
     from torchlake.optimizing import optimize
     from torchlake.planning import plan
     from torchlake.predicting import predict
@@ -46,6 +46,7 @@ __all__ = [
     "optimize",
     "plan",
     "predict",
+    "ray_stages",
     "report",
     "spark_udf",
     "train",
@@ -65,6 +66,7 @@ _HOMES = {
     "optimize": "optimizing",
     "plan": "planning",
     "predict": "predicting",
+    "ray_stages": "mapping",
     "report": "reporting",
     "spark_udf": "mapping",
     "train": "training",

@@ -1,9 +1,10 @@
-"""Predictions inside other people's queries: a model as a function of Spark SQL.
+"""Predictions inside other people's queries: a model as a function of Spark SQL, and as stages of Ray Data.
 
-`predict` of a Spark DataFrame or Ray Dataset adds the prediction columns to a whole frame; this is for expressions.
+`predict` of a Spark DataFrame or Ray Dataset adds the prediction columns to a whole frame; this is for expressions, and
+for pipelines with steps of their own between tokenising and scoring.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,13 +16,15 @@ from torchlake.engines import make_engine
 from torchlake.engines._crossing import pack
 from torchlake.engines._frames import worker_of
 from torchlake.scoring import Runtime
-from torchlake.scoring_workers import make_table_worker
+from torchlake.scoring_workers import make_reading_worker, make_table_worker, make_token_worker
 
 if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import SparkSession
 
 ROW_TIMEOUT_S = 600.0
+
+Stage = Callable[[Any], Any]
 
 
 def spark_udf(
@@ -74,6 +77,52 @@ def spark_udf(
     if name is not None:
         engine.session.get().udf.register(name, udf)
     return udf
+
+
+def ray_stages(
+    model: str | Path,
+    *,
+    text: str | None = None,
+    all_probabilities: bool = False,
+    prefix: str = "",
+    runtime: Runtime | None = None,
+    null: Literal["error", "score"] = "error",
+    batch_tokens: int | None = None,
+    processes: int | None = None,
+    gpus_per_process: float | None = None,
+) -> tuple[Stage, Stage]:
+    """Two steps of a Ray Data pipeline, each from Dataset to Dataset: tokenise on CPUs, score where the model is.
+
+        tokenize, score = tl.ray_stages("runs/reviews/model", processes=2, gpus_per_process=1)
+        scored = score(tokenize(dataset).map_batches(own_step))
+
+    The first adds the columns `input_ids`, `truncated` and `error` in Ray tasks; the second puts the prediction columns
+    in their place, in up to `processes` actors with `gpus_per_process` GPUs each. Ray Data streams blocks from one to
+    the other and holds the first back when the second cannot follow; without GPUs it may run both in one process. The
+    other options are those of `predict`.
+    """
+    check_options(0.5, null, ROW_TIMEOUT_S, "error", batch_tokens=batch_tokens)
+    settings, _, _ = scoring_settings(
+        model,
+        runtime,
+        {},
+        text=text,
+        all_probabilities=all_probabilities,
+        prefix=prefix,
+        null=null,
+        row_timeout_s=ROW_TIMEOUT_S,
+        batch_tokens=batch_tokens,
+    )
+    engine: Any = make_engine("ray", processes, gpus_per_process=gpus_per_process)
+    make_export(settings, engine)
+
+    def tokenize(dataset: Any) -> Any:
+        return engine.map_in_tasks(dataset, partial(make_reading_worker, settings))
+
+    def score(dataset: Any) -> Any:
+        return engine.map_frame(dataset, partial(make_token_worker, settings), None)
+
+    return tokenize, score
 
 
 def _score(payload: bytes, text: str, names: list[str], texts: "pd.Series") -> "pd.DataFrame":

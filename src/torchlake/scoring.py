@@ -86,31 +86,18 @@ class Work:
 
 
 @dataclass(kw_only=True)
-class Scorer:
-    """One model in one process. `batch_tokens` shrinks when memory runs out, and stays small."""
+class TextReader:
+    """What makes rows ready for one model; needs its tokenizer, not its weights."""
 
     settings: ScoringSettings
     spec: TaskSpec = field(init=False)
-    batch_tokens: int = field(init=False)
-    device: str = field(init=False)
-    padded_tokens: int = field(init=False, default=0)
-    seconds: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         folder = Path(self.settings.model)
         self.spec = models.load_spec(folder)
         self.task = plugins.load("tasks", self.spec.task)
         self.tokenizer = models.load_tokenizer(folder, pad_with_end=self.task.PACKED)
-        self.device = device()
-        load, writing = self.settings.runtime, self.settings.generation
-        if isinstance(load, str):
-            named = plugins.load("runtimes", load)
-            load = named.load if writing is None else named.load_generator
-        options = {} if writing is None else {"options": writing}
-        self.forward: Forward = load(folder, self.spec, device=self.device, **options)
-        self.room = room(folder, writing)
-        budgets = BATCH_TOKENS if writing is None else CACHED_TOKENS
-        self.batch_tokens = self.settings.batch_tokens or budgets[self.device]
+        self.room = room(folder, self.settings.generation)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
         """Make a column ready; `unreadable` rows and, unless told otherwise, empty ones become errors.
@@ -136,6 +123,37 @@ class Scorer:
                 reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {self.room}"
                 errors[int(rows[row])] = f"{reason} before the new ones; lower max_new_tokens or shorten it"
         return Work(len(texts), rows, tokens, truncated, errors)
+
+
+@dataclass(kw_only=True)
+class Scorer:
+    """One model in one process. `batch_tokens` shrinks when memory runs out, and stays small."""
+
+    settings: ScoringSettings
+    reader: TextReader = field(init=False)
+    spec: TaskSpec = field(init=False)
+    batch_tokens: int = field(init=False)
+    device: str = field(init=False)
+    padded_tokens: int = field(init=False, default=0)
+    seconds: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        folder = Path(self.settings.model)
+        self.reader = TextReader(settings=self.settings)
+        self.spec, self.task, self.tokenizer = self.reader.spec, self.reader.task, self.reader.tokenizer
+        self.device = device()
+        load, writing = self.settings.runtime, self.settings.generation
+        if isinstance(load, str):
+            named = plugins.load("runtimes", load)
+            load = named.load if writing is None else named.load_generator
+        options = {} if writing is None else {"options": writing}
+        self.forward: Forward = load(folder, self.spec, device=self.device, **options)
+        budgets = BATCH_TOKENS if writing is None else CACHED_TOKENS
+        self.batch_tokens = self.settings.batch_tokens or budgets[self.device]
+
+    def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
+        """What `TextReader.tokenize` does."""
+        return self.reader.tokenize(texts, unreadable)
 
     def score(self, work: Work, strikes: Strikes | None = None) -> pa.Table:
         """The task's prediction columns, `truncated` and `error`, one row for each of `work.count`, in their order."""

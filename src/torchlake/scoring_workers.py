@@ -2,6 +2,7 @@
 
     chunks   read -> tokenise (in a thread, one chunk ahead, beside the model) -> score -> Parquet part
     tables   score -> the same table with the prediction columns added
+    stages   tokens added to a table in one process, predictions in another
 
 `scoring.py` does the scoring. Price: one chunk more in memory than the one being scored.
 """
@@ -11,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.scoring import Scorer, ScoringSettings, Work, prepare_runtime, string_column
+from torchlake.data.batching import Ragged
+from torchlake.scoring import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, string_column
 from torchlake.strikes import Strikes
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.commit import Part, write_part
@@ -82,6 +85,50 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
     def worker(table: pa.Table) -> pa.Table:
         texts, unreadable = isolate_bad_text(table.select([settings.text]))
         predictions = scorer.score(scorer.tokenize(string_column(texts[settings.text]), unreadable))
+        for name in predictions.column_names:
+            table = table.append_column(predictions.schema.field(name), predictions[name])
+        return table
+
+    return worker
+
+
+def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
+    """The worker adds the tokens of its text (`input_ids`), `truncated` and `error` to any Arrow table."""
+    reader = TextReader(settings=settings)
+
+    def worker(table: pa.Table) -> pa.Table:
+        texts, unreadable = isolate_bad_text(table.select([settings.text]))
+        work = reader.tokenize(string_column(texts[settings.text]), unreadable)
+        lengths, truncated = np.zeros(work.count, dtype=np.int64), np.zeros(work.count, dtype=bool)
+        lengths[work.rows], truncated[work.rows] = work.tokens.lengths, work.truncated
+        unread = ~np.isin(np.arange(work.count), work.rows)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        tokens = pa.ListArray.from_arrays(offsets, work.tokens.values, mask=pa.array(unread))
+        reasons = pa.array([work.errors.get(row) for row in range(work.count)], pa.string())
+        for name, column in (("input_ids", tokens), ("truncated", truncated), ("error", reasons)):
+            table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
+        return table
+
+    return worker
+
+
+def make_token_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
+    """Load the model once; the worker then puts predictions in the place of what `make_reading_worker` added."""
+    scorer = Scorer(settings=settings)
+
+    def worker(table: pa.Table) -> pa.Table:
+        tokens, reasons = table["input_ids"].combine_chunks(), table["error"].to_pylist()
+        rows = np.flatnonzero(tokens.is_valid().to_numpy(zero_copy_only=False))
+        lengths = tokens.value_lengths().to_numpy(zero_copy_only=False)[rows]
+        work = Work(
+            len(table),
+            rows,
+            Ragged(tokens.flatten().to_numpy(), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
+            table["truncated"].to_numpy()[rows],
+            {row: reason for row, reason in enumerate(reasons) if reason is not None},
+        )
+        table = table.drop_columns(["input_ids", "truncated", "error"])
+        predictions = scorer.score(work)
         for name in predictions.column_names:
             table = table.append_column(predictions.schema.field(name), predictions[name])
         return table

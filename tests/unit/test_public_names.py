@@ -22,6 +22,7 @@ PUBLIC = {
     "optimize",
     "plan",
     "predict",
+    "ray_stages",
     "report",
     "spark_udf",
     "train",

@@ -49,6 +49,25 @@ def test_a_dataset_comes_back_lazily_with_its_own_columns(tiny_model: Path, tabl
     assert by_id(rows, "score") == pytest.approx(by_id(expected, "score"), abs=1e-6)
 
 
+def test_stages_with_steps_of_ones_own_between_them(tiny_model: Path, table: pa.Table, dataset: Any) -> None:
+    def count_tokens(batch: pa.Table) -> pa.Table:
+        import pyarrow.compute as pc
+
+        return batch.append_column("tokens", pc.list_value_length(batch["input_ids"]))
+
+    tokenize, score = tl.ray_stages(tiny_model, prefix="is_", all_probabilities=True)
+    tokens = tokenize(dataset)
+    assert set(tokens.schema().names) == {*table.column_names, "input_ids", "truncated", "error"}
+    longer = tokens.map_batches(count_tokens, batch_format="pyarrow")
+    rows = score(longer).take_all()
+    expected = tl.predict(tiny_model, table, engine=tiny.Here(), prefix="is_", all_probabilities=True).to_pylist()
+    assert by_id(rows, "tokens")[0] == 4
+    assert by_id(rows, "tokens")[1] is None
+    for column in ("is_label", "error", "truncated"):
+        assert by_id(rows, column) == by_id(expected, column)
+    assert set(rows[0]) == {*expected[0], "tokens"}
+
+
 def test_a_dataset_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert)
     sections["data"] = {"train": ray_library.data.from_arrow(tiny.reviews(48)), "validation": None}

@@ -31,6 +31,11 @@ def map_batches(payload: bytes, batches: Iterable[pa.RecordBatch]) -> Iterator[p
         yield from worker_of(payload)(pa.Table.from_batches([batch])).to_batches()
 
 
+def map_table(payload: bytes, batch: pa.Table) -> pa.Table:
+    """The table with what the worker adds to it."""
+    return worker_of(payload)(batch)
+
+
 class BatchMapper:
     """`worker_of` as the kind of class that Ray Data makes once in every process: a table in, a table out."""
 

@@ -13,6 +13,7 @@ Price: about 1 s for a job's first process, once Ray runs.
 import os
 import time
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -26,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torchlake.engines import Engine, Worker, at_least_one
 from torchlake.engines._chunks import hand_out, nothing
 from torchlake.engines._crossing import pack
-from torchlake.engines._frames import BatchMapper
+from torchlake.engines._frames import BatchMapper, map_table
 from torchlake.engines._machine import cores, most_processes, thread_variables
 from torchlake.engines._ranks import run_ranks
 from torchlake.engines._seats import Seats, group_variables
@@ -35,6 +36,8 @@ from torchlake.errors import UsageError
 
 SEATS_S = 600.0  # for a busy cluster to give all ranks their places
 GROW_S = 60.0  # for a cluster that grows by itself to have room for all ranks
+
+_BATCHES: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": 4096, "zero_copy_batch": True}
 
 
 class Ray(Engine):
@@ -123,12 +126,15 @@ class Ray(Engine):
         return frame.map_batches(
             BatchMapper,
             fn_constructor_args=(pack(make_worker),),
-            batch_format="pyarrow",
-            batch_size=4096,
-            zero_copy_batch=True,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
             num_gpus=self.gpus_per_process or None,
+            **_BATCHES,
         )
+
+    def map_in_tasks(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]]) -> Any:
+        """The same in Ray tasks, as many as there is room for, for a worker that is quick to make."""
+        self._join()
+        return frame.map_batches(partial(map_table, pack(make_worker)), **_BATCHES)
 
     def frame_schema(self, frame: Any) -> pa.Schema:
         self._join()
