@@ -18,8 +18,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
 check: $(STAMP)
-	$(BIN)/ruff format --check src tests bench examples
-	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples notebooks
+	$(BIN)/ruff check src tests bench examples notebooks
 	$(BIN)/mypy --strict src
 
 faults: $(STAMP)
@@ -40,8 +40,8 @@ bench-training: $(STAMP)
 	$(BIN)/python bench/training.py
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests bench examples
-	$(BIN)/ruff check --fix src tests bench examples
+	$(BIN)/ruff format src tests bench examples notebooks
+	$(BIN)/ruff check --fix src tests bench examples notebooks
 
 clean:
 	rm -rf $(VENV) .bench .hypothesis .mypy_cache .pytest_cache .ruff_cache demo runs
