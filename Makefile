@@ -24,7 +24,7 @@ check: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
-	$(BIN)/python -m pytest -m slow tests/unit
+	$(BIN)/python -m pytest -m slow tests/unit tests/examples tests/notebooks
 
 bench: $(STAMP)
 	for file in $(BENCHES); do $(BIN)/python $$file || exit 1; done

@@ -18,6 +18,8 @@ NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 CHANCE = 0.5
 Run = Callable[[str], str]
 
+pytestmark = pytest.mark.timeout(900)  # a test may have to run the notebooks before its own first
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,7 +42,7 @@ def run(folder: Path) -> Run:
         if name not in printed:
             notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
             kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "kernel"))
-            NotebookClient(notebook, km=kernel, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
+            NotebookClient(notebook, km=kernel, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
             printed[name] = "".join(
                 output.text
                 for cell in notebook.cells
