@@ -18,13 +18,13 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
 check: $(STAMP)
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench examples notebooks
+	$(BIN)/ruff check src tests bench examples notebooks
 	$(BIN)/mypy --strict src
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
-	$(BIN)/python -m pytest -m slow tests/unit
+	$(BIN)/python -m pytest -m slow tests/unit tests/examples tests/notebooks
 
 bench: $(STAMP)
 	for file in $(BENCHES); do $(BIN)/python $$file || exit 1; done
@@ -40,8 +40,8 @@ bench-training: $(STAMP)
 	$(BIN)/python bench/training.py
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench examples notebooks
+	$(BIN)/ruff check --fix src tests bench examples notebooks
 
 clean:
 	rm -rf $(VENV) .bench .hypothesis .mypy_cache .pytest_cache .ruff_cache demo runs

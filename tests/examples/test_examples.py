@@ -1,0 +1,87 @@
+"""The examples: scripts written for torchrun train on every engine as they stand, and leave a model that learned."""
+
+import operator
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import tiny
+from torchlake.engines import make_engine
+from torchlake.launching import launch_script
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FOR_TORCHRUN = ["accelerate_loop", "deepspeed_loop", "hf_trainer", "lightning_classifier"]
+RECIPE = ["--epochs", "8", "--learning-rate", "5e-3"]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """256 reviews."""
+    path = tmp_path_factory.mktemp("table") / "reviews.parquet"
+    pq.write_table(tiny.reviews(256), path)
+    return path
+
+
+def test_the_index_names_every_example() -> None:
+    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    scripts = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert scripts == sorted([*FOR_TORCHRUN, "torch_distributor"])
+    for name in scripts:
+        assert index.count(f"examples/{name}.py") == 1
+
+
+@pytest.mark.slow  # 15 to 30 s each: what they import
+@pytest.mark.parametrize(
+    ("example", "engine"),
+    [*((example, "spark") for example in FOR_TORCHRUN), ("hf_trainer", "local"), ("hf_trainer", "ray")],
+)
+def test_a_script_for_torchrun_trains_on_two_ranks(
+    example: str,
+    engine: str,
+    table: Path,
+    tiny_bert: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    if engine != "local":
+        request.getfixturevalue(engine)
+    script, output = EXAMPLES / f"{example}.py", tmp_path / "model"
+    arguments = [str(tiny_bert), str(table), str(output), *RECIPE]
+    launch_script(str(script), arguments, engine=make_engine(engine, None), processes=2)
+    assert "2 ranks" in capfd.readouterr().out
+    assert _accuracy(output) > 0.75
+
+
+@pytest.mark.slow  # TorchDistributor alone takes 10 s and more
+def test_training_runs_under_a_torch_distributor(
+    spark: "SparkSession", table: Path, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import torch_distributor
+
+    monkeypatch.setattr(
+        sys, "argv", ["torch_distributor.py", str(tiny_bert), str(table), str(tmp_path / "run"), *RECIPE]
+    )
+    torch_distributor.main()
+    assert _accuracy(tmp_path / "run" / "model") > 0.75
+    assert all((tmp_path / "run" / "logs" / f"rank_{rank}.jsonl").exists() for rank in range(2))
+
+
+def _accuracy(folder: Path) -> float:
+    """The share of 200 other reviews that the model folder classifies as they are labelled."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    table = tiny.reviews(200, seed=1)
+    with torch.inference_mode():
+        logits = model(**tokenizer(table["text"].to_pylist(), padding=True, return_tensors="pt")).logits
+    said = [model.config.id2label[number] for number in logits.argmax(1).tolist()]
+    return sum(map(operator.eq, said, table["label"].to_pylist())) / len(said)
