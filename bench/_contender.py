@@ -151,7 +151,7 @@ def _measured(score: Score, texts: list[str]) -> dict[str, Any]:
         "seconds": seconds,
         "probabilities": [[float(value) for value in row] for row in probabilities],
         "computed_tokens": int(computed),
-        "peak_memory_mib": _peak_mib(),
+        "peak_memory_mib": peak_mib(),
     }
 
 
@@ -163,7 +163,7 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_mib() -> float | None:
+def peak_mib() -> float | None:
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM"):
