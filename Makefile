@@ -40,11 +40,9 @@ bench-training: $(STAMP)
 	$(BIN)/python bench/training.py
 
 bench-spark: $(STAMP)
-	$(BIN)/pip install --quiet -c constraints.txt mlflow-skinny pandas pyspark
 	$(BIN)/python bench/on_spark.py
 
 bench-ray: $(STAMP)
-	$(BIN)/pip install --quiet -c constraints.txt pandas 'ray[data,train]'
 	$(BIN)/python bench/on_ray.py
 
 format: $(STAMP)

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import ray.data
 from _common import SCRATCH, finish, parser
-from _on_engines import Contender, in_turn, launch_row, model_of, peer, ranks_begin, set_up, table_of
+from _on_engines import FILES, Contender, in_turn, launch_row, model_of, peer, ranks_begin, set_up, table_of
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -48,8 +48,12 @@ class Pipeline:
 
 
 def contenders_of(model: Path, source: Path, processes: int) -> dict[str, Contender]:
+    def dataset() -> ray.data.Dataset:
+        # A block for every file: left alone, Ray makes one of them all, which one process then scores.
+        return ray.data.read_parquet(str(source), override_num_blocks=FILES)
+
     def by_class(scorer: type, output: Path) -> None:
-        scored = ray.data.read_parquet(str(source)).map_batches(
+        scored = dataset().map_batches(
             scorer,
             fn_constructor_args=(str(model),),
             batch_size=BATCH,
@@ -58,7 +62,7 @@ def contenders_of(model: Path, source: Path, processes: int) -> dict[str, Conten
         scored.write_parquet(str(output))
 
     def by_dataset(output: Path) -> None:
-        scored = tl.predict(model, ray.data.read_parquet(str(source)), engine=tl.Ray(processes=processes))
+        scored = tl.predict(model, dataset(), engine=tl.Ray(processes=processes))
         scored.select_columns(["id", "label", "score"]).write_parquet(str(output))
 
     def by_chunks(engine: Any, output: Path) -> None:
@@ -74,11 +78,11 @@ def contenders_of(model: Path, source: Path, processes: int) -> dict[str, Conten
 
 
 def by_trainer(folder: str, ranks: int) -> None:
-    """A launch by Ray Train; half a core each, because its controller wants some too."""
+    """A launch by Ray Train."""
     TorchTrainer(
         lambda config: ranks_begin(config["folder"]),
         train_loop_config={"folder": folder},
-        scaling_config=ScalingConfig(num_workers=ranks, use_gpu=False, resources_per_worker={"CPU": 0.5}),
+        scaling_config=ScalingConfig(num_workers=ranks, use_gpu=False),
         run_config=RunConfig(storage_path=str(SCRATCH / "on-ray-train")),
     ).fit()
 
@@ -89,7 +93,13 @@ def main() -> None:
     options = options_parser.parse_args()
     set_up()
     ranks, model, source = options.processes, model_of(options.model), table_of(options.rows)
-    ray.init(num_cpus=ranks, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init(
+        num_cpus=2 * ranks,  # by Ray's count: a fixed pool that takes every CPU leaves none for reading, and hangs
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        _system_config={"worker_niceness": 0},  # the others' processes are not nice to the machine's users either
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = in_turn(contenders_of(model, source, ranks), options.rounds, options.rows)
     launch = partial(tl.Ray().launch, ranks_begin, processes=ranks)
@@ -99,7 +109,7 @@ def main() -> None:
     ]
     ray.shutdown()
     note = (
-        f"{options.rows:,} reviews, {model.name}, Ray with {ranks} CPUs, {ranks} processes of one thread, best of "
+        f"{options.rows:,} reviews, {model.name}, {ranks} processes of one thread, best of "
         f"{options.rounds} (launches: of {options.launches}); ratio to the first, agreement with the local engine"
     )
     finish("on_ray", rows, as_json=options.json, note=note, keep=options.rows == 8528)
