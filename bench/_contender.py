@@ -143,7 +143,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _measured(score: Score, texts: list[str]) -> dict[str, Any]:
-    _forget_peak()
+    forget_peak()
     began = time.perf_counter()
     probabilities, computed = score(texts)
     seconds = time.perf_counter() - began
@@ -155,7 +155,7 @@ def _measured(score: Score, texts: list[str]) -> dict[str, Any]:
     }
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     """Give back what is free and start the peak anew: a turn's peak is the model's and this turn's, no other's."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
