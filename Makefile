@@ -9,7 +9,7 @@ BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check faults bench bench-scoring bench-training format clean
+.PHONY: demo test check faults bench bench-scoring bench-training bench-spark bench-ray format clean
 
 demo: $(STAMP)
 	$(BIN)/torchlake demo
@@ -38,6 +38,12 @@ bench-scoring: $(STAMP)
 bench-training: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt lightning
 	$(BIN)/python bench/training.py
+
+bench-spark: $(STAMP)
+	$(BIN)/python bench/on_spark.py
+
+bench-ray: $(STAMP)
+	$(BIN)/python bench/on_ray.py
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests bench examples notebooks

@@ -143,7 +143,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _measured(score: Score, texts: list[str]) -> dict[str, Any]:
-    _forget_peak()
+    forget_peak()
     began = time.perf_counter()
     probabilities, computed = score(texts)
     seconds = time.perf_counter() - began
@@ -151,11 +151,11 @@ def _measured(score: Score, texts: list[str]) -> dict[str, Any]:
         "seconds": seconds,
         "probabilities": [[float(value) for value in row] for row in probabilities],
         "computed_tokens": int(computed),
-        "peak_memory_mib": _peak_mib(),
+        "peak_memory_mib": peak_mib(),
     }
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     """Give back what is free and start the peak anew: a turn's peak is the model's and this turn's, no other's."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -163,7 +163,7 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_mib() -> float | None:
+def peak_mib() -> float | None:
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM"):
