@@ -69,6 +69,6 @@ def ray() -> Iterator[None]:
     """Ray on this machine, two CPUs, reached from here alone."""
     import ray
 
-    Ray(processes=2)._join()
+    Ray(processes=2).join()
     yield
     ray.shutdown()

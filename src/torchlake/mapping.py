@@ -114,6 +114,7 @@ def ray_stages(
         batch_tokens=batch_tokens,
     )
     engine: Any = make_engine("ray", processes, gpus_per_process=gpus_per_process)
+    engine.join()  # before the first dataset does, which would start a Ray of other settings
     make_export(settings, engine)
 
     def tokenize(dataset: Any) -> Any:

@@ -1,6 +1,7 @@
 """The examples: scripts written for torchrun train on every engine as they stand, and leave a model that learned."""
 
 import operator
+import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tiny
+import torchlake
 from torchlake.engines import make_engine
 from torchlake.launching import launch_script
 
@@ -33,7 +35,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_index_names_every_example() -> None:
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    assert scripts == sorted([*FOR_TORCHRUN, "torch_distributor"])
+    assert scripts == sorted([*FOR_TORCHRUN, "ray_generation", "ray_pipeline", "torch_distributor"])
     for name in scripts:
         assert index.count(f"examples/{name}.py") == 1
 
@@ -74,6 +76,60 @@ def test_training_runs_under_a_torch_distributor(
     torch_distributor.main()
     assert _accuracy(tmp_path / "run" / "model") > 0.75
     assert all((tmp_path / "run" / "logs" / f"rank_{rank}.jsonl").exists() for rank in range(2))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Data sets its own deprecated options
+@pytest.mark.usefixtures("ray")
+def test_a_pipeline_of_ones_own_scores_every_row(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reviews = (
+        tiny.reviews(50).append_column("price", [[float(n) for n in range(50)]]).append_column("stars", [[3] * 50])
+    )
+    pq.write_table(reviews, tmp_path / "in.parquet")
+    run_example(
+        "ray_pipeline",
+        monkeypatch,
+        tiny_model,
+        tmp_path / "in.parquet",
+        tmp_path / "out",
+        "--numbers",
+        "price",
+        "stars",
+    )
+    rows = pq.read_table(tmp_path / "out").sort_by("id")
+    expected = torchlake.predict(tiny_model, reviews, engine=tiny.Here())
+    assert rows["label"].to_pylist() != []
+    assert rows.num_rows == 50
+    features = rows["features"].to_pylist()
+    assert sum(first for first, _ in features) == pytest.approx(0, abs=1e-9)
+    assert {second for _, second in features} == {0.0}
+    assert set(rows.column_names) == ({*expected.column_names} - {"price", "stars"}) | {"features"}
+
+
+@pytest.mark.slow  # two jobs on Ray, and DeepSpeed's import in every rank
+@pytest.mark.usefixtures("ray")
+def test_a_language_model_learns_under_zero_3_and_completes_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.build_language_model(tmp_path / "model")
+    pq.write_table(tiny.reviews(200).select(["text"]), tmp_path / "lines.parquet")
+    words = ["--prompts", "a good", "the bad film", "--epochs", "3", "--block", "32", "--batch-size", "8"]
+    for _ in range(2):  # the second time there is nothing left to train
+        run_example("ray_generation", monkeypatch, model, tmp_path / "lines.parquet", tmp_path / "out", *words)
+        out = capsys.readouterr().out
+    assert "perplexity" in out
+    written = pq.read_table(tmp_path / "out" / "completed").to_pylist()
+    assert [row["text"] for row in written] == ["a good", "the bad film"]
+    assert all(row["error"] is None and row["generated_text"] in out for row in written)
+    (newest, *_) = sorted((tmp_path / "out" / "run" / "checkpoints").iterdir(), reverse=True)
+    assert len(list(newest.glob("*.safetensors"))) >= 2, "every rank wrote its own part"
+
+
+def run_example(name: str, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """The example as `python examples/NAME.py WORDS` runs it, in this process."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
 def _accuracy(folder: Path) -> float:

@@ -78,7 +78,7 @@ class Ray(Engine):
         wanted = self.processes if processes is None else at_least_one(processes)
         if not todo:
             return nothing()
-        started = self._join()
+        started = self.join()
         resources = ray.cluster_resources()
         share = self._gpu_share(gpus_per_process, resources)
         slots = max(1, int(resources.get("CPU", 1)))
@@ -105,7 +105,7 @@ class Ray(Engine):
         share = self._gpu_share(gpus_per_process, None)
         if share != int(share):
             raise UsageError(f"gpus_per_process is {share}; a rank needs whole GPUs.")
-        wait_s = 0.0 if self._join() else GROW_S
+        wait_s = 0.0 if self.join() else GROW_S
         _need_room({"CPU": number, "GPU": number * share}, number, wait_s)
         seats = self._seats(number, share, together=True)
 
@@ -121,7 +121,7 @@ class Ray(Engine):
 
         Actors, up to `processes` (default: one per CPU), keep the worker; a batch is what Ray Data makes of 4,096 rows.
         """
-        self._join()
+        self.join()
         most = self.processes or max(1, int(ray.cluster_resources().get("CPU", 1)))
         return frame.map_batches(
             BatchMapper,
@@ -133,20 +133,20 @@ class Ray(Engine):
 
     def map_in_tasks(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]]) -> Any:
         """The same in Ray tasks, as many as there is room for, for a worker that is quick to make."""
-        self._join()
+        self.join()
         return frame.map_batches(partial(map_table, pack(make_worker)), **_BATCHES)
 
     def frame_schema(self, frame: Any) -> pa.Schema:
-        self._join()
+        self.join()
         schema = frame.schema()
         return pa.schema(list(zip(schema.names, schema.types, strict=True)))
 
     def spool(self, frame: Any, folder: str) -> None:
         """Ray's tasks write the files: the folder has to be one that all nodes reach."""
-        self._join()
+        self.join()
         frame.write_parquet(os.path.abspath(folder))
 
-    def _join(self) -> bool:
+    def join(self) -> bool:
         """Join the cluster, or start one; whether it is this machine alone."""
         if not ray.is_initialized():
             if self.address is not None:
