@@ -147,3 +147,16 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "batch_tokens": settings.batch_tokens,
         **({} if settings.generation is None else {"generation": asdict(settings.generation)}),
     }
+
+
+def refuse_collisions(names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice and twice[0] in ("row_id", "truncated", "error"):
+        raise UsageError(
+            f"Every output has a column {twice[0]!r} of its own: rename the input's column, or leave it out of columns."
+        )
+    if twice:
+        raise UsageError(
+            f"The column {twice[0]!r} would be there twice, carried from the input and predicted. "
+            "Give the predictions another name, for example prefix='predicted_' (--prefix predicted_)."
+        )

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from torchlake.asking import added_columns, check_options, make_export, scoring_settings
+from torchlake.asking import (
+    added_columns,
+    check_options,
+    checked_input,
+    make_export,
+    refuse_collisions,
+    scoring_settings,
+)
 from torchlake.engines import make_engine
 from torchlake.engines._crossing import pack
 from torchlake.engines._frames import worker_of
@@ -99,10 +106,10 @@ def ray_stages(
     The first adds the columns `input_ids`, `truncated` and `error` in Ray tasks; the second puts the prediction columns
     in their place, in up to `processes` actors with `gpus_per_process` GPUs each. Ray Data streams blocks from one to
     the other and holds the first back when the second cannot follow; without GPUs it may run both in one process. The
-    other options are those of `predict`.
+    other options are those of `predict`; the first step raises what `predict` raises for a frame that does not fit.
     """
     check_options(0.5, null, ROW_TIMEOUT_S, "error", batch_tokens=batch_tokens)
-    settings, _, _ = scoring_settings(
+    settings, spec, _ = scoring_settings(
         model,
         runtime,
         {},
@@ -118,6 +125,10 @@ def ray_stages(
     make_export(settings, engine)
 
     def tokenize(dataset: Any) -> Any:
+        schema = engine.frame_schema(dataset)
+        checked_input(settings, spec, schema, "the dataset")
+        added = [column.name for column in added_columns(settings, spec, schema)]
+        refuse_collisions([*schema.names, "input_ids", *added])
         return engine.map_in_tasks(dataset, partial(make_reading_worker, settings))
 
     def score(dataset: Any) -> Any:

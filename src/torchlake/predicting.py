@@ -20,7 +20,15 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake.asking import added_columns, check_options, checked_input, fingerprint_of, make_export, scoring_settings
+from torchlake.asking import (
+    added_columns,
+    check_options,
+    checked_input,
+    fingerprint_of,
+    make_export,
+    refuse_collisions,
+    scoring_settings,
+)
 from torchlake.engines import Engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
@@ -194,7 +202,7 @@ def _map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: T
     """The frame of that Arrow schema with the prediction columns added, by the engine whose kind of frame it is."""
     settings = checked_input(settings, spec, schema, "the frame")
     added = added_columns(settings, spec, schema)
-    _refuse_collisions([*schema.names, *(column.name for column in added)])
+    refuse_collisions([*schema.names, *(column.name for column in added)])
     make_export(settings, engine)
     return engine.map_frame(frame, partial(make_table_worker, settings), pa.schema([*schema, *added]))
 
@@ -218,7 +226,7 @@ def _predict_table(
     source = open_table(table, columns=columns, on_bad_file=on_bad_file)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
-    _refuse_collisions(schema.names)
+    refuse_collisions(schema.names)
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:
         log.warning("%s is left out: %s", file, reason)
@@ -344,16 +352,3 @@ def _refuse_own_input(source: Table, output: Path) -> None:
             raise UsageError(
                 f"{output}: holds {file}, which is being scored; publishing would replace it. Give another."
             )
-
-
-def _refuse_collisions(names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice and twice[0] in ("row_id", "truncated", "error"):
-        raise UsageError(
-            f"Every output has a column {twice[0]!r} of its own: rename the input's column, or leave it out of columns."
-        )
-    if twice:
-        raise UsageError(
-            f"The column {twice[0]!r} would be there twice, carried from the input and predicted. "
-            "Give the predictions another name, for example prefix='predicted_' (--prefix predicted_)."
-        )

@@ -78,6 +78,7 @@ def test_training_runs_under_a_torch_distributor(
     assert all((tmp_path / "run" / "logs" / f"rank_{rank}.jsonl").exists() for rank in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Data sets its own deprecated options
 @pytest.mark.usefixtures("ray")
 def test_a_pipeline_of_ones_own_scores_every_row(

@@ -66,6 +66,8 @@ def test_stages_with_steps_of_ones_own_between_them(tiny_model: Path, table: pa.
     for column in ("is_label", "error", "truncated"):
         assert by_id(rows, column) == by_id(expected, column)
     assert set(rows[0]) == {*expected[0], "tokens"}
+    with pytest.raises(UsageError, match="'error'"):
+        tokenize(tokens)
 
 
 def test_a_dataset_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path) -> None:
