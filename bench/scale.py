@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def make_idle_worker() -> Callable[[Iterator[Any]], Iterator[Any]]:
 
 
 def handing_out(name: str, chunks: int, processes: int) -> dict[str, Any]:
-    """Chunks to idle workers on a warm engine: until the first result, and from there to the last."""
+    """Chunks to idle workers on a warm engine: until the first result, from there to the last, and the end."""
     from torchlake.engines import make_engine
 
     row: dict[str, Any] = {"name": name, "chunks": chunks, "processes": processes}
@@ -137,8 +138,10 @@ def handing_out(name: str, chunks: int, processes: int) -> dict[str, Any]:
         with clock(row, "first_s"):
             kept = [next(results)]
         with clock(row, "rest_s"):
-            kept.extend(results)
-    assert len(kept) == chunks
+            kept.extend(islice(results, chunks - 1))
+        with clock(row, "end_s"):
+            assert len(kept) == chunks
+            assert next(results, None) is None
     row["chunks_per_s"] = (chunks - 1) / row["rest_s"]
     if name == "spark":
         engine.session.get().stop()
