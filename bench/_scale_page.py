@@ -52,6 +52,7 @@ def page_tables(rows: Rows, note: str) -> str:
                 "chunks": "chunks",
                 "first result, s": "first_s",
                 "the rest, s": "rest_s",
+                "end, s": "end_s",
                 "chunks/s": "chunks_per_s",
                 "memory, MiB": "driver_mib",
             },
@@ -93,7 +94,7 @@ def _billion(named: dict[str, Rows]) -> str:
         rates = [row["chunks_per_s"] for row in named.get(name, []) if row["processes"] == processes]
         if rates:
             fed = rates[-1] * CHUNK_ROWS / RATE
-            pairs[f"{name}: handing out; processes that one driver could feed"] = (
+            pairs[f"{name}: handing out; processes that this rate feeds"] = (
                 f"{chunks / rates[-1]:.0f} s in all; {fed:,.0f}"
             )
     return _table([{"what": what, "value": value} for what, value in pairs.items()], {"part": "what", "": "value"})

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -124,27 +125,38 @@ def make_idle_worker() -> Callable[[Iterator[Any]], Iterator[Any]]:
 
 
 def handing_out(name: str, chunks: int, processes: int) -> dict[str, Any]:
-    """Chunks to idle workers on a warm engine: until the first result, and from there to the last."""
+    """Chunks to idle workers on a warm engine: until the first result, from there to the last, and the end."""
     from torchlake.engines import make_engine
 
     row: dict[str, Any] = {"name": name, "chunks": chunks, "processes": processes}
     _, plan = planned(one_file(chunks))
     items = [(chunk, f"part-{chunk.index:05d}-0123456789abcdef.parquet") for chunk in plan.chunks]
-    # As many task slots as processes, on however few cores.
-    options = {"spark": {"master": f"local[{processes},4]"}}.get(name, {})
-    engine = make_engine(name, processes, **options)
+    engine = make_engine(name, processes, **slots(name, processes))
     list(engine.run_chunks(make_idle_worker, items[:1]))
     with memory(row):
         results = engine.run_chunks(make_idle_worker, items)
         with clock(row, "first_s"):
             kept = [next(results)]
         with clock(row, "rest_s"):
-            kept.extend(results)
-    assert len(kept) == chunks
+            kept.extend(islice(results, chunks - 1))
+        with clock(row, "end_s"):
+            assert len(kept) == chunks
+            assert next(results, None) is None
     row["chunks_per_s"] = (chunks - 1) / row["rest_s"]
     if name == "spark":
         engine.session.get().stop()
     return row
+
+
+def slots(name: str, processes: int) -> dict[str, Any]:
+    """Start the engine with as many task slots as processes, on however few cores; what `make_engine` has to know."""
+    if name == "spark":
+        return {"master": f"local[{processes},4]"}
+    if name == "ray":
+        import ray
+
+        ray.init(num_cpus=processes, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    return {}
 
 
 def files(count: int) -> dict[str, Any]:
@@ -194,7 +206,7 @@ def main() -> None:
     rows = [apart(tables, size) for size in sizes]
     rows += [apart(handing_out, name, size, 2) for name in options.engines for size in sizes]
     many = min(10_000, options.most)
-    # Ray has as many task slots as there are cores, so that more processes would wait for each other.
+    # But for Ray, whose start costs more than all that it would hand out.
     several = [name for name in options.engines if name != "ray"]
     rows += [apart(handing_out, name, many, count) for name in several for count in PROCESSES]
     rows += [apart(files, size) for size in sizes]
