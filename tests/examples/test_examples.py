@@ -85,7 +85,10 @@ def test_a_pipeline_of_ones_own_scores_every_row(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reviews = (
-        tiny.reviews(50).append_column("price", [[float(n) for n in range(50)]]).append_column("stars", [[3] * 50])
+        tiny.reviews(50)
+        .drop_columns("label")
+        .append_column("price", [[float(n) for n in range(50)]])
+        .append_column("stars", [[3] * 50])
     )
     pq.write_table(reviews, tmp_path / "in.parquet")
     run_example(

@@ -218,7 +218,13 @@ def _start_here(cpus: int) -> None:
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        ray.init(
+            num_cpus=cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+            _system_config={"worker_niceness": 0},  # 15 by default: the job would yield to everything else
+        )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
