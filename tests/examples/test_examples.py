@@ -23,6 +23,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FOR_TORCHRUN = ["accelerate_loop", "deepspeed_loop", "hf_trainer", "lightning_classifier"]
 RECIPE = ["--epochs", "8", "--learning-rate", "5e-3"]
 
+pytestmark = pytest.mark.timeout(600)  # every process imports several large libraries first
+
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
