@@ -125,10 +125,10 @@ def test_a_model_that_gives_nan_gives_error_rows(tiny_gpt2: Path, tmp_path: Path
 def test_conversations_go_through_the_template(tiny_gpt2: Path) -> None:
     expected = answers(tiny_gpt2, ["<user> is it a good film ? <assistant>"])
     assert answers(tiny_gpt2, [CHAT]) == expected == answers(tiny_gpt2, [json.dumps(CHAT)], chat=True)
-    wrong: list[Any] = ["no JSON", "[]", '[{"role": "user"}]', '{"role": "user"}', None]
+    wrong: list[Any] = ["no JSON", "[]", '[{"role": "user"}]', '{"role": "user"}', None, " "]
     found = answers(tiny_gpt2, [*wrong, json.dumps(CHAT)], chat=True)
-    assert [row["error"].partition(":")[0] for row in found[:5]] == ["bad_chat"] * 4 + ["null_input"]
-    assert found[5] == expected[0]
+    assert [row["error"].partition(":")[0] for row in found[:6]] == ["bad_chat"] * 4 + ["null_input"] * 2
+    assert found[6] == expected[0]
 
 
 def test_a_conversation_needs_a_template(tiny_gpt2: Path, tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ def is_chat(kind: pa.DataType) -> bool:
 def rendered(tokenizer: Any, column: pa.Array, *, asking: bool) -> tuple[pa.Array, dict[int, str]]:
     """The conversations of a column, structs or JSON in strings, as texts, and {row: reason} for those that are none.
 
-    `asking` lets each text end where the assistant's answer begins. A null stays null.
+    `asking` lets each text end where the assistant's answer begins. A null, or a blank string, becomes null.
     """
     texts: list[str | None] = []
     errors: dict[int, str] = {}
     for row, value in enumerate(column.to_pylist()):
         text = None
-        if value is not None:
+        if value is not None and not (isinstance(value, str) and not value.strip()):
             try:
                 messages = _messages(json.loads(value) if isinstance(value, str) else value)
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asking)
