@@ -62,8 +62,16 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return get
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", plugins.names("runtimes"))
+def of_every_kind(name: str) -> list[object]:
+    """The runtime with every kind of model; those that take many seconds for each, with one of them in quick tests."""
+    slow = pytest.mark.slow if name == "compiled" else ()
+    return [pytest.param(name, kind, marks=slow if kind != KINDS[0] else ()) for kind in KINDS]
+
+
+CASES = [case for name in plugins.names("runtimes") for case in of_every_kind(name)]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
     folder, forward = load(name, kind)
     spec, pad_id = models.load_spec(folder), models.load_tokenizer(folder).pad_token_id
@@ -78,8 +86,7 @@ def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
         assert difference <= plugins.load("runtimes", name).TOLERANCE, lengths
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", plugins.names("runtimes"))
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_neither_padding_nor_neighbours_change_an_answer(name: str, kind: str, load: Load) -> None:
     """A row scored alone and in a ragged batch may differ by rounding: in fp32, or at times by a step of 8 bits."""
     folder, forward = load(name, kind)

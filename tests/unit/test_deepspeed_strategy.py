@@ -84,7 +84,7 @@ def test_in_bf16_a_run_goes_on_exactly_where_it_stopped(tmp_path: Path, tiny_ber
 
 
 @needs_library
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=SLOW) for stage in (1, 2, 3)])
 def test_a_small_adapter_learns_beside_frozen_weights(tmp_path: Path, tiny_bert: Path, stage: int) -> None:
     pytest.importorskip("peft")
     sections = job(tmp_path, tiny_bert, stage, activation_checkpointing=True)
@@ -116,7 +116,7 @@ def one_loss_is_infinite_its_gradient_not() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 def test_a_step_that_is_not_applied_leaves_nothing_behind(tmp_path: Path, tiny_bert: Path, stage: int) -> None:
     """With a loss scale, by which gradients are divided before they are clipped."""
     # One micro-batch a step on each rank, so that both count the same calls.

@@ -80,6 +80,7 @@ def test_the_choice_is_written_and_predict_uses_it(model: Path, tmp_path: Path) 
     assert record["provenance"]["batch_tokens"] == done.batch_tokens
 
 
+@pytest.mark.slow
 def test_several_processes_are_measured_at_once(model: Path) -> None:
     done = tl.optimize(model, tiny.reviews(700), runtimes=["eager"], engine=tl.Local(processes=2), rows=520)
     (eager,) = done.candidates
@@ -88,6 +89,7 @@ def test_several_processes_are_measured_at_once(model: Path) -> None:
     assert eager.rows == 520, "each had half of them"
 
 
+@pytest.mark.slow
 def test_a_hang_costs_the_budget_and_no_more(model: Path) -> None:
     done = tl.optimize(model, tiny.reviews(40), runtimes=[rivals.hanging], engine=ONE, budget="20s")
     # On a machine so slow that eager takes the 20 s, nothing else is tried.
