@@ -259,7 +259,7 @@ def rows_of(
     rows = []
     for name, _, _ in contenders:
         result = best[name]
-        row: dict[str, Any] = {"name": f"{kind}: {name}", "reason": result.get("reason")}
+        row: dict[str, Any] = {"name": f"{kind}: {name}"}
         if "seconds" in result:
             row["tokens_per_s"] = (tokens or result["new"]) / result["seconds"]
             if "seconds" in first:
@@ -269,7 +269,7 @@ def rows_of(
                 row["same_texts"] = float(
                     np.mean([a == b for a, b in zip(result["texts"], first["texts"], strict=True)])
                 )
-        rows.append(row)
+        rows.append({**row, **({"reason": result["reason"]} if "reason" in result else {})})
     return rows
 
 
