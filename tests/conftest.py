@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: tiny models, built once per session and never written to."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Pat
 @pytest.fixture(scope="session")
 def spark() -> Iterator["SparkSession"]:
     """A Spark session on this machine: two task slots, and a task may be lost three times."""
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.skip("Spark needs Java")
     session = Spark(master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"}).session.get()
     yield session
     session.stop()

@@ -5,6 +5,7 @@ Every job runs in a process of its own, with a session or cluster of its own on 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,12 @@ CLUSTER = {
 ENGINES = pytest.mark.parametrize("engine", ["spark", pytest.param("ray", marks=pytest.mark.slow)])
 "Each job starts a cluster of its own, which takes seconds: what both do in the same way is tried on one, and on the "
 "other in `make faults`."
+
+
+@pytest.fixture(autouse=True)
+def _java(request: pytest.FixtureRequest) -> None:
+    if "[ray" not in request.node.name and "-ray" not in request.node.name and shutil.which("java") is None:
+        pytest.skip("Spark needs Java")
 
 
 @pytest.fixture

@@ -70,32 +70,48 @@ class Session:
     def cores_per_slot(self) -> int:
         return int(self.conf("spark.task.cpus", "1"))
 
-    def slots(self, wanted: int) -> int:
-        """Tasks that can run at the same time; `wanted` where Spark adds executors as they are asked for."""
-        if self.conf("spark.dynamicAllocation.enabled", "false") == "true":
-            return wanted
-        scheduler = self.context._jsc.sc()
+    @property
+    def grows(self) -> bool:
+        """Whether Spark adds executors as they are asked for."""
+        return self.conf("spark.dynamicAllocation.enabled", "false") == "true"
+
+    def slots(self, wanted: int | None) -> int:
+        """Tasks that can run at the same time, waiting a while for executors that are still to come.
+
+        `wanted` are enough; None: all that were asked for when the session was started.
+        """
+        if self.grows:
+            executors = self.conf("spark.dynamicAllocation.maxExecutors", "")
+            most = int(executors) * self._executor_cores // self.cores_per_slot if executors.isdigit() else None
+            return wanted or most or int(self.context.defaultParallelism)
+        scheduler, executors_wanted = self.context._jsc.sc(), self._executors_wanted()
         profile = scheduler.resourceProfileManager().defaultResourceProfile()
         deadline = time.monotonic() + SLOTS_S
-        while (found := int(scheduler.maxNumConcurrentTasks(profile))) < wanted and time.monotonic() < deadline:
-            if self.on_this_machine or self._all_here():
-                break
+        while True:
+            found = int(scheduler.maxNumConcurrentTasks(profile))
+            here = int(scheduler.getExecutorMemoryStatus().size()) - 1  # the driver is one of those that it names
+            all_here = here >= executors_wanted if executors_wanted is not None else found > 0 and wanted is None
+            enough = wanted is not None and found >= wanted
+            if self.on_this_machine or enough or all_here or time.monotonic() > deadline:
+                return found
             time.sleep(0.2)
-        return found
 
-    def _all_here(self) -> bool:
-        """Whether every executor that the session was started with has come."""
-        expected = int(self.conf("spark.executor.instances", "0"))
+    def _executors_wanted(self) -> int | None:
+        """Executors that the session was started with; None where that is not known."""
         master = str(self.context.master)
         if master.startswith("local-cluster["):
-            expected = int(master.split("[")[1].split(",")[0])
-        # The driver is one of the endpoints that the status names.
-        return 0 < expected < int(self.context._jsc.sc().getExecutorMemoryStatus().size())
+            return int(master.split("[")[1].split(",")[0])
+        instances = self.conf("spark.executor.instances", "")
+        return int(instances) if instances.isdigit() else None
+
+    @property
+    def _executor_cores(self) -> int:
+        return int(self.conf("spark.executor.cores", str(self.cores_per_slot)))
 
     def threads(self, processes: int, slots: int) -> int:
         """Cores for each of `processes` that share all task slots, no more than one executor has."""
         cores = slots * self.cores_per_slot
-        most = cores if self.on_this_machine else int(self.conf("spark.executor.cores", str(self.cores_per_slot)))
+        most = cores if self.on_this_machine else self._executor_cores
         return max(1, min(cores // processes, most))
 
     def gpu_shares(self, processes: int, gpus_per_process: int | None) -> list[list[str] | None]:

@@ -120,6 +120,7 @@ class Ray(Engine):
         """Apply the worker to a Ray Dataset: a lazy one, in the order that Ray Data gives.
 
         Actors, up to `processes` (default: one per CPU), keep the worker; a batch is what Ray Data makes of 4,096 rows.
+        A Dataset of one block keeps one actor busy, and Ray reads small files into one: `repartition` such a one.
         """
         self.join()
         most = self.processes or max(1, int(ray.cluster_resources().get("CPU", 1)))

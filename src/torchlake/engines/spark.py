@@ -77,7 +77,7 @@ class Spark(Engine):
         if not todo:
             return nothing()
         session = self.session
-        slots = max(1, session.slots(wanted or 1))
+        slots = max(1, session.slots(wanted))
         if wanted is None:
             wanted = max(1, slots * session.cores_per_slot // threads)
             if session.on_this_machine:
@@ -103,7 +103,7 @@ class Spark(Engine):
             return local.launch(fn, *args, gpus_per_process=gpus_per_process, grace_s=grace_s)
         payload, session = pack(fn, *args), self.session
         slots = session.slots(number)
-        if session.conf("spark.dynamicAllocation.enabled", "false") == "true":
+        if session.grows:
             raise UsageError(
                 "Ranks have to start together, and Spark starts no such stage under dynamic allocation: start the "
                 "session with spark.dynamicAllocation.enabled=false and a fixed number of executors."
