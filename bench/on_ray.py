@@ -88,7 +88,7 @@ def by_trainer(folder: str, ranks: int) -> None:
 
 
 def main() -> None:
-    options_parser = parser(__doc__, rows=8528, rounds=2, processes=2, launches=5)
+    options_parser = parser(__doc__, rows=4264, rounds=2, processes=2, launches=3)
     options_parser.add_argument("--model", help="a model folder (default: what accuracy.py left, else MiniLM's shape)")
     options = options_parser.parse_args()
     set_up()
@@ -112,7 +112,7 @@ def main() -> None:
         f"{options.rows:,} reviews, {model.name}, {ranks} processes of one thread, best of "
         f"{options.rounds} (launches: of {options.launches}); ratio to the first, agreement with the local engine"
     )
-    finish("on_ray", rows, as_json=options.json, note=note, keep=options.rows == 8528)
+    finish("on_ray", rows, as_json=options.json, note=note, keep=options.rows == 4264)
 
 
 if __name__ == "__main__":

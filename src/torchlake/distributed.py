@@ -111,17 +111,21 @@ def _store(group: Group, timeout: timedelta) -> Any:
     """Where the ranks find one another: at MASTER_ADDR and MASTER_PORT, rank 0 listening.
 
     A launcher that holds the port hands rank 0 its socket, bound to 127.0.0.1; listening on that one keeps the store
-    off the network. Under another launcher the store listens as torch's `env://` does.
+    off the network. Under another launcher the store listens as torch's `env://` does; torchrun has one of its own,
+    which it keeps over its restarts.
     """
     held = os.environ.get("TORCHLAKE_MASTER_FD")
-    return dist.TCPStore(  # type: ignore[attr-defined]  # torch forgets to export it by name
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch forgets to export it by name
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         group.world_size,
-        is_master=group.rank == 0,
+        is_master=group.rank == 0 and not agents,
         timeout=timeout,
         master_listen_fd=None if held is None or group.rank != 0 else int(held),
     )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"/worker/attempt_{attempt}", store) if agents else store  # type: ignore[attr-defined]
 
 
 def _device(local_rank: int) -> torch.device:

@@ -52,6 +52,7 @@ def spark_udf(
     `name` registers it in `session` (default: the running one) for SQL. The model is loaded once per Python process of
     an executor. The other options are those of `predict`. Needs pandas.
     """
+    from pyspark.sql import SparkSession
     from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
     from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -82,7 +83,7 @@ def spark_udf(
     predictions.__annotations__ = {"texts": Iterator[pd.Series], "return": Iterator[pd.DataFrame]}
     udf = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
     if name is not None:
-        engine.session.get().udf.register(name, udf)
+        (session or SparkSession.getActiveSession() or engine.session.get()).udf.register(name, udf)
     return udf
 
 

@@ -26,6 +26,7 @@ RANK_VARIABLES = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
     MASTER_FD,
 )
 CGROUP = Path("/sys/fs/cgroup")
@@ -167,6 +168,7 @@ def rank_variables(
         "GROUP_RANK": str(machine),
         "MASTER_ADDR": master,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "torchlake",  # by which Lightning and others see that ranks were started for them
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     return variables | ({"GLOO_SOCKET_IFNAME": interface} if sys.platform == "linux" and interface else {})

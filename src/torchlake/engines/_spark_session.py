@@ -156,10 +156,16 @@ class Session:
 
         for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
             os.environ.setdefault(name, sys.executable)
-        # The second number: a task that holds a process may be lost three times, and comes back.
-        master = self._master or f"local[{self._slots_here},4]"
-        builder = SparkSession.builder.appName("torchlake").master(master)
-        for name, value in {**(_ON_THIS_MACHINE if master.startswith("local[") else {}), **self._conf}.items():
+        conf = dict(self._conf)
+        if self._master is not None:
+            conf["spark.master"] = self._master
+        elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has settled where to run
+            # The second number: a task that holds a process may be lost three times, and comes back.
+            conf.setdefault("spark.master", f"local[{self._slots_here},4]")
+        if conf.get("spark.master", "").startswith("local["):
+            conf = {**_ON_THIS_MACHINE, **conf}
+        builder = SparkSession.builder.appName("torchlake")
+        for name, value in conf.items():
             builder = builder.config(name, value)
         session: SparkSession = builder.getOrCreate()
         session.sparkContext.setLogLevel("ERROR")

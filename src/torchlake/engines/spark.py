@@ -10,10 +10,10 @@ process: its chunk runs again, and Spark's own retries and speculative twins ref
 Price: about 1 s for a job's first process, once the session runs.
 """
 
-import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -145,8 +145,8 @@ class Spark(Engine):
         return to_arrow_schema(frame.schema)
 
     def spool(self, frame: Any, folder: str) -> None:
-        """Spark's tasks write the files: the folder has to be one that all executors reach."""
-        frame.write.parquet(os.path.abspath(folder))
+        """Spark's tasks write the files: the folder has to be one that all executors reach, as a file system's."""
+        frame.write.parquet(Path(folder).absolute().as_uri())
 
     def _seats(self, number: int, *, together: bool) -> Seats:
         return Seats(
