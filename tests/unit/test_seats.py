@@ -89,6 +89,22 @@ def test_a_twin_waits_and_takes_the_seat_over(tmp_path: Path) -> None:
     assert [shell.wait() for shell in placement.shells if shell is not sitting] == [0]
 
 
+def test_what_is_said_to_a_lost_child_does_not_reach_its_successor(tmp_path: Path) -> None:
+    placement = Processes(1, twins=2)
+    with Seats(placement, host="127.0.0.1") as seats:
+        lost = seats.start(0, "worker", pack(lambda: _stops_at_two(tmp_path)), {})
+        assert [seats.events.get(timeout=60)[1] for _ in range(2)] == ["ready", "pull"]
+        (sitting,) = [shell for shell in placement.shells if psutil.Process(shell.pid).children(recursive=True)]
+        sitting.send_signal(signal.SIGKILL)
+        assert seats.events.get(timeout=60) == (lost, "exit", LOST)
+        lost.send(0)
+        successor = seats.start(0, "worker", pack(_squares), {})
+        assert [seats.events.get(timeout=60)[:2] for _ in range(2)] == [(successor, "ready"), (successor, "pull")]
+        lost.send(5)
+        successor.send(3)
+        assert seats.events.get(timeout=60) == (successor, "result", 9)
+
+
 def test_a_lost_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     placement = Processes(2, together=True)
     seats = Seats(placement, host="127.0.0.1")

@@ -173,7 +173,7 @@ class Canary(pa.ExtensionType):  # type: ignore[misc]
 
     heard: ClassVar[list[bytes]] = []
 
-    def __init__(self, name: str = "ray.data.arrow_tensor") -> None:
+    def __init__(self, name: str = "torchlake.tests.canary") -> None:
         super().__init__(pa.string(), name)
 
     def __arrow_ext_serialize__(self) -> bytes:
@@ -202,10 +202,10 @@ def test_a_registered_extension_type_is_refused_before_it_hears_of_the_file(
     pa.register_extension_type(Canary())
     Canary.heard.clear()
     try:
-        with pytest.raises(UnsafeError, match=r"extension type 'ray.data.arrow_tensor'. Rule: "):
+        with pytest.raises(UnsafeError, match=r"extension type 'torchlake.tests.canary'. Rule: "):
             open_table(path, columns=["a"])
     finally:
-        pa.unregister_extension_type("ray.data.arrow_tensor")
+        pa.unregister_extension_type("torchlake.tests.canary")
     assert Canary.heard == []
 
 

@@ -60,7 +60,7 @@ class Seated:
     seats: "Seats"
 
     def send(self, *values: Any) -> None:
-        self.seats.order(self.number, "send", self.ticket, pack(*values))
+        self.seats.tell(self, pack(*values))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -149,12 +149,13 @@ class Seats:
         for link in links:
             link.send("signal", number)
 
-    def order(self, seat: int, *message: Any) -> None:
-        """Send to the shell of a seat; where it is gone, that is an event of its own."""
+    def tell(self, child: Seated, message: bytes) -> None:
+        """Send to a child. Where it went with its shell, that is an event of its own; another may have the seat now."""
         with self._changed:
-            link = self._links.get(seat)
-        if link is not None:
-            link.send(*message)
+            link = self._links.get(child.number)
+            there = link is not None and child.ticket in link.children
+        if link is not None and there:
+            link.send("send", child.ticket, message)
 
     def taken(self, within_s: float) -> list[Facts]:
         """Wait until every seat is taken, and say by whom, in the order of the seats.
