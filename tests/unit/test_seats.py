@@ -152,16 +152,18 @@ def test_shells_that_never_come_end_the_job() -> None:
     assert placement.runs == _seats.MOST_BARREN
 
 
-def test_ranks_that_find_no_place_are_counted() -> None:
+def test_ranks_that_find_no_place_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_seats, "LEAVE_S", 0.5)
+
     class Half(Processes):
         def run(self, address: Address, key: bytes) -> None:
             self.sit(address, key, 0).wait()
             threading.Event().wait()
 
     seats = Seats(Half(2, together=True), host="127.0.0.1")
-    with seats, pytest.raises(RankFailed, match="1 of 2 processes could be placed within 3 s"):
+    with seats, pytest.raises(RankFailed, match="1 of 2 processes could be placed within 1 s"):
         wait_for(lambda: len(seats._links) == 1)
-        seats.taken(3)
+        seats.taken(1)
 
 
 def test_who_does_not_know_the_key_gets_no_seat() -> None:
