@@ -67,7 +67,7 @@ def test_a_stage_trains_like_single_and_takes_over_from_it(tmp_path: Path, tiny_
 
 
 @needs_library
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=SLOW) for stage in (1, 2, 3)])
 def test_in_bf16_a_run_goes_on_exactly_where_it_stopped(tmp_path: Path, tiny_bert: Path, stage: int) -> None:
     """The weights that learn are kept in fp32; made anew from those in bf16 they would differ."""
     sections = job(tmp_path, tiny_bert, stage, precision="bf16")

@@ -97,6 +97,7 @@ def test_a_hang_costs_the_budget_and_no_more(model: Path) -> None:
     assert done.runtime == "eager"
 
 
+@pytest.mark.slow
 def test_what_the_budget_does_not_reach_is_named(model: Path) -> None:
     done = tl.optimize(model, tiny.reviews(40), runtimes=[rivals.remembering], engine=ONE, budget=0.001)
     assert verdicts(done) == {"eager": "chosen", "remembering": "not tried (budget)"}
