@@ -56,3 +56,13 @@ def test_three_engines_give_one_table_of_results(
             print("  ".join(f"{value:>20}" for value in (name, *columns.values())))
     assert found["spark"] == found["local"]
     assert found["ray"] == found["local"]
+
+
+@pytest.mark.slow  # DeepSpeed's import in every rank
+@pytest.mark.usefixtures("spark")
+def test_deepspeed_shares_a_model_out_between_sparks_processes(tmp_path: Path, tiny_bert: Path) -> None:
+    losses = {}
+    for name, engine, strategy in (("one", runs.Inline(), "single"), ("two", tl.Spark(processes=2), "deepspeed")):
+        sections = runs.job(tmp_path, tiny_bert, batch_size=16, max_steps=10, strategy=strategy, deepspeed={"stage": 3})
+        losses[name] = runs.losses(tl.train(run=tmp_path / name, engine=engine, **sections).path)
+    assert losses["two"] == pytest.approx(losses["one"], abs=1e-5)
