@@ -127,10 +127,10 @@ def ray_stages(
 
     def tokenize(dataset: Any) -> Any:
         schema = engine.frame_schema(dataset)
-        checked_input(settings, spec, schema, "the dataset")
+        asked = checked_input(settings, spec, schema, "the dataset")
         added = [column.name for column in added_columns(settings, spec, schema)]
         refuse_collisions([*schema.names, "input_ids", *added])
-        return engine.map_in_tasks(dataset, partial(make_reading_worker, settings))
+        return engine.map_in_tasks(dataset, partial(make_reading_worker, asked))
 
     def score(dataset: Any) -> Any:
         return engine.map_frame(dataset, partial(make_token_worker, settings), None)
