@@ -55,7 +55,9 @@ def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> No
 
     one, other = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("single", name))
     assert one.keys() == other.keys()
-    assert all(torch.allclose(one[key], other[key], atol=1e-4) for key in one)
+    # A softmax does not see a key's bias: its gradient is rounding alone, which AdamW makes steps of full length from.
+    seen = [key for key in one if not key.endswith("key.bias")]
+    assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in seen)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "single"])
