@@ -45,7 +45,7 @@ def test_the_index_names_every_example() -> None:
 @pytest.mark.slow  # 15 to 30 s each: what they import
 @pytest.mark.parametrize(
     ("example", "engine"),
-    [*((example, "spark") for example in FOR_TORCHRUN), ("hf_trainer", "local"), ("hf_trainer", "ray")],
+    [("hf_trainer", "local"), *((example, engine) for engine in ("spark", "ray") for example in FOR_TORCHRUN)],
 )
 def test_a_script_for_torchrun_trains_on_two_ranks(
     example: str,
