@@ -22,8 +22,9 @@ from torchlake.asking import (
 from torchlake.engines import make_engine
 from torchlake.engines._crossing import pack
 from torchlake.engines._frames import worker_of
-from torchlake.scoring import Runtime
+from torchlake.scoring import Runtime, ScoringSettings
 from torchlake.scoring_workers import make_reading_worker, make_table_worker, make_token_worker
+from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,17 +57,8 @@ def spark_udf(
     from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    check_options(0.5, null, ROW_TIMEOUT_S, "error", batch_tokens=batch_tokens)
-    settings, spec, _ = scoring_settings(
-        model,
-        runtime,
-        {},
-        text=None,
-        all_probabilities=all_probabilities,
-        prefix="",
-        null=null,
-        row_timeout_s=ROW_TIMEOUT_S,
-        batch_tokens=batch_tokens,
+    settings, spec = _asked(
+        model, runtime, null, batch_tokens, text=None, all_probabilities=all_probabilities, prefix=""
     )
     engine: Any = make_engine("spark", None, session=session)
     make_export(settings, engine)
@@ -109,17 +101,8 @@ def ray_stages(
     the other and holds the first back when the second cannot follow; without GPUs it may run both in one process. The
     other options are those of `predict`; the first step raises what `predict` raises for a frame that does not fit.
     """
-    check_options(0.5, null, ROW_TIMEOUT_S, "error", batch_tokens=batch_tokens)
-    settings, spec, _ = scoring_settings(
-        model,
-        runtime,
-        {},
-        text=text,
-        all_probabilities=all_probabilities,
-        prefix=prefix,
-        null=null,
-        row_timeout_s=ROW_TIMEOUT_S,
-        batch_tokens=batch_tokens,
+    settings, spec = _asked(
+        model, runtime, null, batch_tokens, text=text, all_probabilities=all_probabilities, prefix=prefix
     )
     engine: Any = make_engine("ray", processes, gpus_per_process=gpus_per_process)
     engine.join()  # before the first dataset does, which would start a Ray of other settings
@@ -136,6 +119,17 @@ def ray_stages(
         return engine.map_frame(dataset, partial(make_token_worker, settings), None)
 
     return tokenize, score
+
+
+def _asked(
+    model: str | Path, runtime: Runtime | None, null: str, batch_tokens: int | None, **settings: Any
+) -> tuple[ScoringSettings, TaskSpec]:
+    """What workers have to know. Raises UsageError for a value that means nothing, or that the model cannot do."""
+    check_options(0.5, null, ROW_TIMEOUT_S, "error", batch_tokens=batch_tokens)
+    asked, spec, _ = scoring_settings(
+        model, runtime, {}, null=null, batch_tokens=batch_tokens, row_timeout_s=ROW_TIMEOUT_S, **settings
+    )
+    return asked, spec
 
 
 def _score(payload: bytes, text: str, names: list[str], texts: "pd.Series") -> "pd.DataFrame":

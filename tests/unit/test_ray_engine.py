@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray as ray_library
 import ray.data
+from transformers import AutoTokenizer
 
 import tiny
 import torchlake as tl
@@ -68,6 +69,16 @@ def test_stages_with_steps_of_ones_own_between_them(tiny_model: Path, table: pa.
     assert set(rows[0]) == {*expected[0], "tokens"}
     with pytest.raises(UsageError, match="'error'"):
         tokenize(tokens)
+
+
+def test_the_first_stage_takes_conversations_as_predict_does(tiny_gpt2: Path) -> None:
+    texts = ["a good film", "the plot was"]
+    chats = pa.table({"id": range(2), "text": [[{"role": "user", "content": text}] for text in texts]})
+    tokenize, _ = tl.ray_stages(tiny_gpt2)
+    tokens = by_id(tokenize(ray_library.data.from_arrow(chats)).take_all(), "input_ids")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_gpt2)
+    asked = tokenizer([f"<user> {text} <assistant>" for text in texts])["input_ids"]
+    assert [list(tokens[row]) for row in range(2)] == asked
 
 
 def test_a_dataset_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path) -> None:
