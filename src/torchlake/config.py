@@ -66,6 +66,8 @@ class DataConfig(BaseModel):
     """Column of the input."""
     label: Name = "label"
     """Column of the target: strings or integers, lists of strings, or floats; text generation has none."""
+    learn: Literal["all", "assistant"] = "all"
+    """Of conversations: every token, or those of the assistant's turns, where the chat template marks them."""
     key: Name | None = None
     """Column that identifies a row, unique and never null; null: file and row number."""
     bad_rows: Literal["error", "drop"] = "error"

@@ -136,7 +136,7 @@ class Learner:
             ids, mask = np.full((1, 1), self.tokenizer.pad_token_id), np.ones((1, 1), dtype=np.int64)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.module(
-                input_ids=torch.from_numpy(ids).to(device),
+                input_ids=torch.from_numpy(packing.as_read(ids)).to(device),
                 attention_mask=None if mask.all() else torch.from_numpy(mask).to(device),
                 **self.task.FORWARD,
             ).logits
@@ -148,6 +148,11 @@ class Learner:
 
     def num_targets(self, rows: Rows) -> int:
         """What the summed loss of the rows, over all ranks, is divided by."""
+        if self.spec.problem == "next_answer_token":
+            tokens = rows.table.tokens
+            assert isinstance(tokens, packing.Blocks), "what is learned is packed"
+            # A batch may hold nothing but questions: its loss is 0 then, of one target.
+            return max(1, int(tokens.learned_of(rows.numbers).sum()))
         number: int = self.task.num_targets(rows.lengths, self.spec)
         return number
 

@@ -19,7 +19,7 @@ from torchlake.errors import DataError
 from torchlake.model_folders import model_folder
 from torchlake.model_writing import quiet, save_model_folder
 from torchlake.safety import INDEX, check_folder
-from torchlake.task_spec import TASK_FILE, Label, Problem, TaskSpec, spec_from_json
+from torchlake.task_spec import TASK_FILE, WRITING, Label, Problem, TaskSpec, spec_from_json
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ def load_model(
             f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned model of its kind "
             f"({type(model).__name__}): its answers would be random. Fine-tune it first (torchlake train)."
         )
-    if spec is not None and spec.problem != "next_token" and model.config.num_labels != max(1, len(spec.labels)):
+    if spec is not None and spec.problem not in WRITING and model.config.num_labels != max(1, len(spec.labels)):
         raise DataError(
             f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} names {len(spec.labels)} classes"
         )
@@ -228,7 +228,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
 
     folder = model_folder(base)
     check_folder(folder)
-    if spec.problem == "next_token":
+    if spec.problem in WRITING:
         return _language_model(folder, auto_class)
     config = load_config(folder)
     names = [str(label).lower() if isinstance(label, bool) else str(label) for label in spec.labels] or ["value"]

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from torchlake import models, plugins
 from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
-from torchlake.data.packing import Blocks, pack
+from torchlake.data.packing import Blocks, as_read, pack
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.metrics import Metric, loss_metrics
@@ -84,9 +84,8 @@ def measure_texts(
         record = prepare(table, prepared, tokenizer=folder, spec=spec, engine=engine, bad_rows="drop")
         loading.build_cache(prepared, cache)
         settings = LossSettings(model=str(folder), runtime=choice.runtime, spec=spec, cache=str(cache))
-        losses, lengths = _losses(settings, engine)
+        losses, targets = _losses(settings, engine)
         errors = _errors(committed_files(prepared))
-    targets = lengths - 1
     derived = plugins.load("tasks", spec.task).loss_metrics
     return TextLoss(
         rows=record["rows"],
@@ -110,7 +109,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
 
     def losses(numbers: np.ndarray) -> np.ndarray:
         ids, mask = blocks.padded(numbers, pad_id)
-        logits = torch.from_numpy(forward(ids, mask))
+        logits = torch.from_numpy(forward(as_read(ids), mask))
         targets = torch.from_numpy(task.targets(ids, mask))
         rows = zip(logits.split(1), targets.split(1), strict=True)
         return np.array([task.loss_sum(one, wanted, spec).item() for one, wanted in rows])
@@ -127,7 +126,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
 
 
 def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """The summed loss and the tokens of every block (M,)."""
+    """The summed loss of every block (M,), and of how many tokens (M,) it is the sum."""
     blocks = _blocks(settings)
     found = np.zeros(len(blocks))
     pieces = [range(first, min(first + BLOCKS_AT_ONCE, len(found))) for first in range(0, len(found), BLOCKS_AT_ONCE)]
@@ -141,7 +140,10 @@ def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndar
         for numbers, losses in made:
             found[numbers.start : numbers.stop] = losses
             advance(len(numbers))
-    return found, blocks.lengths_of(np.arange(len(found)))
+    every = np.arange(len(found))
+    return found, blocks.learned_of(every) if settings.spec.problem == "next_answer_token" else blocks.lengths_of(
+        every
+    ) - 1
 
 
 def _blocks(settings: LossSettings) -> Blocks:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 
 from torchlake import durable, model_folders, models, plugins
 from torchlake.engines import Engine
-from torchlake.errors import DataError
+from torchlake.errors import DataError, UsageError
 from torchlake.progress import progress
 from torchlake.scoring import check_prompts, string_column
 from torchlake.tables.chunks import Chunk, plan_chunks
@@ -51,18 +52,22 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
 
-    Columns: `row_id` string, `input_ids` list<int32>, `length` int32, `target` (the task's encoding of the label, where
-    it has labels), `error` string, null for rows that can be trained on.
+    Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read and not learned),
+    `length` int32, `target` (the task's encoding of the label, where it has labels), `error` string, null for rows that
+    can be trained on.
 
     Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
-    conversations without a chat template; DataError naming the first rows without text or label unless
-    `bad_rows="drop"`, which keeps them out of the training and counts them as `failed` in the record; FingerprintError
-    when `output` was made of another table or with other settings, unless `overwrite`.
+    conversations without a chat template, or with one that does not mark the turns that alone are to be learned;
+    DataError naming the first rows without text or label unless `bad_rows="drop"`, which keeps them out of the training
+    and counts them as `failed` in the record; FingerprintError when `output` was made of another table or with other
+    settings, unless `overwrite`.
     """
     source = open_table(table, columns=spec.columns)
     task = plugins.load("tasks", spec.task)
     if task.PACKED:
-        check_prompts(source.schema, spec.text, source.source, task, tokenizer)
+        chat = check_prompts(source.schema, spec.text, source.source, task, tokenizer)
+        if spec.problem == "next_answer_token":
+            _check_answers(task, tokenizer, source.source, spec.text, chat=chat)
     plan = plan_chunks(source, columns=spec.columns, known=known_inputs(output))
     fingerprint = {
         "format": 1,
@@ -111,8 +116,8 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     def tokenise(chunk: Chunk) -> pa.Table:
         table, unreadable = reader.read(chunk)
         labels = None if spec.label is None else table[spec.label].combine_chunks()
-        texts, unreadable, tokens_of = _learned(task, tokenizer, table[spec.text], unreadable)
-        errors = _untrainable(texts, labels, unreadable)
+        blank, unreadable, tokens_of = _learned(task, tokenizer, table[spec.text], unreadable, spec)
+        errors = _untrainable(blank, labels, unreadable)
         if errors and settings.bad_rows == "error":
             first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in sorted(errors.items())[:3])
             raise DataError(
@@ -120,7 +125,7 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
                 f"cannot be trained on ({first}). Mend them, or leave such rows out with --set data.bad_rows=drop."
             )
         good = pa.array([row not in errors for row in range(chunk.rows)], pa.bool_())
-        flat, offsets, _ = tokens_of(pc.filter(texts, good).to_pylist(), spec)
+        flat, offsets, _ = tokens_of(good)
         ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
         try:
             targets = [] if labels is None else [task.encode_labels(pc.filter(labels, good), spec)]
@@ -144,23 +149,41 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     return worker
 
 
+def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
+    """Raise UsageError when the assistant's turns cannot be told from the rest."""
+    if not chat:
+        raise UsageError(
+            f"{source}: data.learn is assistant, and {text!r} holds texts, not conversations (lists of structs with "
+            "role and content). Leave data.learn out."
+        )
+    if not task.marks_answers(models.load_tokenizer(tokenizer, pad_with_end=True)):
+        raise UsageError(
+            f"data.learn is assistant, and the chat template in {tokenizer} does not mark what the assistant says with "
+            "{% generation %} and {% endgeneration %}. Add the two there, or leave data.learn out."
+        )
+
+
 def _learned(
-    task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str]
-) -> tuple[pa.Array, dict[int, str], Callable[..., Any]]:
-    """The texts to learn from, the rows that have none with their reasons, and what makes tokens of the others."""
+    task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str], spec: TaskSpec
+) -> tuple[pa.Array, dict[int, str], Callable[[pa.Array], Any]]:
+    """Which rows have no text (B,) bool, which cannot be read and why, and what makes tokens of the good ones."""
     texts = string_column(column)
-    if not task.PACKED:
-        return texts, unreadable, partial(task.tokenize, tokenizer)
-    if not task.is_chat(column.type):
-        return texts, unreadable, partial(task.documents, tokenizer)
-    texts, errors = task.rendered(tokenizer, texts, asking=False)
-    return texts, {**errors, **unreadable}, partial(task.documents, tokenizer, chat=True)
+    if spec.problem == "next_answer_token":
+        rows, errors = task.answers(tokenizer, texts)
+        nothing = pa.array([row is None for row in rows], pa.bool_())
+        return nothing, {**errors, **unreadable}, lambda good: task.flat(compress(rows, good.to_pylist()))
+    tokens_of = partial(task.documents if task.PACKED else task.tokenize, tokenizer)
+    if task.PACKED and task.is_chat(column.type):
+        texts, errors = task.rendered(tokenizer, texts, asking=False)
+        unreadable, tokens_of = {**errors, **unreadable}, partial(tokens_of, chat=True)
+    blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
+    return blank, unreadable, lambda good: tokens_of(pc.filter(texts, good).to_pylist(), spec)
 
 
-def _untrainable(texts: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:
+def _untrainable(blank: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:
     """The rows that cannot be trained on, with their reasons."""
     errors = dict(unreadable)
-    bad = {"null_input": pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)}
+    bad = {"null_input": blank}
     if labels is not None:
         bad["null_label"] = pc.is_null(labels)
         if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):

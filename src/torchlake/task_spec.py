@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 from torchlake.errors import DataError
 
-Problem = Literal["single_label", "multi_label", "regression", "next_token"]
+Problem = Literal["single_label", "multi_label", "regression", "next_token", "next_answer_token"]
 Label = str | int | bool
 
 TASK_FILE = "task.json"
-PROBLEMS: tuple[Problem, ...] = ("single_label", "multi_label", "regression", "next_token")
-WITHOUT_CLASSES = ("regression", "next_token")
+WRITING: tuple[Problem, ...] = ("next_token", "next_answer_token")
+"The problems without a label: every token is learned, or those of the assistant's turns in a conversation."
+PROBLEMS: tuple[Problem, ...] = ("single_label", "multi_label", "regression", *WRITING)
+WITHOUT_CLASSES = ("regression", *WRITING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ def spec_from_json(file: Path, value: Any) -> TaskSpec:
     types = {"task": str, "problem": str, "labels": list, "text": str, "label": str, "max_length": int}
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise DataError(f"{file}: a task has exactly the keys {', '.join(types)}")
-    unlabelled = value["problem"] == "next_token"
+    unlabelled = value["problem"] in WRITING
     for key, kind in types.items():
         if key == "label" and unlabelled and value[key] is None:
             continue
@@ -55,5 +57,5 @@ def spec_from_json(file: Path, value: Any) -> TaskSpec:
     if len(set(labels)) != len(labels) or (value["problem"] in WITHOUT_CLASSES) != (not labels):
         raise DataError(f"{file}: labels are distinct, and empty for {' and '.join(WITHOUT_CLASSES)} only")
     if unlabelled != (value["label"] is None):
-        raise DataError(f"{file}: label is null for next_token only")
+        raise DataError(f"{file}: label is null for {' and '.join(WRITING)} only")
     return TaskSpec(**{**value, "labels": tuple(labels)})

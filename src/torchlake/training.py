@@ -293,7 +293,9 @@ def find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
     task = plugins.load("tasks", job.model.task)
     if task.PACKED and data.label != DataConfig.model_fields["label"].default:
         raise ConfigError(f"data.label: {job.model.task} learns the text itself and reads no label; leave it out")
-    problem, labels = (task.PROBLEM, ()) if task.PACKED else _find_labels(job, task)
+    if not task.PACKED and data.learn != "all":
+        raise ConfigError(f"data.learn: {job.model.task} learns labels, not what is said; leave it out")
+    problem, labels = (task.PROBLEMS[data.learn], ()) if task.PACKED else _find_labels(job, task)
     spec = TaskSpec(
         task=job.model.task,
         problem=problem,

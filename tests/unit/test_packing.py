@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from torchlake.data import batching, order
 from torchlake.data.batching import Ragged
-from torchlake.data.packing import Blocks, num_blocks, pack
+from torchlake.data.packing import Blocks, as_read, num_blocks, pack
 from torchlake.errors import DataError
+from torchlake.tasks.text_generation import NO_TARGET, targets
 
 PAD = -1
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) >= 2)
@@ -45,6 +46,22 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(
     assert predicted(blocks, np.arange(len(blocks))) == list(pairwise(stream))
     assert blocks.lengths_of(np.arange(len(blocks)))[:-1].tolist() == [block] * (len(blocks) - 1)
     assert len(blocks) == num_blocks(sum(lengths), block)
+
+
+@given(LENGTHS, st.integers(2, 9), st.integers(0, 99))
+def test_what_is_learned_of_a_row_is_so_across_the_cuts_of_blocks(lengths: list[int], block: int, seed: int) -> None:
+    plain = table(lengths)
+    learned = np.random.default_rng(seed).random(len(plain.values)) < 0.5
+    tokens = Ragged(np.where(learned, plain.values, ~plain.values), plain.offsets)
+    laid = order.laid(np.arange(len(lengths)), seed=seed, epoch=0)
+    stream = [token for row in laid for token in range(tokens.offsets[row], tokens.offsets[row + 1])]
+    blocks = pack(tokens, laid, block)
+    numbers = np.arange(len(blocks))
+    ids, mask = blocks.padded(numbers, 0)
+    goals = targets(ids, mask)
+    assert goals[goals != NO_TARGET].tolist() == [token for token in stream[1:] if learned[token]]
+    assert blocks.learned_of(numbers).tolist() == (goals != NO_TARGET).sum(axis=1).tolist()
+    assert (as_read(ids) == pack(plain, laid, block).padded(numbers, 0)[0]).all()
 
 
 @given(LENGTHS, st.integers(2, 9), st.integers(1, 7), st.integers(1, 4), st.integers(1, 40))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,86 @@ def test_conversations_are_learned_as_the_template_writes_them(tmp_path: Path, t
         "null_input",
         "bad_chat",
     ]
+
+
+def conversations(rows: int) -> pa.Table:
+    """Two or four turns each, of which the assistant has every second one."""
+    said = tiny.reviews(4 * rows)["text"].to_pylist()
+    chats = [
+        [
+            {"role": ("user", "assistant")[turn % 2], "content": said[4 * row + turn]}
+            for turn in range(2 + 2 * (row % 2))
+        ]
+        for row in range(rows)
+    ]
+    return pa.table({"text": chats})
+
+
+def marking(model: Path, folder: Path) -> Path:
+    """The model with a chat template that marks the assistant's turns."""
+    shutil.copytree(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ '<' + message.role + '>\\n' }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content + '\\n' }}{% endgeneration %}"
+        "{% else %}{{ message.content + '\\n' }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_assistants_turns_alone_are_learned_and_measured(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """Held to transformers' own loss over the same blocks, with every other token's label at -100."""
+    sections = job(tmp_path, marking(tiny_gpt2, tmp_path / "base"), epochs=1, batch_size=2)
+    tables = {"train": tmp_path / "chats.parquet", "validation": tmp_path / "test.parquet"}
+    pq.write_table(conversations(20), tables["train"])
+    pq.write_table(conversations(9), tables["validation"])
+    sections["data"] = {**{name: str(path) for name, path in tables.items()}, "learn": "assistant"}
+    one = runs.succeed(tmp_path / "one", sections)
+    two = runs.succeed(tmp_path / "two", sections, ranks=2)
+    model = tmp_path / "one" / "model"
+    tokenizer, stock = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    stream: list[tuple[int, int]] = []
+    for chat in conversations(9)["text"].to_pylist():
+        for turn in chat:
+            # No token of this tokenizer reaches across the end of a line.
+            role, said = (tokenizer(f"{words}\n")["input_ids"] for words in (f"<{turn['role']}>", turn["content"]))
+            answer = turn["role"] == "assistant"
+            stream += [(token, -100) for token in role] + [(token, token if answer else -100) for token in said]
+        stream.append((tokenizer.eos_token_id, tokenizer.eos_token_id))
+    ids, labels = (torch.tensor([pair[at] for pair in stream]) for at in (0, 1))
+    loss, targets = 0.0, 0
+    for first in range(0, len(ids) - 1, BLOCK - 1):
+        block, wanted = ids[first : first + BLOCK][None], labels[first : first + BLOCK][None]
+        number = int((wanted[:, 1:] != -100).sum())
+        with torch.inference_mode():
+            loss += number and stock(input_ids=block, labels=wanted).loss.item() * number
+        targets += number
+    assert one.metrics == pytest.approx({"loss": loss / targets, "perplexity": math.exp(loss / targets)}, rel=1e-5)
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
+    found = tl.evaluate(model, tables["validation"], engine=tiny.Here())
+    assert (found.tokens, found.metrics["loss"].value) == (targets, pytest.approx(loss / targets, rel=1e-5))
+    assert models.load_spec(model).problem == "next_answer_token"
+
+
+def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
+    tmp_path: Path, tiny_gpt2: Path, tiny_bert: Path
+) -> None:
+    sections = job(tmp_path, tiny_gpt2)
+    learned = {**sections["data"], "learn": "assistant"}
+    with pytest.raises(UsageError, match=r"data\.learn is assistant, and 'text' holds texts"):
+        tl.train(run=tmp_path / "a", engine=tiny.Here(), **{**sections, "data": learned})
+    chats = [*conversations(3).to_pylist(), {"text": [{"role": "user", "content": "good ?"}]}]
+    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chats.parquet")
+    learned["train"] = str(tmp_path / "chats.parquet")
+    with pytest.raises(UsageError, match=r"does not mark what the assistant says with {% generation %}"):
+        tl.train(run=tmp_path / "b", engine=tiny.Here(), **{**sections, "data": learned})
+    sections["model"]["base"] = str(marking(tiny_gpt2, tmp_path / "base"))
+    with pytest.raises(DataError, match="row 3: bad_chat: it has no turn of the assistant to learn"):
+        tl.train(run=tmp_path / "c", engine=tiny.Here(), **{**sections, "data": learned})
+    sections["model"] = {"base": str(tiny_bert), "task": "text_classification"}
+    with pytest.raises(ConfigError, match=r"data\.learn: text_classification learns labels"):
+        tl.train(run=tmp_path / "d", engine=tiny.Here(), **{**sections, "data": learned})
 
 
 def test_what_cannot_be_learned_is_refused_before_any_work(tmp_path: Path, tiny_gpt2: Path, tiny_bert: Path) -> None:

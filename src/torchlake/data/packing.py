@@ -19,10 +19,15 @@ import numpy as np
 from torchlake.data.batching import Ragged
 from torchlake.errors import DataError
 
+COUNTED_AT_ONCE = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Some rows of `tokens` as M blocks, numbered along the stream."""
+    """Some rows of `tokens` as M blocks, numbered along the stream.
+
+    A token that is to be read and not learned is ~id, below zero, in the rows and in what `padded` gives.
+    """
 
     tokens: Ragged
     order: np.ndarray
@@ -50,6 +55,19 @@ class Blocks:
         ids = np.full(mask.shape, pad_id, dtype=np.int64)
         ids[mask] = self.tokens.values[self.tokens.offsets[self.order[rows]] + places - self.starts[rows]]
         return ids, mask.astype(np.int64)
+
+    def learned_of(self, numbers: np.ndarray) -> np.ndarray:
+        """(B,) int64, tokens of the blocks `numbers` (B,) that are learned; the first of a block is read at most."""
+        counts = np.zeros(len(numbers), dtype=np.int64)
+        for first in range(0, len(numbers), COUNTED_AT_ONCE):
+            ids, mask = self.padded(numbers[first : first + COUNTED_AT_ONCE], 0)
+            counts[first : first + COUNTED_AT_ONCE] = ((ids >= 0) & (mask == 1))[:, 1:].sum(axis=1)
+        return counts
+
+
+def as_read(ids: np.ndarray) -> np.ndarray:
+    """The tokens as a model reads them, learned or not."""
+    return np.where(ids < 0, ~ids, ids)
 
 
 def pack(tokens: Ragged, order: np.ndarray, length: int) -> Blocks:

@@ -27,7 +27,7 @@ A task whose rows have labels (not PACKED) has
 
 A task that is PACKED answers with text, and has
 
-    PROBLEM: problem                              the only one there is
+    PROBLEMS: dict[str, problem]                  by what is learned of a row: "all", or "assistant"'s turns alone
     documents(tokenizer, texts, spec)             as `tokenize`: rows as they are learned, whole and closed
     targets(ids (B, L), mask (B, L)) -> (B, L) int64        the token after each, NO_TARGET where there is none
     loss_sum(logits (B, L, V), targets (B, L), spec) -> Tensor ()
@@ -35,4 +35,7 @@ A task that is PACKED answers with text, and has
     output_columns(answers (B, W) int32, tokenizer, stop) -> pa.Table     answers as torchlake/generation.py has them
     is_chat(type) -> bool                         whether a column of this type holds conversations
     rendered(tokenizer, column, asking=) -> (pa.Array of strings, {row: reason})      conversations as texts
+    marks_answers(tokenizer) -> bool              whether it can tell the assistant's turns from the rest
+    answers(tokenizer, column) -> (rows, {row: reason})     conversations as token ids, ~id for what is not learned
+    flat(rows) -> as `tokenize`                   rows of token ids end to end
 """

@@ -7,6 +7,9 @@ messages and the special tokens, and no attribute of a Python object that could 
 """
 
 import json
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -26,18 +29,49 @@ def rendered(tokenizer: Any, column: pa.Array, *, asking: bool) -> tuple[pa.Arra
 
     `asking` lets each text end where the assistant's answer begins. A null, or a blank string, becomes null.
     """
-    texts: list[str | None] = []
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=asking)
+    texts, errors = _each(column, render)
+    return pa.array(texts, pa.string()), errors
+
+
+def marks_answers(tokenizer: Any) -> bool:
+    """Whether the chat template tells the assistant's turns from the rest: {% generation %} ... {% endgeneration %}."""
+    return re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template()) is not None
+
+
+def answers(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | None], dict[int, str]]:
+    """The conversations of a column as token ids, ~id (below zero) for tokens outside of the assistant's turns.
+
+    Each is closed by one end token, which belongs to the turn that it follows. The rest is as `rendered` gives it; a
+    conversation in which the assistant says nothing is an error too.
+    """
+
+    def ids_of(messages: list[dict[str, str]]) -> list[int]:
+        tokens = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        )
+        ids, learned = tokens["input_ids"], tokens["assistant_masks"]
+        if not any(learned):
+            raise ValueError("it has no turn of the assistant to learn")
+        if ids[-1] != tokenizer.eos_token_id:
+            ids, learned = [*ids, tokenizer.eos_token_id], [*learned, learned[-1]]
+        return [token if wanted else ~token for token, wanted in zip(ids, learned, strict=True)]
+
+    return _each(column, ids_of)
+
+
+def _each(column: pa.Array, make: Callable[[list[dict[str, str]]], Any]) -> tuple[list[Any], dict[int, str]]:
+    """`make` of every conversation, None where there is none, and {row: reason} where it is wrong."""
+    made: list[Any] = []
     errors: dict[int, str] = {}
     for row, value in enumerate(column.to_pylist()):
-        text = None
+        made.append(None)
         if value is not None and not (isinstance(value, str) and not value.strip()):
             try:
-                messages = _messages(json.loads(value) if isinstance(value, str) else value)
-                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asking)
+                made[row] = make(_messages(json.loads(value) if isinstance(value, str) else value))
             except Exception as error:  # a template may raise anything
                 errors[row] = f"bad_chat: {error}"[:500]
-        texts.append(text)
-    return pa.array(texts, pa.string()), errors
+    return made, errors
 
 
 def _messages(value: Any) -> list[dict[str, str]]:

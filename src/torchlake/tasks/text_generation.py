@@ -3,14 +3,15 @@
 Learning: each row is closed by the tokenizer's end token, and rows are laid end to end in blocks (`data/packing.py`).
 Nothing is cut off a long row; it goes on in the next block. A token attends to all before it in its block, also to
 those of the rows before its own, as in the training of the GPTs: the end token tells where a text begins, and masks for
-each row would cost the fast kernels. A conversation is learned whole, not the assistant's turns alone.
+each row would cost the fast kernels. Of a conversation every token is learned, or the assistant's turns alone
+(`next_answer_token`): the rest is read, and adds nothing to the loss.
 
 Asking: a prompt is a row as the tokenizer gives it, without an end token after it, because the text is to go on. It is
 never cut; one that leaves no room for the answer is an error row.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 
 from torchlake.generation import END, NOTHING, decoded, stop_place
 from torchlake.models import Problem, TaskSpec
-from torchlake.tasks._chat import is_chat, rendered
+from torchlake.tasks._chat import answers, is_chat, marks_answers, rendered
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +32,14 @@ __all__ = [
     "LOWER_IS_BETTER",
     "NO_TARGET",
     "PACKED",
-    "PROBLEM",
+    "PROBLEMS",
+    "answers",
     "documents",
+    "flat",
     "is_chat",
     "loss_metrics",
     "loss_sum",
+    "marks_answers",
     "num_targets",
     "output_columns",
     "output_schema",
@@ -48,8 +52,8 @@ AUTO_CLASS = "AutoModelForCausalLM"
 PACKED = True
 # A key-value cache is for answers; in training it would keep every layer's keys and values in vain.
 FORWARD = {"use_cache": False}
-PROBLEM: Problem = "next_token"
-DEFAULT_METRIC: dict[Problem, str] = {PROBLEM: "perplexity"}
+PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token"}
+DEFAULT_METRIC: dict[Problem, str] = dict.fromkeys(PROBLEMS.values(), "perplexity")
 LOWER_IS_BETTER = frozenset({"perplexity"})
 
 NO_TARGET = -100
@@ -71,37 +75,41 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool
     def open_ended(ids: list[int]) -> list[int]:
         return (ids[:-1] if ids and ids[-1] == end and not chat else ids) or [begin]
 
-    return _flat(tokenizer, texts, chat, open_ended)
+    return flat(map(open_ended, _encoded(tokenizer, texts, chat)))
 
 
 def documents(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool = False) -> Tokens:
     """The same of texts to learn from: each whole, and closed by one end token."""
     end = tokenizer.eos_token_id
-    return _flat(tokenizer, texts, chat, lambda ids: ids if ids and ids[-1] == end else [*ids, end])
+    return flat(ids if ids and ids[-1] == end else [*ids, end] for ids in _encoded(tokenizer, texts, chat))
 
 
-def _flat(tokenizer: Any, texts: Sequence[str], chat: bool, finished: Any) -> Tokens:
-    """`finished(ids)` of every text, end to end. A template has put its own special tokens into a conversation."""
+def flat(rows: Iterable[list[int]]) -> Tokens:
+    """Rows of token ids end to end."""
+    lengths = [0]
+
+    def counted(row: list[int]) -> list[int]:
+        lengths.append(len(row))
+        return row
+
+    values = np.fromiter(chain.from_iterable(map(counted, rows)), dtype=np.int32)
+    return values, np.cumsum(lengths, dtype=np.int64), np.zeros(len(lengths) - 1, dtype=bool)
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[int]]:
+    """The token ids of every text. A template has put its own special tokens into a conversation."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
-    pieces: list[np.ndarray] = []
-    lengths = np.zeros(len(texts), dtype=np.int64)
     for first in range(0, len(texts), ROWS_AT_ONCE):
-        rows = slice(first, first + ROWS_AT_ONCE)
-        ids = [finished(each.ids) for each in backend.encode_batch_fast(texts[rows], add_special_tokens=not chat)]
-        lengths[rows] = [len(row) for row in ids]
-        pieces.append(np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(lengths[rows].sum())))
-    offsets = np.zeros(len(texts) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    values = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
-    return values, offsets, np.zeros(len(texts), dtype=bool)
+        rows = texts[first : first + ROWS_AT_ONCE]
+        yield from (each.ids for each in backend.encode_batch_fast(rows, add_special_tokens=not chat))
 
 
 def targets(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """For each token (B, L) int64 the one after it, which it is to predict; NO_TARGET where there is none."""
+    """For each token (B, L) int64 the one after it, which it is to predict; NO_TARGET where there is none to learn."""
     following = np.full(ids.shape, NO_TARGET, dtype=np.int64)
-    following[:, :-1] = np.where(mask[:, 1:], ids[:, 1:], NO_TARGET)
+    following[:, :-1] = np.where(mask[:, 1:].astype(bool) & (ids[:, 1:] >= 0), ids[:, 1:], NO_TARGET)
     return following
 
 
