@@ -55,7 +55,7 @@ def spec_from_json(file: Path, value: Any) -> TaskSpec:
     if len({type(label) for label in labels}) > 1 or not all(isinstance(label, str | int) for label in labels):
         raise DataError(f"{file}: labels are all strings, all integers or all booleans")
     if len(set(labels)) != len(labels) or (value["problem"] in WITHOUT_CLASSES) != (not labels):
-        raise DataError(f"{file}: labels are distinct, and empty for {' and '.join(WITHOUT_CLASSES)} only")
+        raise DataError(f"{file}: labels are distinct, and empty for {', '.join(WITHOUT_CLASSES)} only")
     if unlabelled != (value["label"] is None):
-        raise DataError(f"{file}: label is null for {' and '.join(WRITING)} only")
+        raise DataError(f"{file}: label is null for {', '.join(WRITING)} only")
     return TaskSpec(**{**value, "labels": tuple(labels)})

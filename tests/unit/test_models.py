@@ -97,9 +97,9 @@ def test_a_tasks_fingerprint_is_that_of_earlier_versions() -> None:
     [
         ({"labels": ["a", 1]}, "all strings"),
         ({"labels": ["a", "a"]}, "distinct"),
-        ({"labels": []}, "empty for regression and next_token only"),
+        ({"labels": []}, "empty for regression, next_token, next_answer_token only"),
         ({"label": None}, "label is None"),
-        ({"problem": "next_token", "labels": []}, "label is null for next_token only"),
+        ({"problem": "next_token", "labels": []}, "label is null for next_token, next_answer_token only"),
         ({"problem": "riddle"}, "riddle"),
         ({"max_length": "long"}, "max_length"),
         ({"surprise": 1}, "exactly the keys"),
