@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +23,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import SCRATCH, finish, parser
 from _contender import ONE_THREAD
+from _shakespeare import lines_of_shakespeare, num_tokens, perplexities, small_model
 
 BLOCK = 128
 RATE = 1e-3
 NEW_TOKENS = 32
 TRAINER_ROWS = 128
-VOCABULARY = 2_000
 HOME = SCRATCH / "text-generation"
 LIMIT_S = 1_500
 
 Result = dict[str, Any]
 
 
-def lines_of_shakespeare() -> list[str]:
-    """The text's lines that hold any, or the end of this benchmark with the reason."""
-    folder = os.environ.get("TORCHLAKE_DATA")
-    if not folder:
-        print(f"{sys.argv[0]}: skipped: TORCHLAKE_DATA does not name the folder of the texts", file=sys.stderr)
-        raise SystemExit(0)
-    text = (Path(folder) / "tiny_shakespeare" / "input.txt").read_text()
-    return [line for line in text.splitlines() if line.strip()]
+def gpt2(tokens: int, layers: int, width: int) -> Any:
+    """GPT-2's shape, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-
-def small_model(folder: Path, lines: list[str], layers: int, width: int) -> None:
-    """Random weights of GPT-2's shape, and a byte-level tokenizer trained on the lines."""
-    import torch
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
-    shutil.rmtree(folder, ignore_errors=True)
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(lines, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=tokens,
         n_positions=2 * BLOCK,
         n_embd=width,
         n_layer=layers,
@@ -67,7 +50,7 @@ def small_model(folder: Path, lines: list[str], layers: int, width: int) -> None
         eos_token_id=0,
         **drops,
     )
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    return GPT2LMHeadModel(config)
 
 
 def train_torchlake(setup: dict[str, Any]) -> Result:
@@ -93,7 +76,7 @@ def train_torchlake(setup: dict[str, Any]) -> Result:
         "seconds": sum(line["seconds"] for line in steps),
         "steps": len(steps),
         "padding": 1 - sum(line["tokens"] for line in steps) / computed,
-        **perplexities(str(done.model), setup["held_out"]),
+        **perplexities(done.model, setup["held_out"], BLOCK),
     }
 
 
@@ -142,30 +125,8 @@ def train_trainer(setup: dict[str, Any]) -> Result:
         "seconds": done.metrics["train_runtime"],
         "steps": len(computed),
         "padding": 1 - sum(len(row["input_ids"]) for row in rows) / sum(computed),
-        **perplexities(str(HOME / "trainer-model"), setup["held_out"]),
+        **perplexities(HOME / "trainer-model", setup["held_out"], BLOCK),
     }
-
-
-def perplexities(folder: str, lines: list[str]) -> Result:
-    """Of the lines end to end in blocks, and of each line by itself, by transformers' own loss."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(lines)["input_ids"]]
-    stream = [token for row in rows for token in row]
-    blocks = [stream[first : first + BLOCK] for first in range(0, len(stream) - 1, BLOCK - 1)]
-
-    def perplexity(pieces: list[list[int]]) -> float:
-        loss = targets = 0.0
-        for piece in pieces:
-            ids = torch.tensor([piece])
-            with torch.inference_mode():
-                loss += model(input_ids=ids, labels=ids).loss.item() * (len(piece) - 1)
-            targets += len(piece) - 1
-        return float(np.exp(loss / targets))
-
-    return {"perplexity_blocks": perplexity(blocks), "perplexity_lines": perplexity(rows)}
 
 
 def write_generate(setup: dict[str, Any]) -> Result:
@@ -281,10 +242,8 @@ def main() -> None:
     learned, held_out = lines[: options.rows], lines[-options.held_out :]
     table, model = HOME / "lines.parquet", HOME / "base"
     pq.write_table(pa.table({"text": learned}), table)
-    small_model(model, learned, options.layers, options.width)
-    from transformers import AutoTokenizer
-
-    tokens = sum(len(ids) + 1 for ids in AutoTokenizer.from_pretrained(model)(learned)["input_ids"])
+    small_model(model, learned, partial(gpt2, layers=options.layers, width=options.width))
+    tokens = num_tokens(model, learned)
     blocks = max(1, round(tokens * TRAINER_ROWS / len(learned) / BLOCK))
     setup = {"model": str(model), "table": str(table), "held_out": held_out, "blocks": blocks}
     contenders = [("Hugging Face Trainer, padded", train_trainer, setup), ("torchlake, packed", train_torchlake, setup)]

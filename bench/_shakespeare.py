@@ -1,0 +1,66 @@
+"""What the benchmarks of language models share: lines of Shakespeare, a small model of random weights, perplexities."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCABULARY = 2_000
+
+
+def lines_of_shakespeare() -> list[str]:
+    """The text's lines that hold any, or the end of this benchmark with the reason."""
+    folder = os.environ.get("TORCHLAKE_DATA")
+    if not folder:
+        print(f"{sys.argv[0]}: skipped: TORCHLAKE_DATA does not name the folder of the texts", file=sys.stderr)
+        raise SystemExit(0)
+    text = (Path(folder) / "tiny_shakespeare" / "input.txt").read_text()
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def small_model(folder: Path, lines: list[str], make: Callable[[int], Any]) -> None:
+    """`make(tokens)` of random weights, and a byte-level tokenizer of so many tokens trained on the lines."""
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.rmtree(folder, ignore_errors=True)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(lines, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    make(len(tokenizer)).save_pretrained(folder)
+
+
+def num_tokens(folder: Path, lines: list[str]) -> int:
+    """Tokens of all lines, each with its end token."""
+    from transformers import AutoTokenizer
+
+    return sum(len(ids) + 1 for ids in AutoTokenizer.from_pretrained(folder)(lines)["input_ids"])
+
+
+def perplexities(folder: Path, lines: list[str], block: int) -> dict[str, float]:
+    """Of the lines end to end in blocks, and of each line by itself, by transformers' own loss."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(lines)["input_ids"]]
+    stream = [token for row in rows for token in row]
+    blocks = [stream[first : first + block] for first in range(0, len(stream) - 1, block - 1)]
+
+    def perplexity(pieces: list[list[int]]) -> float:
+        loss = targets = 0.0
+        for piece in pieces:
+            ids = torch.tensor([piece])
+            with torch.inference_mode():
+                loss += model(input_ids=ids, labels=ids).loss.item() * (len(piece) - 1)
+            targets += len(piece) - 1
+        return float(np.exp(loss / targets))
+
+    return {"perplexity_blocks": perplexity(blocks), "perplexity_lines": perplexity(rows)}
