@@ -94,6 +94,7 @@ def main() -> None:
     set_up()
     ranks, model, source = options.processes, model_of(options.model), table_of(options.rows)
     ray.init(
+        address="local",  # not a cluster that happens to be here
         num_cpus=2 * ranks,  # by Ray's count: a fixed pool that takes every CPU leaves none for reading, and hangs
         include_dashboard=False,
         log_to_driver=False,

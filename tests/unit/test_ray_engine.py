@@ -106,6 +106,25 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(("variable", "address"), [("10.0.0.1:6379", "10.0.0.1:6379"), ("", "local")])
+def test_a_ray_job_is_at_home_and_a_strangers_cluster_is_not(
+    variable: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray job submit` names its cluster in RAY_ADDRESS; one that `ray start` left on this machine is another's."""
+
+    class Told(Exception):
+        pass
+
+    def init(**options: Any) -> None:
+        raise Told(options["address"])
+
+    monkeypatch.setattr(ray_library, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_library, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(Told, match=f"^{address}$"):
+        tl.Ray().join()
+
+
 def test_what_processes_print_comes_to_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
     assert tl.Ray(processes=2).launch(print_bytes) == "0"
     out = capsys.readouterr().out

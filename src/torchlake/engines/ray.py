@@ -44,7 +44,8 @@ class Ray(Engine):
     """Processes placed by Ray.
 
     `address` is that of a running cluster ("auto": the one of this machine); by default the one that this process has
-    joined already, else Ray is started on this machine's cores, reached from this machine alone. `processes` is the
+    joined already or that RAY_ADDRESS names, as it does in a Ray job, else Ray is started on this machine's cores,
+    reached from this machine alone. `processes` is the
     number for every job of this engine; None means, for chunks, one per CPU but no more than there are chunks, and 1
     for launch. `gpus_per_process` is what each process of a job gets where the job does not say, also a part of a GPU
     (0.5) for chunks. `stdout_to_stderr` sends what processes print to this one's stderr.
@@ -150,8 +151,9 @@ class Ray(Engine):
     def join(self) -> bool:
         """Join the cluster, or start one; whether it is this machine alone."""
         if not ray.is_initialized():
-            if self.address is not None:
-                ray.init(address=self.address, log_to_driver=False)
+            address = self.address or os.environ.get("RAY_ADDRESS")
+            if address:
+                ray.init(address=address, log_to_driver=False)
             else:
                 _start_here(max(cores(), self.processes or 1))
         if ray.util.client.ray.is_connected():
@@ -220,6 +222,7 @@ def _start_here(cpus: int) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         ray.init(
+            address="local",  # else Ray joins a cluster that somebody started here, and refuses the number of CPUs
             num_cpus=cpus,
             include_dashboard=False,
             log_to_driver=False,
