@@ -21,7 +21,7 @@ from torchlake.errors import ConfigError
 from torchlake.yaml_tree import Location, quote, read_text, read_yaml, shape
 
 # With another value of these, trials would be measured by different rulers, or not differ at all.
-FIXED = ("data.validation", "data.label", "model.task", "train.metric", "engine", "track")
+FIXED = ("data.validation", "data.label", "data.learn", "model.task", "train.metric", "engine", "track")
 EXAMPLE = "{low: 1.0e-5, high: 5.0e-4, log: true} or {choices: [32, 64]}"
 
 
