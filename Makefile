@@ -44,6 +44,7 @@ bench-spark: $(STAMP)
 
 bench-ray: $(STAMP)
 	$(BIN)/python bench/on_ray.py
+	$(BIN)/python bench/ray_generation.py
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests bench examples notebooks
