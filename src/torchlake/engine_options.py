@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from torchlake.config_types import STRICT, Float, Int, Name
+from torchlake.config_types import STRICT, Float, Name, Ranks
 
 
 class SparkOptions(BaseModel):
@@ -38,8 +38,9 @@ class EngineConfig(BaseModel):
 
     name: Name = "local"
     """A file in torchlake/engines."""
-    processes: Int | None = Field(default=None, ge=1)
-    """Processes started; null: the engine's choice for scoring, 1 for training."""
+    processes: Ranks | None = None
+    """Processes started; null: the engine's choice for scoring, 1 for training. [2, 8]: training goes on with as many
+    of them as there is room for, and scoring takes up to the most."""
     spark: SparkOptions = SparkOptions()
     ray: RayOptions = RayOptions()
 
