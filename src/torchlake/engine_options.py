@@ -26,7 +26,8 @@ class RayOptions(BaseModel):
     model_config = STRICT
 
     address: Name | None = None
-    """Cluster to join, "auto" for this machine's; null: the one joined already, else one on this machine's cores."""
+    """Cluster to join, "auto" for this machine's; null: the one joined already or that RAY_ADDRESS names, else one on
+    this machine's cores."""
     gpus_per_process: Float | None = Field(default=None, ge=0)
     """GPUs of each process; null: one where there are any, for scoring."""
 

@@ -49,7 +49,7 @@ trained = lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").r
 
 def once_trained(act):
     def wait():
-        wait_for(lambda: (trained() or 0) >= STOPPED_AT - 1, seconds=90)
+        wait_for(lambda: (trained() or 0) >= STOPPED_AT - 1, seconds=200)
         act()
     threading.Thread(target=wait, daemon=True).start()
 
@@ -66,10 +66,15 @@ once_trained(lambda: ray.kill(holder))
 go_on_when(run / run_folder.MORE_ROOM)
 """
 A_NODE_DIES = """
+from ray._private import ray_constants
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-second = cluster.add_node(num_cpus=1)
-engine = tl.Ray(cluster.address, processes=(1, 2))
+here = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
+head = {**here, "include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+second = cluster.add_node(**here)
+ray_constants.ENABLE_RAY_CLUSTER = False  # or this machine's address in the network is taken for that of 127.0.0.1
+ray.init(cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
+engine = tl.Ray(processes=(1, 2))
 once_trained(lambda: cluster.remove_node(second, allow_graceful=False))
 """
 
@@ -91,7 +96,7 @@ def go_on_when(happened: Path) -> threading.Thread:
         return [process for process in children if process.status() == psutil.STATUS_STOPPED]
 
     def wait() -> None:
-        wait_for(lambda: happened.exists() and stopped(), seconds=90)
+        wait_for(lambda: happened.exists() and stopped(), seconds=200)
         for process in stopped():
             process.resume()
 

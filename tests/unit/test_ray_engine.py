@@ -1,6 +1,8 @@
 """What the Ray engine does beyond the promise of every engine: Datasets, stages, refusals, output."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -106,3 +108,32 @@ def test_ray_is_reached_from_this_machine_alone() -> None:
     listening = [one.laddr.ip for one in psutil.net_connections("inet") if one.status == "LISTEN" and one.pid in ours]
     assert listening
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+
+
+JOINING = """
+import os
+import ray
+from ray._private import ray_constants
+import torchlake as tl
+
+ray_constants.ENABLE_RAY_CLUSTER = False  # or 127.0.0.1 is taken for this machine's address in the network
+tl.Ray(processes=1).join()
+print(ray.get_runtime_context().gcs_address)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variable", "joins"), [("RAY_ADDRESS", True), ("UNRELATED", False)])
+def test_only_the_cluster_that_is_named_is_joined(variable: str, joins: bool) -> None:
+    """As under `ray job submit`; another Ray on this machine, which Ray itself would find, is not meant."""
+    ours = ray_library.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", JOINING],
+        env={**os.environ, variable: ours},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout.split()[-1] == ours) == joins

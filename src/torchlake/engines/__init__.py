@@ -101,7 +101,7 @@ class Engine(ABC):
 
     def ranks(self, processes: Span | None, gpus_per_process: int = 0, *, held: int = 0) -> int:
         """How many ranks a group of so many `processes` (None: the engine's own number, else 1) gets now."""
-        fewest, most = bounds(processes or self.span or 1)
+        fewest, most = bounds(self.span or 1 if processes is None else processes)
         return most if fewest == most else max(fewest, self.room(most, gpus_per_process=gpus_per_process, held=held))
 
     @property

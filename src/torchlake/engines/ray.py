@@ -49,10 +49,10 @@ class Ray(Engine):
     """Processes placed by Ray.
 
     `address` is that of a running cluster ("auto": the one of this machine); by default the one that this process has
-    joined already, else Ray is started on this machine's cores, reached from this machine alone. `processes` is the
-    number for every job of this engine; None means, for chunks, one per CPU but no more than there are chunks, and 1
-    for launch. `gpus_per_process` is what each process of a job gets where the job does not say, also a part of a GPU
-    (0.5) for chunks. `stdout_to_stderr` sends what processes print to this one's stderr.
+    joined already or that RAY_ADDRESS names, else Ray is started on this machine's cores, reached from this machine
+    alone. `processes` is the number for every job of this engine; None means, for chunks, one per CPU but no more than
+    there are chunks, and 1 for launch. `gpus_per_process` is what each process of a job gets where the job does not
+    say, also a part of a GPU (0.5) for chunks. `stdout_to_stderr` sends what processes print to this one's stderr.
     """
 
     def __init__(
@@ -168,9 +168,10 @@ class Ray(Engine):
 
     def join(self) -> bool:
         """Join the cluster, or start one; whether it is this machine alone."""
+        address = self.address or os.environ.get("RAY_ADDRESS")  # Ray sets it for what `ray job submit` runs
         if not ray.is_initialized():
-            if self.address is not None:
-                ray.init(address=self.address, log_to_driver=False)
+            if address is not None:
+                ray.init(address=address, log_to_driver=False)
             else:
                 _start_here(max(cores(), self.processes or 1))
         if ray.util.client.ray.is_connected():
@@ -178,7 +179,7 @@ class Ray(Engine):
                 "This is a Ray Client connection (ray://), which workers cannot answer. Run the job on the cluster: "
                 "as a Ray job (ray job submit), or from a notebook on its head node with address='auto'."
             )
-        return self.address is None and len(ray.nodes()) == 1
+        return address is None and len(ray.nodes()) == 1
 
     def _gpu_share(self, asked: int | None, resources: dict[str, float] | None) -> float:
         """GPUs of each process: the job's number, else the engine's, else one where there are any (asked is None)."""
@@ -239,6 +240,7 @@ def _start_here(cpus: int) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         ray.init(
+            "local",  # not one that somebody else started on this machine
             num_cpus=cpus,
             include_dashboard=False,
             log_to_driver=False,
