@@ -255,7 +255,7 @@ def _train(
 
 def _send_sigterm_at(site: str, nth: str) -> None:
     """Send this process SIGTERM when it comes to a failpoint for the nth time."""
-    from torchlake import checkpoint, durable, failpoints, loop, training
+    from torchlake import attempts, checkpoint, durable, failpoints, loop
 
     hits = 0
 
@@ -265,5 +265,5 @@ def _send_sigterm_at(site: str, nth: str) -> None:
         if name == site and hits == int(nth):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for module in (checkpoint, durable, failpoints, loop, training):
+    for module in (attempts, checkpoint, durable, failpoints, loop):
         module.failpoint = failpoint  # type: ignore[attr-defined]

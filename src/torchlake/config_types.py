@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -64,8 +64,21 @@ def _path(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def parse_ranks(value: Any) -> int | tuple[int, int]:
+    """A number of processes, or [fewest, most]. Raises ValueError with the forms that are allowed."""
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    if not whole or len(numbers) > 2 or not numbers:
+        raise ValueError(f"{value!r} is no number of processes; write 4, or [2, 8] for the fewest and the most")
+    fewest, most = numbers[0], numbers[-1]
+    if not 1 <= fewest <= most:
+        raise ValueError(f"{value!r}: the number of processes is at least 1, and the fewest come first")
+    return fewest if fewest == most else (fewest, most)
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
+Ranks = Annotated[int | tuple[int, int], PlainValidator(parse_ranks)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 Interval = Annotated[Every, BeforeValidator(parse_every), PlainSerializer(str)]
 Name = Annotated[str, BeforeValidator(_path), Field(min_length=1)]

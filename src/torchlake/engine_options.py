@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from torchlake.config_types import STRICT, Float, Int, Name
+from torchlake.config_types import STRICT, Float, Name, Ranks
 
 
 class SparkOptions(BaseModel):
@@ -26,7 +26,7 @@ class RayOptions(BaseModel):
     model_config = STRICT
 
     address: Name | None = None
-    """Cluster to join, "auto" for this machine's; null: the one joined already, or named by RAY_ADDRESS, else one on
+    """Cluster to join, "auto" for this machine's; null: the one joined already or that RAY_ADDRESS names, else one on
     this machine's cores."""
     gpus_per_process: Float | None = Field(default=None, ge=0)
     """GPUs of each process; null: one where there are any, for scoring."""
@@ -39,8 +39,9 @@ class EngineConfig(BaseModel):
 
     name: Name = "local"
     """A file in torchlake/engines."""
-    processes: Int | None = Field(default=None, ge=1)
-    """Processes started; null: the engine's choice for scoring, 1 for training."""
+    processes: Ranks | None = None
+    """Processes started; null: the engine's choice for scoring, 1 for training. [2, 8]: training goes on with as many
+    of them as there is room for, and scoring takes up to the most."""
     spark: SparkOptions = SparkOptions()
     ray: RayOptions = RayOptions()
 

@@ -17,7 +17,8 @@
     ├── RankFailed                 70  a process of a launched group failed
     ├── OutOfMemory                70  a rank's memory ran out; smaller micro-batches are tried next
     └── Interrupted            130/143  stopped by SIGINT or SIGTERM after saving what can be saved
-        └── StopAsked             143  stopped by the file `stop` in the run folder, after saving
+        ├── StopAsked             143  stopped by the file `stop` in the run folder, after saving
+        └── MoreRoom              143  ranks stopped, after saving, so that more of them can start
 
 Messages are for people: what happened, where (file, row, key, rank), and what to do about it. `TorchlakeError` is a
 `ValueError`, so callers of the Python API may catch the standard type.
@@ -111,3 +112,7 @@ class Interrupted(TorchlakeError):
 
 class StopAsked(Interrupted):
     """The file `stop` in the run folder asked the job to stop; running the same command again continues it."""
+
+
+class MoreRoom(Interrupted):
+    """There is room for more ranks than train: they saved and stopped, and `train` starts them anew."""

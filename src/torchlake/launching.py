@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torchlake.engines import Engine
+from torchlake.engines import Engine, Span
 from torchlake.engines._crossing import find_spec
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
@@ -29,10 +29,12 @@ def launch(
     target: Callable[..., Any],
     *args: Any,
     engine: Engine | None = None,
-    processes: int | None = None,
+    processes: Span | None = None,
     gpus_per_process: int = 0,
 ) -> Any:
     """Run `target(*args)` as that many ranks at the same time and return rank 0's value.
+
+    Of a range of `processes` (fewest, most) as many start as there is room for now.
 
     Every engine's `launch` (see `Engine.launch`) says what this raises: RankFailed with the first failing rank's
     traceback, a rank's own TorchlakeError, Interrupted, UsageError.

@@ -20,6 +20,7 @@ from torchlake import models, plugins, run_folder, workload
 from torchlake.capacity import amount, describe_cluster, device, size
 from torchlake.config import Fraction, Job, load_job
 from torchlake.costs import SHARINGS, Cluster, Memory, Parameters, Setting, Shape, Sharing, StepTime
+from torchlake.engines import bounds
 from torchlake.errors import UsageError
 from torchlake.strategy_options import LoraOptions
 from torchlake.surveying import TableSurvey, survey_model, survey_table
@@ -142,7 +143,7 @@ def plan(
             run_folder.store_frame(frame, Path(folder, "input", f"{name}.parquet"))
         base = models.model_folder(wanted.model.base)
         table = survey_table(wanted, base, sample_rows)
-    ranks = processes or wanted.engine.processes or 1
+    ranks = processes or bounds(wanted.engine.processes or 1)[1]
     gpu, held = device(limit, ranks)
     case = _case(wanted, base, table, gpu=gpu)
     cluster, assumptions = describe_cluster(case, ranks, flops=flops_s, bandwidth=bytes_s, latency=latency)

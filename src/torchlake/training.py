@@ -2,40 +2,32 @@
 
     open the tables -> find the labels -> prepare (token Parquet) -> launch the ranks -> model folder, report
 
-This half runs in the caller's process. It decides everything once, keeps a second trainer out of the run folder, finds
-the newest checkpoint that is whole, and starts the ranks again when one was killed, hung or failed for a reason that is
-no mistake of the user's. `loop.py` is what a rank does. Price of a restart: the steps since the last checkpoint.
+This half runs in the caller's process. It decides everything once and keeps a second trainer out of the run folder;
+`attempts.py` starts the ranks, as often as it takes, and `loop.py` is what a rank does.
 """
 
 import logging
-import os
-import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from torchlake import durable, models, plugins, record, run_folder, tracking
+from torchlake import attempts, durable, models, plugins, run_folder, tracking
 from torchlake.config import DataConfig, Job, load_job
-from torchlake.engines import Engine, make_engine
+from torchlake.engines import Engine, bounds, make_engine
 from torchlake.errors import (
     ConfigError,
     DataError,
     FingerprintError,
-    Interrupted,
-    OutOfMemory,
     OutputError,
-    RankFailed,
-    StopAsked,
     TableError,
     UsageError,
 )
-from torchlake.failpoints import failpoint
 from torchlake.preparing import prepare
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.commit import known_inputs
@@ -95,8 +87,9 @@ def train(
     tracking.check(wanted.track)
     if engine is None:
         engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
-    processes = wanted.engine.processes or engine.processes or 1
-    strategy = choose_strategy(wanted, processes)
+    processes = wanted.engine.processes or engine.span or 1
+    for number in bounds(processes):
+        choose_strategy(wanted, number)
     with run_folder.held(folder) as held:
         run_folder.claim(folder, wanted)
         for name, frame in frames.items():
@@ -118,14 +111,17 @@ def train(
             "run": str(folder),
             "tokens": str(prepared[0]),
             "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
-            "strategy": strategy,
             "metric": metric,
             "lease": held,
         }
         with tracking.tracked(wanted, folder):
-            done = _launch(engine, settings, processes, wanted.train.max_restarts)
-            metrics = done["metrics"]
-            result = {"steps": done["total_steps"], "metrics": metrics, "metric": metric, "world_size": processes}
+            done = attempts.train_to_the_end(engine, settings, processes, partial(choose_strategy, wanted))
+            result = {
+                "steps": done["total_steps"],
+                "metrics": done["metrics"],
+                "metric": metric,
+                "world_size": done["world_size"],
+            }
             durable.write_json(folder / run_folder.RESULT, result, site="run.result")
     from torchlake import reporting
 
@@ -148,32 +144,6 @@ def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         own.spool(frame, str(being_written))
         being_written.rename(path)
-
-
-def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One rank of the launch: what `engine.launch` runs. `settings` are the fields of `RankSettings`.
-
-    SIGTERM sets a flag and nothing else; the loop looks at it, and for the run folder's stop file, where it can save.
-    That has to be so before torch is imported, which takes seconds.
-    """
-    told_to_stop = threading.Event()
-    stop_file = Path(settings["run"]) / run_folder.STOP
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told_to_stop.set())
-    from torchlake.learner import RankSettings
-    from torchlake.loop import run_rank
-
-    rank = int(os.environ.get("RANK", "0"))
-    with record.log_file(Path(settings["run"]) / "logs" / f"rank_{rank}.jsonl", rank=rank):
-        try:
-            failpoint(f"rank{rank}.start")
-            return run_rank(RankSettings(**settings), lambda: told_to_stop.is_set() or stop_file.exists())
-        except Exception as error:
-            log.exception("rank %d stopped", rank)
-            if isinstance(error, Interrupted) and stop_file.exists():
-                raise StopAsked(str(error)) from error
-            raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 def choose_strategy(job: Job, processes: int) -> str:
@@ -226,51 +196,6 @@ def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
     }
     scores = np.eye(2, classes, dtype=np.float32)
     return list(task.metrics(scores, targets[spec.problem], spec))
-
-
-def _launch(engine: Engine, settings: dict[str, Any], processes: int, max_restarts: int) -> dict[str, Any]:
-    """Launch the ranks, again from the newest checkpoint after a failure; rank 0's summary, and this call's `steps`.
-
-    Raises RankFailed telling of every attempt when they are used up.
-    """
-    from torchlake import checkpoint
-
-    folder = Path(settings["run"]) / checkpoint.FOLDER
-    attempts: list[str] = []
-    first: int | None = None
-    while True:
-        newest, problems = checkpoint.newest(folder)
-        step = 0 if newest is None else int(newest.state["step"])
-        first = step if first is None else first
-        for problem in problems:
-            log.warning("%s", problem)
-        where = "the beginning" if newest is None else f"step {step:,}"
-        log.info("training on %d rank%s from %s", processes, "s" * (processes > 1), where)
-        start = {**settings, "checkpoint": None if newest is None else str(newest.path)}
-        try:
-            summary: dict[str, Any] = engine.launch(train_rank, start, processes=processes)
-            return {**summary, "steps": summary["total_steps"] - first}
-        except OutOfMemory as error:
-            log.warning("%s", error)
-        except RankFailed as error:
-            attempts.append(f"attempt {len(attempts) + 1}, from {where}: {str(error).splitlines()[0]}")
-            if len(attempts) > max_restarts:
-                raise _used_up(attempts, max_restarts, folder, error) from error
-            log.warning("%s; starting again", attempts[-1])
-
-
-def _used_up(attempts: list[str], max_restarts: int, folder: Path, last: RankFailed) -> RankFailed:
-    times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
-    message = "\n".join(
-        [
-            f"training failed {times} (train.max_restarts={max_restarts}):",
-            *attempts,
-            f"Checkpoints are kept in {folder}, each rank's log in {folder.parent / 'logs'}.",
-            "Run the same command again to continue.",
-            *([f"\n{last.traceback}"] if last.traceback else []),
-        ]
-    )
-    return RankFailed(message, rank=last.rank, traceback=last.traceback, signal=last.signal)
 
 
 def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:

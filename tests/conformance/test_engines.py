@@ -151,6 +151,13 @@ def test_ranks_have_the_variables_of_torchrun(engine: Engine, tmp_path: Path) ->
     assert zero["MASTER_PORT"] == one["MASTER_PORT"]
 
 
+def test_of_a_range_as_many_ranks_start_as_there_is_room_for(engine: Engine) -> None:
+    assert engine.launch(_world_size, processes=(1, 2)) == engine.ranks((1, 2)) <= engine.room(2) <= 2
+    assert engine.ranks((5, 6)) in (5, 6)
+    with pytest.raises(UsageError, match="the fewest come first"):
+        engine.launch(_world_size, processes=(3, 2))
+
+
 def test_ranks_run_at_the_same_time(engine: Engine, tmp_path: Path) -> None:
     assert engine.launch(_meet, tmp_path) == "met"
 
@@ -331,6 +338,10 @@ def _miscounting(spoil: str) -> Callable[[Chunks], Iterator[int]]:
                 return
 
     return worker
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
 
 
 def _write_environment(folder: Path) -> None:

@@ -22,12 +22,19 @@ from torchlake import plugins
 from torchlake.errors import UsageError
 
 Worker = Callable[[Iterator[Any]], Iterator[Any]]
+Span = int | tuple[int, int]
+"A number of processes, or the fewest and the most of them."
 
 
 class Engine(ABC):
-    """Where Python runs. `processes` is the engine's own number of processes, None where a job may choose."""
+    """Where Python runs.
+
+    `processes` is the engine's own number of processes, None where a job may choose; `fewest`, where it is not None,
+    are the ranks that a launch can do with when there is no room for `processes`.
+    """
 
     processes: int | None
+    fewest: int | None = None
 
     @abstractmethod
     def run_chunks(
@@ -66,12 +73,13 @@ class Engine(ABC):
         self,
         fn: Callable[..., Any],
         *args: Any,
-        processes: int | None = None,
+        processes: Span | None = None,
         gpus_per_process: int = 0,
         grace_s: float = 30.0,
     ) -> Any:
         """Run `fn(*args)` as that many ranks at the same time and return rank 0's value.
 
+        Of a range of `processes` (fewest, most) as many start as there is room for now, never fewer than the fewest.
         The first rank to fail (in time) is the error: the TorchlakeError it raised as itself, else RankFailed with its
         traceback or the signal that killed it; the other ranks are stopped. Interrupted or KeyboardInterrupt in the
         calling thread sends SIGTERM to every rank, leaves them `grace_s` seconds to finish, and raises Interrupted.
@@ -83,6 +91,23 @@ class Engine(ABC):
 
         Lazy where the engine's frames are. The worker adds columns and rows stay as they are.
         """
+
+    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+        """Ranks, up to `most`, that a group can have now; `held` of them are its own already. 0 where there are none.
+
+        By default there is room for all.
+        """
+        return most
+
+    def ranks(self, processes: Span | None, gpus_per_process: int = 0, *, held: int = 0) -> int:
+        """How many ranks a group of so many `processes` (None: the engine's own number, else 1) gets now."""
+        fewest, most = bounds(self.span or 1 if processes is None else processes)
+        return most if fewest == most else max(fewest, self.room(most, gpus_per_process=gpus_per_process, held=held))
+
+    @property
+    def span(self) -> Span | None:
+        """The engine's own number of ranks."""
+        return self.processes if self.fewest is None or self.processes is None else (self.fewest, self.processes)
 
     def frame_schema(self, frame: Any) -> pa.Schema:
         """The Arrow schema of the engine's own frame; its rows are not computed."""
@@ -101,7 +126,15 @@ def at_least_one(number: int, name: str = "processes") -> int:
     return number
 
 
-def make_engine(name: str, processes: int | None, **options: Any) -> Engine:
+def bounds(processes: Span) -> tuple[int, int]:
+    """The fewest and the most; raises UsageError unless 1 <= fewest <= most."""
+    fewest, most = (processes, processes) if isinstance(processes, int) else processes
+    if fewest > most:
+        raise UsageError(f"processes is ({fewest}, {most}); the fewest come first.")
+    return at_least_one(fewest), most
+
+
+def make_engine(name: str, processes: Span | None, **options: Any) -> Engine:
     """The engine of that name: the class that its file calls like itself. Raises UsageError for a name there is not."""
     engine: Engine = getattr(plugins.load("engines", name), name.title())(processes=processes, **options)
     return engine

@@ -11,11 +11,12 @@ of them can be left behind.
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from torchlake.engines import Engine, Worker, at_least_one
+from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
 from torchlake.engines._chunks import hand_out
 from torchlake.engines._crossing import pack
 from torchlake.engines._machine import (
     MASTER_FD,
+    cores,
     environment,
     gpus,
     held_port,
@@ -36,8 +37,8 @@ class Local(Engine):
     children print to this process's stderr, for callers whose own stdout is read by a program.
     """
 
-    def __init__(self, processes: int | None = None, *, stdout_to_stderr: bool = False) -> None:
-        self.processes = None if processes is None else at_least_one(processes)
+    def __init__(self, processes: Span | None = None, *, stdout_to_stderr: bool = False) -> None:
+        self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
         self.stdout_to_stderr = stdout_to_stderr
 
     def run_chunks(
@@ -68,11 +69,11 @@ class Local(Engine):
         self,
         fn: Callable[..., Any],
         *args: Any,
-        processes: int | None = None,
+        processes: Span | None = None,
         gpus_per_process: int = 0,
         grace_s: float = 30.0,
     ) -> Any:
-        number = self.processes or 1 if processes is None else at_least_one(processes)
+        number = self.ranks(processes, gpus_per_process)
         devices = share_gpus(number, gpus_per_process)
         # All ranks see the GPUs of all, as under torchrun: there LOCAL_RANK is the number of a rank's device.
         visible = [name for share in devices for name in share] if devices else None
@@ -91,6 +92,10 @@ class Local(Engine):
                     children.start(rank, "rank", payload, variables, descriptors=(master,) if rank == 0 else ())
 
             return run_ranks(start, number, children, grace_s=grace_s)
+
+    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+        """A rank for each core and, where it has some, for each so many GPUs, whatever else this machine does."""
+        return min(most, cores(), *([len(gpus()) // gpus_per_process] if gpus_per_process else []))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to the Arrow table `frame`, in this process and at once."""

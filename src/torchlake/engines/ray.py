@@ -10,9 +10,12 @@ retry of its task, and takes its seat again. Tasks, not actors: nobody but the d
 Price: about 1 s for a job's first process, once Ray runs.
 """
 
+import math
 import os
+import socket
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,10 +24,11 @@ import ray
 import ray.data
 import ray.util.client
 from ray._private import ray_constants
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from torchlake.engines import Engine, Worker, at_least_one
+from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
 from torchlake.engines._chunks import hand_out, nothing
 from torchlake.engines._crossing import pack
 from torchlake.engines._frames import BatchMapper, map_table
@@ -35,6 +39,7 @@ from torchlake.engines._shell import Address, sit
 from torchlake.errors import UsageError
 
 SEATS_S = 600.0  # for a busy cluster to give all ranks their places
+FREED_S = 5.0  # for Ray to free what a group held that has just ended
 GROW_S = 60.0  # for a cluster that grows by itself to have room for all ranks
 
 _BATCHES: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": 4096, "zero_copy_batch": True}
@@ -44,23 +49,22 @@ class Ray(Engine):
     """Processes placed by Ray.
 
     `address` is that of a running cluster ("auto": the one of this machine); by default the one that this process has
-    joined already or that RAY_ADDRESS names, as it does in a Ray job, else Ray is started on this machine's cores,
-    reached from this machine alone. `processes` is the
-    number for every job of this engine; None means, for chunks, one per CPU but no more than there are chunks, and 1
-    for launch. `gpus_per_process` is what each process of a job gets where the job does not say, also a part of a GPU
-    (0.5) for chunks. `stdout_to_stderr` sends what processes print to this one's stderr.
+    joined already or that RAY_ADDRESS names, else Ray is started on this machine's cores, reached from this machine
+    alone. `processes` is the number for every job of this engine; None means, for chunks, one per CPU but no more than
+    there are chunks, and 1 for launch. `gpus_per_process` is what each process of a job gets where the job does not
+    say, also a part of a GPU (0.5) for chunks. `stdout_to_stderr` sends what processes print to this one's stderr.
     """
 
     def __init__(
         self,
         address: str | None = None,
-        processes: int | None = None,
+        processes: Span | None = None,
         *,
         gpus_per_process: float | None = None,
         stdout_to_stderr: bool = False,
     ) -> None:
         self.address = address
-        self.processes = None if processes is None else at_least_one(processes)
+        self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
         self.gpus_per_process = gpus_per_process
         self.stdout_to_stderr = stdout_to_stderr
 
@@ -97,12 +101,12 @@ class Ray(Engine):
         self,
         fn: Callable[..., Any],
         *args: Any,
-        processes: int | None = None,
+        processes: Span | None = None,
         gpus_per_process: int = 0,
         grace_s: float = 30.0,
     ) -> Any:
-        number = self.processes or 1 if processes is None else at_least_one(processes)
         payload = pack(fn, *args)
+        number = self.ranks(processes, gpus_per_process)
         share = self._gpu_share(gpus_per_process, None)
         if share != int(share):
             raise UsageError(f"gpus_per_process is {share}; a rank needs whole GPUs.")
@@ -116,6 +120,20 @@ class Ray(Engine):
                 seats.start(rank, "rank", payload, variables)
 
         return run_ranks(start, number, seats, grace_s=grace_s)
+
+    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+        """Ranks that the nodes have free CPUs and GPUs for, besides the `held` ones.
+
+        Waits some seconds before it says fewer than `most`, since what a group leaves behind is freed after its end.
+        """
+        self.join()
+        share = self._gpu_share(gpus_per_process, None)
+        deadline = time.monotonic() + (0.0 if held else FREED_S)
+        while True:
+            found = held + sum(_fitting(free, share) for free in _free_nodes())
+            if found >= most or time.monotonic() >= deadline:
+                return min(most, found)
+            time.sleep(0.2)
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to a Ray Dataset: a lazy one, in the order that Ray Data gives.
@@ -150,9 +168,9 @@ class Ray(Engine):
 
     def join(self) -> bool:
         """Join the cluster, or start one; whether it is this machine alone."""
+        address = self.address or os.environ.get("RAY_ADDRESS")  # Ray sets it for what `ray job submit` runs
         if not ray.is_initialized():
-            address = self.address or os.environ.get("RAY_ADDRESS")
-            if address:
+            if address is not None:
                 ray.init(address=address, log_to_driver=False)
             else:
                 _start_here(max(cores(), self.processes or 1))
@@ -161,7 +179,7 @@ class Ray(Engine):
                 "This is a Ray Client connection (ray://), which workers cannot answer. Run the job on the cluster: "
                 "as a Ray job (ray job submit), or from a notebook on its head node with address='auto'."
             )
-        return self.address is None and len(ray.nodes()) == 1
+        return address is None and len(ray.nodes()) == 1
 
     def _gpu_share(self, asked: int | None, resources: dict[str, float] | None) -> float:
         """GPUs of each process: the job's number, else the engine's, else one where there are any (asked is None)."""
@@ -222,7 +240,7 @@ def _start_here(cpus: int) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         ray.init(
-            address="local",  # else Ray joins a cluster that somebody started here, and refuses the number of CPUs
+            "local",  # not one that somebody else started on this machine
             num_cpus=cpus,
             include_dashboard=False,
             log_to_driver=False,
@@ -243,6 +261,20 @@ def _threads(processes: int, cpus: int) -> int:
     """Cores for each of `processes` that share the cluster, no more than its largest node has."""
     largest = max((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]), default=1)
     return max(1, min(cpus // processes, largest))
+
+
+def _free_nodes() -> Iterator[dict[str, float]]:
+    """What is free on each node that answers. Ray counts a node that is lost for half a minute longer."""
+    free = available_resources_per_node()
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] in free:
+            with suppress(OSError), socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), 2):
+                yield free[node["NodeID"]]
+
+
+def _fitting(free: dict[str, float], gpus: float) -> int:
+    """Ranks of one CPU and so many GPUs that fit into what is free."""
+    return int(min(free.get("CPU", 0.0), free.get("GPU", 0.0) / gpus if gpus else math.inf))
 
 
 def _need_room(wanted: dict[str, float], number: int, wait_s: float) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import TaskContext
 
-from torchlake.engines import Engine, Worker, at_least_one
+from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
 from torchlake.engines._chunks import hand_out, nothing
 from torchlake.engines._crossing import pack
 from torchlake.engines._frames import map_batches
@@ -49,14 +49,14 @@ class Spark(Engine):
     def __init__(
         self,
         session: "SparkSession | None" = None,
-        processes: int | None = None,
+        processes: Span | None = None,
         *,
         master: str | None = None,
         conf: dict[str, str] | None = None,
         local_mode: bool = False,
         stdout_to_stderr: bool = False,
     ) -> None:
-        self.processes = None if processes is None else at_least_one(processes)
+        self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
         self.local_mode = local_mode
         self.stdout_to_stderr = stdout_to_stderr
         self.session = Session(session, master=master, conf=conf or {}, processes=self.processes)
@@ -93,11 +93,11 @@ class Spark(Engine):
         self,
         fn: Callable[..., Any],
         *args: Any,
-        processes: int | None = None,
+        processes: Span | None = None,
         gpus_per_process: int = 0,
         grace_s: float = 30.0,
     ) -> Any:
-        number = self.processes or 1 if processes is None else at_least_one(processes)
+        number = self.ranks(processes, gpus_per_process)
         if self.local_mode:
             local = Local(number, stdout_to_stderr=self.stdout_to_stderr)
             return local.launch(fn, *args, gpus_per_process=gpus_per_process, grace_s=grace_s)
@@ -125,6 +125,12 @@ class Spark(Engine):
                 seats.start(rank, "rank", payload, variables)
 
         return run_ranks(start, number, seats, grace_s=grace_s)
+
+    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+        """A rank for each task slot of the executors that are there; other jobs in the session do not count."""
+        if self.local_mode:
+            return Local().room(most, gpus_per_process=gpus_per_process)
+        return min(most, self.session.slots(most))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to a Spark DataFrame: a lazy one, of `schema`; the frame's own columns keep their types.
