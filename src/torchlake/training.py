@@ -9,6 +9,7 @@ no mistake of the user's. `loop.py` is what a rank does. Price of a restart: the
 
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -20,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from torchlake import durable, models, plugins, record, run_folder, tracking
+from torchlake import checkpoint_places, durable, models, plugins, record, run_folder, tracking
+from torchlake.checkpoint_folder import Place
 from torchlake.config import DataConfig, Job, load_job
 from torchlake.engines import Engine, make_engine
 from torchlake.errors import (
@@ -83,10 +85,10 @@ def train(
     again continues an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
-    FingerprintError when the run folder holds another job or the input has changed, Locked when another process trains
-    in it, Interrupted when told to stop (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
-    when the loss stays non-finite, StorageError when the disk is full, RankFailed with all attempts when the ranks
-    failed more often than `max_restarts`.
+    FingerprintError when the run folder, or the checkpoints' own, holds another job or the input has changed, Locked
+    when another process trains in it, Interrupted when told to stop (after a checkpoint; StopAsked by a file `stop` in
+    the run folder), Diverged when the loss stays non-finite, StorageError when the disk is full or a storage cannot be
+    reached, RankFailed with all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
     folder = run_folder.find(job, run)
@@ -97,6 +99,7 @@ def train(
         engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
     processes = wanted.engine.processes or engine.processes or 1
     strategy = choose_strategy(wanted, processes)
+    place = checkpoint_places.find(wanted.train.checkpoint_folder, folder)
     with run_folder.held(folder) as held:
         run_folder.claim(folder, wanted)
         for name, frame in frames.items():
@@ -122,8 +125,9 @@ def train(
             "metric": metric,
             "lease": held,
         }
+        belongs = run_folder.belongings(wanted, spec, folder)
         with tracking.tracked(wanted, folder):
-            done = _launch(engine, settings, processes, wanted.train.max_restarts)
+            done = _launch(engine, settings, place, belongs, processes)
             metrics = done["metrics"]
             result = {"steps": done["total_steps"], "metrics": metrics, "metric": metric, "world_size": processes}
             durable.write_json(folder / run_folder.RESULT, result, site="run.result")
@@ -228,25 +232,30 @@ def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
     return list(task.metrics(scores, targets[spec.problem], spec))
 
 
-def _launch(engine: Engine, settings: dict[str, Any], processes: int, max_restarts: int) -> dict[str, Any]:
+def _launch(
+    engine: Engine, settings: dict[str, Any], place: Place, belongs: dict[str, Any], processes: int
+) -> dict[str, Any]:
     """Launch the ranks, again from the newest checkpoint after a failure; rank 0's summary, and this call's `steps`.
 
-    Raises RankFailed telling of every attempt when they are used up.
+    Raises RankFailed telling of every attempt when they are used up, FingerprintError when `place` belongs to another
+    run than `belongs` tells.
     """
     from torchlake import checkpoint
 
-    folder = Path(settings["run"]) / checkpoint.FOLDER
+    max_restarts = settings["job"].train.max_restarts
     attempts: list[str] = []
     first: int | None = None
     while True:
-        newest, problems = checkpoint.newest(folder)
+        launch = secrets.token_hex(6)
+        checkpoint_places.claim(place, belongs, launch)
+        newest, problems = checkpoint.newest(place)
         step = 0 if newest is None else int(newest.state["step"])
         first = step if first is None else first
         for problem in problems:
             log.warning("%s", problem)
         where = "the beginning" if newest is None else f"step {step:,}"
         log.info("training on %d rank%s from %s", processes, "s" * (processes > 1), where)
-        start = {**settings, "checkpoint": None if newest is None else str(newest.path)}
+        start = {**settings, "checkpoint": None if newest is None else str(newest.path), "attempt": launch}
         try:
             summary: dict[str, Any] = engine.launch(train_rank, start, processes=processes)
             return {**summary, "steps": summary["total_steps"] - first}
@@ -255,17 +264,17 @@ def _launch(engine: Engine, settings: dict[str, Any], processes: int, max_restar
         except RankFailed as error:
             attempts.append(f"attempt {len(attempts) + 1}, from {where}: {str(error).splitlines()[0]}")
             if len(attempts) > max_restarts:
-                raise _used_up(attempts, max_restarts, folder, error) from error
+                raise _used_up(attempts, max_restarts, place, Path(settings["run"]), error) from error
             log.warning("%s; starting again", attempts[-1])
 
 
-def _used_up(attempts: list[str], max_restarts: int, folder: Path, last: RankFailed) -> RankFailed:
+def _used_up(attempts: list[str], max_restarts: int, place: Place, folder: Path, last: RankFailed) -> RankFailed:
     times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
     message = "\n".join(
         [
             f"training failed {times} (train.max_restarts={max_restarts}):",
             *attempts,
-            f"Checkpoints are kept in {folder}, each rank's log in {folder.parent / 'logs'}.",
+            f"Checkpoints are kept in {place}, each rank's log in {folder / 'logs'}.",
             "Run the same command again to continue.",
             *([f"\n{last.traceback}"] if last.traceback else []),
         ]
@@ -287,7 +296,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 def find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
     """What the model is asked: read off the label column, where the task has one, then kept in the run folder."""
     path = folder / TASK_FILE
-    if path.exists() and run_folder.is_trained(folder):
+    if path.exists() and run_folder.is_trained(folder, job):
         return spec_from_json(path, durable.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
@@ -326,10 +335,10 @@ def _find_labels(job: Job, task: ModuleType) -> tuple[Problem, tuple[Label, ...]
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path) -> list[Path]:
     """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
     folders = []
-    for name, table in stored_tables(job).items():
+    for name, table in run_folder.stored_tables(job).items():
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
-        if job.data.key is not None and not run_folder.is_trained(folder):
+        if job.data.key is not None and not run_folder.is_trained(folder, job):
             keyed = open_table(table, columns=(job.data.key,))
             check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
         try:
@@ -340,7 +349,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path)
                 spec=spec,
                 engine=engine,
                 bad_rows=job.data.bad_rows,
-                overwrite=not run_folder.is_trained(folder),
+                overwrite=not run_folder.is_trained(folder, job),
             )
         except FingerprintError as error:
             lines = str(error).splitlines()
@@ -357,15 +366,9 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path)
     return folders
 
 
-def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
-    """The stored tables of a job, by what they are for."""
-    validation = job.data.validation
-    return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
-
-
 def _refuse_changed_input(job: Job, folder: Path) -> None:
     """Raise FingerprintError when a table of a finished run is another one now; a table that is gone is not."""
-    for name, table in stored_tables(job).items():
+    for name, table in run_folder.stored_tables(job).items():
         planned = {one.name: one for one in known_inputs(folder / "prepared" / name)}
         try:
             now = open_table(table)

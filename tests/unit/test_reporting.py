@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torchlake import report_page, reporting
 from torchlake.config import job_to_yaml, load_job
 from torchlake.errors import DataError
-from torchlake.reporting import redacted, report
+from torchlake.redaction import redacted
+from torchlake.reporting import report
 
 VOID = {"meta"}
 
