@@ -40,6 +40,10 @@ IN_CHECKPOINT = re.compile(rf"((?:{BEST}/)?step_\d+)/.+")
 T = TypeVar("T")
 
 
+class _Absent(DataError):
+    """A file that is not there."""
+
+
 @dataclass(frozen=True)
 class Remote:
     """A folder below an URL; see Place for its methods."""
@@ -154,7 +158,10 @@ class Remote:
         return any(name != RUN for name in self._sizes())
 
     def read(self, name: str) -> Any:
-        return self._json(name) if name in self._sizes() else None
+        try:
+            return self._json(name)
+        except _Absent:
+            return None
 
     def write(self, name: str, value: Any, *, site: str) -> None:
         self.mirror.mkdir(parents=True, exist_ok=True)
@@ -174,8 +181,9 @@ class Remote:
             return {}
 
     def _json(self, name: str) -> Any:
+        content = self._content(name)
         try:
-            return json.loads(self._content(name))
+            return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self}/{name}: not valid JSON ({error})") from None
 
@@ -184,7 +192,7 @@ class Remote:
             content: bytes = self._ask(name, lambda fs, path: fs.cat_file(path))
             return content
         except FileNotFoundError:
-            raise DataError(f"{self}/{name}: no such file") from None
+            raise _Absent(f"{self}/{name}: no such file") from None
 
     def _put(self, path: Path, name: str) -> None:
         try:
