@@ -27,7 +27,7 @@ from torchlake import durable
 from torchlake.checkpoint_folder import BEST, RUN, STATE, Draft, Files
 from torchlake.errors import DataError, MissingExtra, StorageError, UsageError
 from torchlake.failpoints import failpoint
-from torchlake.redaction import redacted
+from torchlake.redaction import USER, redacted
 from torchlake.tables.files import filesystem_of
 
 log = logging.getLogger(__name__)
@@ -241,9 +241,9 @@ class Remote:
     def _harmless(self, error: Exception) -> str:
         """What an error says, without the user and the password that the URL may hold."""
         text = str(error)
-        if secret := re.match(r"[\w+.-]+://([^/]*)@", self.url):
-            for part in (secret[1], *secret[1].split(":", 1)[1:]):
-                text = text.replace(part, "[redacted]") if part else text
+        if user := USER.match(self.url):
+            for secret in (user[2], user[2].partition(":")[2] or user[2]):
+                text = text.replace(secret, "[redacted]")
         return str(redacted(text))
 
 

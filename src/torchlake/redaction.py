@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 SECRET_KEYS = re.compile(r"(?i)passw|secret|credential|authorization|signature|api_?key|access_?key|(^|_)token$")
+# A user, and a password; but Azure's URLs name a container there.
+USER = re.compile(r"\b(?!(?:abfss?|wasbs?)://[^:/\s@]+@)(\w+://)([^/\s@]+)@")
 SECRETS = (
-    (re.compile(r"(\w+://)[^/\s@]+@"), r"\1[redacted]@"),
+    (USER, r"\1[redacted]@"),
     (
         re.compile(r"(?i)([?&;](?:[\w-]*(?:token|sig|signature|key|secret|password|credential))=)[^&;\s]+"),
         r"\1[redacted]",

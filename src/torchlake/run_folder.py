@@ -107,9 +107,9 @@ def claim(folder: Path, job: Job) -> None:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What makes two jobs, given as plain values, another's work: a line for each setting that may not change."""
-    one, other = redacted(flat(before)), redacted(flat(now))
+    one, other = flat(before), flat(now)
     return [
-        f"  {name}: {one.get(name)!r} -> {other.get(name)!r}"
+        f"  {name}: {redacted(one.get(name), name)!r} -> {redacted(other.get(name), name)!r}"
         for name in dict.fromkeys([*one, *other])
         if one.get(name) != other.get(name) and not _is_free(name)
     ]
