@@ -238,14 +238,17 @@ def _launch(
     """Launch the ranks, again from the newest checkpoint after a failure; rank 0's summary, and this call's `steps`.
 
     Raises RankFailed telling of every attempt when they are used up, FingerprintError when `place` belongs to another
-    run than `belongs` tells.
+    run than `belongs` tells, LeaseLost when another launch has taken it over.
     """
     from torchlake import checkpoint
 
     max_restarts = settings["job"].train.max_restarts
     attempts: list[str] = []
     first: int | None = None
+    launch = ""
     while True:
+        if launch:  # who was taken over in the meantime does not take it back
+            checkpoint_places.check_holder(place, launch)
         launch = secrets.token_hex(6)
         checkpoint_places.claim(place, belongs, launch)
         newest, problems = checkpoint.newest(place)

@@ -15,6 +15,7 @@ import pytest
 
 import tiny
 import training_runs as runs
+from recovery_times import Watch
 from s3_server import BUCKET, S3Server, serving
 
 LAST_STEP = 18
@@ -112,6 +113,19 @@ def test_two_ranks_write_and_one_goes_on(tmp_path: Path, s3: S3Server, kept: dic
     assert len(shards) == 4
     assert runs.succeed(tmp_path / "run", sections, **kept).steps == LAST_STEP - 8
     assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "whole"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_its_upload_is_started_again(
+    tmp_path: Path, s3: S3Server, kept: dict[str, Any], sections: dict[str, Any], recovery: Watch
+) -> None:
+    """The next launch has another name, and the bytes of two ranks that nobody disturbed."""
+    recovery(tmp_path / "run", 45)
+    runs.succeed(tmp_path / "whole", sections, ranks=2)
+    kept["overrides"] += (BESIDE,)
+    runs.succeed(tmp_path / "run", sections, ranks=2, failpoint="checkpoint.upload:5:kill9", **kept)
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
 
 
 def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_used(
