@@ -11,6 +11,7 @@ are none where the ranks were asked to stop.
 
 import logging
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchlake import durable, record, run_folder
+from torchlake import checkpoint_places, durable, record, run_folder
+from torchlake.checkpoint_folder import Place
 from torchlake.engines import Engine, Span, bounds
 from torchlake.errors import Interrupted, MoreRoom, OutOfMemory, RankFailed, StopAsked
 from torchlake.failpoints import failpoint
@@ -30,21 +32,32 @@ LOOK_S = 30.0
 
 
 def train_to_the_end(
-    engine: Engine, settings: Mapping[str, Any], processes: Span, strategy_for: Callable[[int], str]
+    engine: Engine,
+    settings: Mapping[str, Any],
+    processes: Span,
+    strategy_for: Callable[[int], str],
+    place: Place,
+    belongs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Launch the ranks until they are through; rank 0's summary, its `world_size`, and the `steps` of this call.
 
-    `settings` are the fields of `RankSettings` but for the strategy, which `strategy_for` names for a number of ranks,
-    and the checkpoint. Raises RankFailed telling of every attempt when they are used up.
+    `settings` are the fields of `RankSettings` but for those that differ between attempts; `strategy_for` names the
+    strategy for a number of ranks. Checkpoints lie in `place`, and `belongs` tells whose they are. Raises RankFailed
+    telling of every attempt when they are used up, FingerprintError when `place` belongs to another run, LeaseLost when
+    another launch has taken it over.
     """
     from torchlake import checkpoint
 
-    run = Path(settings["run"])
-    folder, max_restarts = run / checkpoint.FOLDER, settings["job"].train.max_restarts
+    run, max_restarts = Path(settings["run"]), settings["job"].train.max_restarts
     failed: list[str] = []
     first: int | None = None
+    launch = ""
     while True:
-        newest, problems = checkpoint.newest(folder)
+        if launch:  # who was taken over in the meantime does not take it back
+            checkpoint_places.check_holder(place, launch)
+        launch = secrets.token_hex(6)
+        checkpoint_places.claim(place, belongs, launch)
+        newest, problems = checkpoint.newest(place)
         step = 0 if newest is None else int(newest.state["step"])
         first = step if first is None else first
         for problem in problems:
@@ -56,6 +69,7 @@ def train_to_the_end(
             **settings,
             "strategy": strategy_for(number),
             "checkpoint": None if newest is None else str(newest.path),
+            "attempt": launch,
         }
         try:
             with _looking_for_room(engine, processes, number, run):
@@ -68,7 +82,7 @@ def train_to_the_end(
         except RankFailed as error:
             failed.append(f"attempt {len(failed) + 1}, from {where}: {str(error).splitlines()[0]}")
             if len(failed) > max_restarts:
-                raise _used_up(failed, max_restarts, folder, error) from error
+                raise _used_up(failed, max_restarts, place, run, error) from error
             log.warning("%s; starting again", failed[-1])
 
 
@@ -136,13 +150,13 @@ def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -
         durable.remove([asking])
 
 
-def _used_up(attempts: list[str], max_restarts: int, folder: Path, last: RankFailed) -> RankFailed:
+def _used_up(attempts: list[str], max_restarts: int, place: Place, run: Path, last: RankFailed) -> RankFailed:
     times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
     message = "\n".join(
         [
             f"training failed {times} (train.max_restarts={max_restarts}):",
             *attempts,
-            f"Checkpoints are kept in {folder}, each rank's log in {folder.parent / 'logs'}.",
+            f"Checkpoints are kept in {place}, each rank's log in {run / 'logs'}.",
             "Run the same command again to continue.",
             *([f"\n{last.traceback}"] if last.traceback else []),
         ]

@@ -1,17 +1,13 @@
 """Checkpoints that are complete or invisible, and never code.
 
-    checkpoints/step_00000120/   model*.safetensors  optimizer*.safetensors  state.json  manifest.json
-    checkpoints/best/step_00000080/   model*.safetensors  manifest.json
-
-Every rank writes its own file of each kind (`sharding.py`), into a hidden `.tmp` sibling that they share, and notes its
-size and sha256 beside it. When all have, rank 0 writes the manifest of all files, and one rename makes the checkpoint
-visible. The one before is deleted only after the new one was read back and agreed with its manifest. What a crash
-leaves is a `.tmp`, which the next start removes; what a disk corrupts is found by its sha256, set aside as `*.torn` and
-named. Tensors are safetensors, the rest is JSON: nothing here can run code when it is read. Price of a save: the bytes
-written once and read once, rank 0's twice, from the page cache. `checkpoint_writer.py` does it beside the training.
+Every rank writes its own file of each kind, model and optimizer (`sharding.py`), and notes its size and sha256. When
+all have, rank 0 writes the manifest of all files and makes the checkpoint visible in its place, a folder
+(`checkpoint_folder.py`) or an URL (`checkpoint_url.py`). The one before is deleted only after that. What a crash leaves
+is not visible, and the next start removes it; what a disk corrupts is found by its sha256, set aside and named. Tensors
+are safetensors, the rest is JSON: nothing here can run code when it is read. Price of a save: the bytes written once
+and read once, rank 0's twice, from the page cache. `checkpoint_writer.py` does it beside the training.
 """
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,18 +21,14 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from torchlake import durable, sharding
-from torchlake.errors import DataError, StorageError, TorchlakeError
+from torchlake.checkpoint_folder import BEST, STATE, Draft, Place
+from torchlake.checkpoint_places import check_holder
+from torchlake.errors import DataError, TorchlakeError, UnsafeError
 from torchlake.failpoints import failpoint
 from torchlake.sharding import Pieces, Shards, Tensors
 
-log = logging.getLogger(__name__)
-
-FOLDER = "checkpoints"
 MODEL = "model"
 OPTIMIZER = "optimizer"
-STATE = "state.json"
-BEST = "best"
-TORN = ".torn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,41 +36,19 @@ class Checkpoint:
     """A complete checkpoint, verified."""
 
     path: Path
+    "The folder on a disk that holds its files."
     state: dict[str, Any]
     "What the training loop stored beside its tensors; `step` at least."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A checkpoint in the making, as one of its ranks sees it."""
-
-    path: Path
-    "Where it will be."
-    site: str
-    "What failpoints call it."
-    attempt: str
-    "Of two attempts at the same checkpoint, which; all ranks of one say the same."
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def building(self) -> Path:
-        """The hidden folder in which it is built."""
-        return self.path.with_name(f".{self.path.name}.{self.attempt}.tmp")
-
-    def note(self, rank: int) -> Path:
-        """Where a rank notes the files that it wrote."""
-        return self.building / f".rank_{rank:05d}.json"
+def at_step(place: Place, step: int, **who: Any) -> Draft:
+    """The draft of checkpoint `step` in `place`."""
+    return Draft(place=place, name=_name(step), site="checkpoint", **who)
 
 
-def at_step(folder: Path, step: int, **who: Any) -> Draft:
-    """The draft of checkpoint `step` in `folder`."""
-    return Draft(path=folder / _name(step), site="checkpoint", **who)
-
-
-def best_at_step(folder: Path, step: int, **who: Any) -> Draft:
+def best_at_step(place: Place, step: int, **who: Any) -> Draft:
     """The draft of the best model, that of `step`."""
-    return Draft(path=folder / BEST / _name(step), site="best", **who)
+    return Draft(place=place, name=f"{BEST}/{_name(step)}", site="best", **who)
 
 
 def write_share(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
@@ -93,79 +63,69 @@ def write_share(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
     except OSError as error:
         raise durable.storage_error(error, draft.path) from error
     durable.write_json(draft.note(draft.rank), files, site=f"{draft.site}.note")
+    draft.place.hand_over(draft, files)
 
 
-def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: Any) -> Path:
-    """Make a draft that all ranks have written to visible, and read it back; `fields` go into its manifest.
+def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: Any) -> None:
+    """Make a draft that all ranks have written to visible, once it is verified; `fields` go into its manifest.
 
-    Raises StorageError when the disk is full or fails; the checkpoints before are untouched then.
+    Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken the place over; the
+    checkpoints before are untouched then.
     """
+    check_holder(draft.place, draft.attempt)
     try:
-        notes = [durable.read_json(draft.note(rank)) for rank in range(draft.world_size)]
+        notes = draft.place.notes(draft)
         files = {name: file for note in notes for name, file in note.items()}
         mine = dict(notes[draft.rank])
         if state is not None:
             durable.write_json(draft.building / STATE, dict(state), site=f"{draft.site}.state")
             mine[STATE] = files[STATE] = durable.described(draft.building / STATE)
-        durable.remove(draft.note(rank) for rank in range(draft.world_size))
-        manifest = {**fields, "files": files}
-        durable.write_json(draft.building / durable.MANIFEST, manifest, site=f"{draft.site}.manifest")
-        failpoint(f"{draft.site}.rename")
-        # Only a step that is trained a second time finds its own name taken, by equal content.
-        durable.remove([draft.path])
-        os.rename(draft.building, draft.path)
-        durable.sync_folder(draft.path.parent)
-        failpoint(f"{draft.site}.verify")
-        _read_back(draft.path, files, mine)
+        draft.place.reveal(draft, {**fields, "files": files}, mine)
     except OSError as error:
         raise durable.storage_error(error, draft.path) from error
-    return draft.path
 
 
 def abandon(draft: Draft) -> None:
-    """Remove what was written of a draft."""
+    """Remove what was written of a draft on a disk; what is elsewhere already, the next start removes."""
     durable.remove([draft.building])
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune(place: Place, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and the best models that no kept one names. Raises StorageError."""
     try:
-        complete = _complete(folder)
+        complete = place.complete()
         old, kept = complete[:-keep], complete[-keep:]
-        named = {_name(best["step"]) for path in kept if (best := durable.read_json(path / STATE)["best"]) is not None}
-        old += [path for path in _complete(folder / BEST) if path.name not in named]
-        for path in old:
+        bests = [best for name in kept if (best := place.state(name)["best"]) is not None]
+        named = {f"{BEST}/{_name(best['step'])}" for best in bests}
+        for name in [*old, *(best for best in place.complete(BEST) if best not in named)]:
             failpoint("checkpoint.prune")
-            # A folder half deleted must not look like a torn checkpoint.
-            leaving = path.with_name(f".{path.name}.old.tmp")
-            os.replace(path, leaving)
-            durable.remove([leaving])
+            place.delete(name)
     except OSError as error:
-        raise durable.storage_error(error, folder) from error
+        raise durable.storage_error(error, place.path("")) from error
 
 
-def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint in `folder`, verified, and a sentence about every one that was not.
+def newest(place: Place) -> tuple[Checkpoint | None, list[str]]:
+    """The newest complete checkpoint in `place`, verified, and a sentence about every one that was not.
 
-    (None, []) when none was ever written. Those that fail are renamed `*.torn`. Raises DataError when there were
-    checkpoints and all of them are corrupt: starting afresh would throw the run away unasked.
+    (None, []) when none was ever written. Those that fail are set aside. Raises DataError when there were checkpoints
+    and all of them are corrupt: starting afresh would throw the run away unasked; StorageError when the place cannot be
+    reached.
     """
-    durable.remove([*folder.glob(".*.tmp"), *(folder / BEST).glob(".*.tmp")])
+    place.clear()
     problems: list[str] = []
-    for path in reversed(_complete(folder)):
+    for name in reversed(place.complete()):
         try:
-            durable.check_manifest(path)
+            path = place.fetched(name)
             return Checkpoint(path=path, state=durable.read_json(path / STATE)), problems
-        except (TorchlakeError, KeyError, TypeError, AttributeError) as error:  # a damaged manifest has any shape
-            torn = path.with_name(path.name + TORN)
-            durable.remove([torn])
-            os.replace(path, torn)
-            said = str(error) if isinstance(error, TorchlakeError) else f"{path / durable.MANIFEST}: is damaged"
-            problems.append(f"{said}. Set aside as {torn.name}; an older checkpoint is used, if there is one.")
-    if any(folder.glob(f"*{TORN}")):
+        # A damaged manifest has any shape.
+        except (DataError, UnsafeError, KeyError, TypeError, AttributeError) as error:
+            said = str(error) if isinstance(error, TorchlakeError) else f"{place}/{name}/{durable.MANIFEST}: is damaged"
+            aside = place.set_aside(name)
+            problems.append(f"{said}. Set aside as {aside}; an older checkpoint is used, if there is one.")
+    if place.has_torn():
         raise DataError(
-            " ".join([*problems, f"{folder}: no checkpoint of this run is usable. Bring one back from a copy, or"])
-            + f" delete the folder {folder.parent} to train from the beginning."
+            " ".join([*problems, f"{place}: no checkpoint of this run is usable. Bring one back from a copy, or"])
+            + f" delete {place} to train from the beginning."
         )
     return None, problems
 
@@ -180,16 +140,14 @@ def opened(path: Path, kind: str) -> Iterator[Shards]:
         yield shards
 
 
-def best_path(folder: Path, step: int) -> Path:
-    """The best model's folder, verified. Raises DataError naming the file that is missing or corrupt."""
-    path = folder / BEST / _name(step)
-    durable.check_manifest(path)
-    return path
+def best_path(place: Place, step: int) -> Path:
+    """The folder of the best model of `step`, verified. Raises DataError naming the file that is missing or corrupt."""
+    return place.fetched(f"{BEST}/{_name(step)}", MODEL)
 
 
-def step_path(folder: Path, step: int) -> Path:
-    """The folder of checkpoint `step`."""
-    return folder / _name(step)
+def step_path(place: Place, step: int) -> Path:
+    """The folder of the model of checkpoint `step`, verified. Raises DataError as `best_path` does."""
+    return place.fetched(_name(step), MODEL)
 
 
 def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
@@ -233,15 +191,6 @@ def _address(tensor: torch.Tensor) -> int:
     return local.data_ptr()
 
 
-def _read_back(path: Path, files: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raise StorageError unless every file is there in its size, and this rank's own with their sha256."""
-    for name, expected in files.items():
-        file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != expected["bytes"] or (name in mine and durable.described(file) != expected):
-            raise StorageError(f"{file}: just written, and read back otherwise. The disk is failing.")
-
-
 def _write_tensors(path: Path, pieces: Pieces, site: str) -> None:
     plain = {name: piece.tensor.detach().cpu().contiguous() for name, piece in pieces.items()}
     try:
@@ -254,10 +203,6 @@ def _write_tensors(path: Path, pieces: Pieces, site: str) -> None:
         cause = error if isinstance(error, OSError) else OSError(str(error))
         raise durable.storage_error(cause, path, needed) from error
     failpoint(f"{site}.done")
-
-
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if path.is_dir() and not path.name.endswith(TORN))
 
 
 def _file_name(kind: str, rank: int, world_size: int) -> str:

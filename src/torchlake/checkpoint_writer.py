@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchlake import checkpoint, distributed
-from torchlake.checkpoint import Draft
+from torchlake.checkpoint_folder import Draft
 from torchlake.sharding import Pieces
 
 UNFINISHED = 2
@@ -69,7 +69,7 @@ class CheckpointWriter:
             with self._fenced():
                 checkpoint.publish(draft, **publish)
                 if keep is not None:
-                    checkpoint.prune(draft.path.parent, keep)
+                    checkpoint.prune(draft.place, keep)
 
         if background:
             kinds = {kind: {name: piece.copied() for name, piece in pieces.items()} for kind, pieces in kinds.items()}

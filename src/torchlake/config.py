@@ -139,6 +139,9 @@ class TrainConfig(BaseModel):
     """Interval between checkpoints: "10min", "200steps" or "epoch"."""
     checkpoint_in_background: bool = True
     """Go on with training while a checkpoint is written, for a copy of what is written in main memory."""
+    checkpoint_folder: Name | None = None
+    """Where checkpoints are kept, a folder or an URL such as s3://bucket/reviews, one for each run; null: in the run
+    folder."""
     keep_checkpoints: Int = Field(default=2, ge=1)
     """Checkpoints kept, the newest ones."""
     validate_every: Interval = Every(epochs=1)

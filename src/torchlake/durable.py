@@ -99,24 +99,35 @@ def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
     return manifest
 
 
-def check_manifest(folder: Path) -> dict[str, Any]:
-    """Hold every file of `folder` against its manifest; returns the manifest.
-
-    Raises DataError naming the first file that is missing, of another size or of another sha256.
-    """
+def read_manifest(folder: Path, *, named: str | None = None) -> dict[str, Any]:
+    """The manifest of `folder`, which messages call `named`. Raises DataError when it is missing or damaged."""
     manifest = read_json(folder / MANIFEST)
+    path = f"{named or folder}/{MANIFEST}"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise DataError(f"{folder / MANIFEST}: not a manifest")
+        raise DataError(f"{path}: not a manifest")
     for name, expected in manifest["files"].items():
         if not isinstance(expected, dict) or not expected.keys() >= {"bytes", "sha256"}:
-            raise DataError(f"{folder / MANIFEST}: says nothing of the size and sha256 of {name!r}; it is damaged")
-        path = inside(folder, name)
+            raise DataError(f"{path}: says nothing of the size and sha256 of {name!r}; it is damaged")
+    return manifest
+
+
+def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) -> dict[str, Any]:
+    """Hold the files of `folder`, those whose names begin with `kind`, against its manifest; returns the manifest.
+
+    Raises DataError naming the first file that is missing, of another size or of another sha256; messages call the
+    folder `named`.
+    """
+    manifest = read_manifest(folder, named=named)
+    for name, expected in manifest["files"].items():
+        if not Path(name).name.startswith(kind):
+            continue
+        path, shown = inside(folder, name), f"{named or folder}/{name}"
         if not path.is_file():
-            raise DataError(f"{path}: missing, but listed in {MANIFEST}")
+            raise DataError(f"{shown}: missing, but listed in {MANIFEST}")
         if path.stat().st_size != expected["bytes"]:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes, {MANIFEST} says {expected['bytes']:,}")
+            raise DataError(f"{shown}: {path.stat().st_size:,} bytes, {MANIFEST} says {expected['bytes']:,}")
         if sha256_file(path) != expected["sha256"]:
-            raise DataError(f"{path}: its sha256 is not the one in {MANIFEST}; the file is corrupt or was edited")
+            raise DataError(f"{shown}: its sha256 is not the one in {MANIFEST}; the file is corrupt or was edited")
     return manifest
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from torchlake import checkpoint, distributed, durable, lora, models, plugins, recipe
+from torchlake.checkpoint_folder import STATE
 from torchlake.config import Job, TrainConfig
 from torchlake.data import batching, loading, order, packing
 from torchlake.distributed import Group
@@ -52,6 +53,8 @@ class RankSettings:
     "The validation metric that chooses the best model."
     checkpoint: str | None
     "The checkpoint to continue from; None: from the base model."
+    attempt: str
+    "The name of this launch, which no other one has."
     lease: tuple[str, str]
     "Where the run folder's lease lies, and the token that must stand in it while this run may write."
 
@@ -260,7 +263,7 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
     if saved is not None:
         for name, tensor in checkpoint.load_model(saved, wanted).items():
             state[name].copy_(tensor)
-        position = Position(**durable.read_json(saved / checkpoint.STATE)["position"])
+        position = Position(**durable.read_json(saved / STATE)["position"])
     if train.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if train.compile:

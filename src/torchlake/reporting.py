@@ -1,36 +1,28 @@
 """`report`: a run folder told on one page, report.html, and the same facts for programs, report.json.
 
-Secrets (passwords in URLs, tokens, signatures) are redacted before either file is written; `report_page.py` draws the
-page of what is left. It can be written while the run still trains. Price: one pass over metrics.jsonl.
+Secrets are taken out (`redaction.py`) before either file is written; `report_page.py` draws the page of what is left.
+It can be written while the run still trains. Price: one pass over metrics.jsonl.
 """
 
 import json
+import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torchlake import durable, record
+from torchlake import checkpoint_places, durable, record
 from torchlake.config import load_job
 from torchlake.diagnosing import doctor
-from torchlake.errors import DataError
+from torchlake.errors import DataError, StorageError, UsageError
+from torchlake.redaction import redacted
 from torchlake.report_page import Point, render
+
+log = logging.getLogger(__name__)
 
 CURVE_POINTS = 120
 WARNINGS_SHOWN = 20
-SECRET_KEYS = re.compile(r"(?i)passw|secret|credential|authorization|signature|api_?key|access_?key|(^|_)token$")
-SECRETS = (
-    (re.compile(r"(\w+://)[^/\s@]+@"), r"\1[redacted]@"),
-    (
-        re.compile(r"(?i)([?&;](?:[\w-]*(?:token|sig|signature|key|secret|password|credential))=)[^&;\s]+"),
-        r"\1[redacted]",
-    ),
-    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|glpat-|dapi|xox[abp]-)[A-Za-z0-9_-]{10,}"), "[redacted]"),
-    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), "[redacted]"),
-    (re.compile(r"(?i)\b(bearer|basic) [a-z0-9+/=._-]{8,}"), r"\1 [redacted]"),
-)
 
 
 def report(run: str | Path) -> Path:
@@ -59,7 +51,8 @@ def collect(folder: Path) -> dict[str, Any]:
         for line in lines
         if any(name.startswith(record.VALIDATION) for name in line)
     ]
-    checkpoints = _checkpoints(folder / "checkpoints")
+    job = load_job(folder / "job.yaml")
+    checkpoints = _checkpoints(job.train.checkpoint_folder, folder)
     best = next((entry["best"] for entry in reversed(checkpoints) if entry["best"]), None)
     result = durable.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
     found = doctor().facts
@@ -74,7 +67,7 @@ def collect(folder: Path) -> dict[str, Any]:
             "metrics": best["metrics"] if best else result.get("metrics", {}),
             "best_step": best["step"] if best else None,
             "data": _data(steps),
-            "job": load_job(folder / "job.yaml").model_dump(mode="json"),
+            "job": job.model_dump(mode="json"),
             "model": _model(folder / "model"),
             "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
             "validations": validations,
@@ -85,20 +78,6 @@ def collect(folder: Path) -> dict[str, Any]:
         }
     )
     return facts
-
-
-def redacted(value: Any, key: str = "") -> Any:
-    """`value` with everything that looks like a secret replaced, by its key's name or by its own shape."""
-    if isinstance(value, Mapping):
-        return {name: redacted(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [redacted(item, key) for item in value]
-    if isinstance(value, str):
-        if SECRET_KEYS.search(key):
-            return "[redacted]"
-        for pattern, replacement in SECRETS:
-            value = pattern.sub(replacement, value)
-    return value
 
 
 def _progress(steps: Sequence[record.Line]) -> dict[str, Any]:
@@ -126,14 +105,18 @@ def _data(steps: Sequence[record.Line]) -> dict[str, Any]:
     }
 
 
-def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """The complete checkpoints, oldest first."""
+def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
+    """The complete checkpoints, oldest first; none where their storage cannot be reached."""
     found = []
-    for path in sorted(folder.glob("step_*")):
-        if path.suffix or not (path / durable.MANIFEST).is_file():
-            continue
-        state = durable.read_json(path / "state.json")
-        size = sum(file["bytes"] for file in durable.read_json(path / durable.MANIFEST)["files"].values())
+    try:
+        place = checkpoint_places.find(kept_in, folder)
+        manifests = {name: place.read(f"{name}/{durable.MANIFEST}") for name in place.complete()}
+        stored = [(place.state(name), manifest) for name, manifest in manifests.items() if manifest is not None]
+    except (StorageError, UsageError) as error:
+        log.warning("the report tells of no checkpoints: %s", error)
+        return []
+    for state, manifest in stored:
+        size = sum(file["bytes"] for file in manifest["files"].values())
         entry = {"step": state["step"], "bytes": size, "world_size": state.get("world_size"), "best": state.get("best")}
         found.append(entry)
     return found

@@ -13,17 +13,20 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from torchlake import durable, record
+from torchlake import checkpoint_places, durable, record
 from torchlake.config import Job, flat, job_to_yaml, load_job
 from torchlake.errors import DataError, FingerprintError
+from torchlake.redaction import redacted
 from torchlake.tables import lease
+from torchlake.tables.commit import known_inputs
 from torchlake.tables.frames import engine_of, is_frame, to_arrow
-from torchlake.task_spec import TASK_FILE
+from torchlake.task_spec import TASK_FILE, TaskSpec
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ MAY_CHANGE = (
     "train.micro_batch_tokens",
     "track",
 )
+# The same tables and checkpoints may lie elsewhere for another machine.
+LEAD_ELSEWHERE = ("data.train", "data.validation", "train.checkpoint_folder")
 
 
 def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
@@ -83,7 +88,7 @@ def claim(folder: Path, job: Job) -> None:
     path = folder / JOB_FILE
     if path.exists():
         differing = differences(*(each.model_dump(mode="json") for each in (load_job(path), job)))
-        if differing and not is_trained(folder):
+        if differing and not is_trained(folder, load_job(path)):
             durable.remove([folder / name for name in (TASK_FILE, record.METRICS, "prepared", "cache")])
         elif differing:
             raise FingerprintError(
@@ -106,16 +111,32 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What makes two jobs, given as plain values, another's work: a line for each setting that may not change."""
     one, other = flat(before), flat(now)
     return [
-        f"  {name}: {one.get(name)!r} -> {other.get(name)!r}"
+        f"  {name}: {redacted(one.get(name), name)!r} -> {redacted(other.get(name), name)!r}"
         for name in dict.fromkeys([*one, *other])
-        if one.get(name) != other.get(name) and not any(f"{name}.".startswith(f"{free}.") for free in MAY_CHANGE)
+        if one.get(name) != other.get(name) and not _is_free(name)
     ]
 
 
-def is_trained(folder: Path) -> bool:
-    """Whether the folder holds steps of a run: a checkpoint, sound or not, or a result."""
-    checkpoints = folder / "checkpoints"
-    return (folder / RESULT).exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+def belongings(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
+    """What two run folders must have in common to go on with the same checkpoints, as plain values by dotted names: the
+    job but for what may change, the task, and in place of the tables' paths the content that was prepared in `folder`.
+    """
+    values = redacted(flat(job.model_dump(mode="json")))
+    settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LEAD_ELSEWHERE}
+    task = {f"task.{name}": list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
+    tables = {f"data.{name}": _content(folder / "prepared" / name) for name in stored_tables(job)}
+    return {**settings, **task, **tables}
+
+
+def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
+    """The stored tables of a job, by what they are for."""
+    validation = job.data.validation
+    return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
+
+
+def is_trained(folder: Path, job: Job) -> bool:
+    """Whether there are steps of a run: a checkpoint of `job`, sound or not, or a result in the folder."""
+    return (folder / RESULT).exists() or checkpoint_places.find(job.train.checkpoint_folder, folder).is_used()
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -141,6 +162,18 @@ def frames_to_paths(sections: dict[str, Any], folder: Path) -> tuple[dict[str, A
     }
     paths = {name: str(folder / "input" / f"{name}.parquet") for name in frames}
     return frames, {**sections, "data": {**data, **paths}}
+
+
+def _is_free(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def _content(prepared: Path) -> str:
+    """What a table held when it was prepared."""
+    files = known_inputs(prepared)
+    rows = sum(one.rows for one in files)
+    content = durable.fingerprint(sorted([one.name, one.sha256] for one in files))
+    return f"{rows} rows in {len(files)} file{'s' * (len(files) != 1)}, sha256 {content}"
 
 
 def store_frame(frame: Any, path: Path) -> None:

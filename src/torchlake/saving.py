@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torchlake import checkpoint, durable, lora, models, plugins, record
+from torchlake import checkpoint, checkpoint_places, durable, lora, models, plugins, record
+from torchlake.checkpoint_folder import Place
 from torchlake.checkpoint_writer import CheckpointWriter
 from torchlake.errors import LeaseLost
 from torchlake.learner import Learner, Position, RankSettings
@@ -74,13 +75,14 @@ def exporter(
 
     Where there was no validation the best model is the last. Raises DataError when what is stored is damaged.
     """
-    folder = checkpoints(settings)
+    place = checkpoints(settings)
     if position.best is None:
-        stored = checkpoint.step_path(folder, position.step)
+        stored = checkpoint.step_path(place, position.step)
     else:
-        stored = checkpoint.best_path(folder, position.best["step"])
+        stored = checkpoint.best_path(place, position.best["step"])
         log.info("the best model is that of step %d", position.best["step"])
     tensors = checkpoint.load_model(stored, learner.stored)
+    place.forget()
     options = settings.job.model.lora
     write = partial(models.save_model_folder, config=learner.config, tokenizer=learner.tokenizer, spec=settings.spec)
     if options is None:
@@ -107,14 +109,14 @@ def fenced(settings: RankSettings) -> Iterator[None]:
         yield
 
 
-def checkpoints(settings: RankSettings) -> Path:
-    """The folder of the run's checkpoints."""
-    return Path(settings.run) / checkpoint.FOLDER
+def checkpoints(settings: RankSettings) -> Place:
+    """Where the run's checkpoints are."""
+    return checkpoint_places.find(settings.job.train.checkpoint_folder, Path(settings.run))
 
 
 def _who(settings: RankSettings, learner: Learner) -> dict[str, Any]:
     return {
-        "attempt": settings.lease[1][:12],
+        "attempt": settings.attempt,
         "rank": learner.group.rank,
         "world_size": learner.group.world_size,
     }

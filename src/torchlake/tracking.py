@@ -19,7 +19,7 @@ from torchlake import durable, model_folders, record
 from torchlake.config import Job, TrackConfig, flat
 from torchlake.errors import Interrupted, MissingExtra
 from torchlake.following import following
-from torchlake.reporting import redacted
+from torchlake.redaction import redacted
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake import attempts, durable, models, plugins, run_folder, tracking
+from torchlake import attempts, checkpoint_places, durable, models, plugins, run_folder, tracking
 from torchlake.config import DataConfig, Job, load_job
 from torchlake.engines import Engine, bounds, make_engine
 from torchlake.errors import (
@@ -75,10 +75,10 @@ def train(
     again continues an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
-    FingerprintError when the run folder holds another job or the input has changed, Locked when another process trains
-    in it, Interrupted when told to stop (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
-    when the loss stays non-finite, StorageError when the disk is full, RankFailed with all attempts when the ranks
-    failed more often than `max_restarts`.
+    FingerprintError when the run folder, or the checkpoints' own, holds another job or the input has changed, Locked
+    when another process trains in it, Interrupted when told to stop (after a checkpoint; StopAsked by a file `stop` in
+    the run folder), Diverged when the loss stays non-finite, StorageError when the disk is full or a storage cannot be
+    reached, RankFailed with all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
     folder = run_folder.find(job, run)
@@ -90,6 +90,7 @@ def train(
     processes = wanted.engine.processes or engine.span or 1
     for number in bounds(processes):
         choose_strategy(wanted, number)
+    place = checkpoint_places.find(wanted.train.checkpoint_folder, folder)
     with run_folder.held(folder) as held:
         run_folder.claim(folder, wanted)
         for name, frame in frames.items():
@@ -114,8 +115,10 @@ def train(
             "metric": metric,
             "lease": held,
         }
+        belongs = run_folder.belongings(wanted, spec, folder)
         with tracking.tracked(wanted, folder):
-            done = attempts.train_to_the_end(engine, settings, processes, partial(choose_strategy, wanted))
+            strategy_for = partial(choose_strategy, wanted)
+            done = attempts.train_to_the_end(engine, settings, processes, strategy_for, place, belongs)
             result = {
                 "steps": done["total_steps"],
                 "metrics": done["metrics"],
@@ -212,7 +215,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 def find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
     """What the model is asked: read off the label column, where the task has one, then kept in the run folder."""
     path = folder / TASK_FILE
-    if path.exists() and run_folder.is_trained(folder):
+    if path.exists() and run_folder.is_trained(folder, job):
         return spec_from_json(path, durable.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
@@ -253,10 +256,10 @@ def _find_labels(job: Job, task: ModuleType) -> tuple[Problem, tuple[Label, ...]
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path) -> list[Path]:
     """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
     folders = []
-    for name, table in stored_tables(job).items():
+    for name, table in run_folder.stored_tables(job).items():
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
-        if job.data.key is not None and not run_folder.is_trained(folder):
+        if job.data.key is not None and not run_folder.is_trained(folder, job):
             keyed = open_table(table, columns=(job.data.key,))
             check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
         try:
@@ -267,7 +270,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path)
                 spec=spec,
                 engine=engine,
                 bad_rows=job.data.bad_rows,
-                overwrite=not run_folder.is_trained(folder),
+                overwrite=not run_folder.is_trained(folder, job),
             )
         except FingerprintError as error:
             lines = str(error).splitlines()
@@ -284,15 +287,9 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path)
     return folders
 
 
-def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
-    """The stored tables of a job, by what they are for."""
-    validation = job.data.validation
-    return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
-
-
 def _refuse_changed_input(job: Job, folder: Path) -> None:
     """Raise FingerprintError when a table of a finished run is another one now; a table that is gone is not."""
-    for name, table in stored_tables(job).items():
+    for name, table in run_folder.stored_tables(job).items():
         planned = {one.name: one for one in known_inputs(folder / "prepared" / name)}
         try:
             now = open_table(table)

@@ -38,7 +38,7 @@ from torchlake.study import WHY, Trial, best_trial, ended_trials, library, next_
 from torchlake.tables import lease
 from torchlake.tables.files import content_id
 from torchlake.tables.table import open_table
-from torchlake.training import choose_metric, find_spec, stored_tables, train
+from torchlake.training import choose_metric, find_spec, train
 
 if TYPE_CHECKING:
     import optuna
@@ -94,6 +94,10 @@ def tune(
     wanted = load_job(job, overrides)
     if wanted.data.validation is None:
         raise ConfigError("a tuning compares validations; data.validation is null")
+    if wanted.train.checkpoint_folder is not None:
+        raise ConfigError(
+            "train.checkpoint_folder: a tuning keeps each trial's checkpoints in its run folder; leave it out"
+        )
     searched = read_space(space, wanted)
     default = run_folder.find(job, None)
     folder = default.with_name(f"{default.name}_tuning") if run is None else Path(run).expanduser()
@@ -138,7 +142,7 @@ def _held(folder: Path) -> Iterator[lease.Lease]:
 def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
     """Note the tuning in its folder. Raises FingerprintError when it holds another's, or something else."""
     path = folder / SETTINGS
-    tables = {name: open_table(table) for name, table in stored_tables(job).items()}
+    tables = {name: open_table(table) for name, table in run_folder.stored_tables(job).items()}
     now: dict[str, Any] = {
         "job": job.model_dump(mode="json"),
         "space": {name: asdict(one) if isinstance(one, Range) else list(one) for name, one in space.items()},

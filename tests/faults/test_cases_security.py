@@ -19,6 +19,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from torchlake import checkpoint, durable, models, sharding
+from torchlake.checkpoint_folder import Folder
 from torchlake.cli import main
 from torchlake.errors import DataError, OutputError, TorchlakeError, UnsafeError
 from torchlake.tables.committed import COMMIT, PLAN
@@ -45,9 +46,10 @@ def spring(content: bytes, canary: Path) -> bytes:
 
 
 def save(folder: Path, step: int) -> Path:
-    draft = checkpoint.at_step(folder, step, attempt="test")
+    draft = checkpoint.at_step(Folder(folder), step, attempt="test")
     checkpoint.write_share(draft, dict.fromkeys((checkpoint.MODEL, checkpoint.OPTIMIZER), sharding.whole(TENSORS)))
-    return checkpoint.publish(draft, state={"step": step, "best": None})
+    checkpoint.publish(draft, state={"step": step, "best": None})
+    return draft.path
 
 
 def load(path: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -61,7 +63,7 @@ def test_a_pickle_planted_in_a_checkpoint_is_never_opened(tmp_path: Path, name: 
     trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
     path = save(tmp_path / "checkpoints", 1)
     (path / name).write_bytes(trap)
-    found, problems = checkpoint.newest(tmp_path / "checkpoints")
+    found, problems = checkpoint.newest(Folder(tmp_path / "checkpoints"))
     assert found is not None
     assert problems == []
     for kind in (checkpoint.MODEL, checkpoint.OPTIMIZER):
@@ -77,7 +79,7 @@ def test_a_pickle_in_the_place_of_tensors_is_no_tensor(tmp_path: Path, kind: str
     (path / f"{kind}.safetensors").write_bytes(trap)
     (path / durable.MANIFEST).unlink()
     durable.write_manifest(path, site="test")
-    found, _ = checkpoint.newest(tmp_path / "checkpoints")
+    found, _ = checkpoint.newest(Folder(tmp_path / "checkpoints"))
     assert found is not None
     with pytest.raises(DataError, match=f"{kind}.safetensors: cannot be read"):
         load(found.path, kind)

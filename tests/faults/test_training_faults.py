@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import training_runs as runs
+from recovery_times import Watch
 
 LAST_STEP = 18
 NO_RESTART = ("train.max_restarts=0",)
@@ -52,7 +53,10 @@ def assert_same_run(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 4, 9, 10, 18])
-def test_a_kill_at_a_step_costs_no_result(tmp_path: Path, sections: dict[str, Any], whole: Path, step: int) -> None:
+def test_a_kill_at_a_step_costs_no_result(
+    tmp_path: Path, sections: dict[str, Any], whole: Path, step: int, recovery: Watch
+) -> None:
+    recovery(tmp_path / "run", 39)
     killed = runs.attempt(tmp_path / "run", sections, failpoint=f"rank0.step:{step}:kill9")
     assert killed.exit_code == -signal.SIGKILL
     done = runs.succeed(tmp_path / "run", sections)
@@ -92,8 +96,11 @@ def durable_sites(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, 
         "model.rename:1",
     ],
 )
-def test_a_kill_while_something_is_written(tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str) -> None:
+def test_a_kill_while_something_is_written(
+    tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str, recovery: Watch
+) -> None:
     """Case 45: the first checkpoint, later ones, the best model, the model folder; the slow sweep has them all."""
+    recovery(tmp_path / "run", 45)
     killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{hit}:kill9")
     assert killed.exit_code == -signal.SIGKILL
     runs.succeed(tmp_path / "run", sections)
@@ -107,9 +114,10 @@ BESIDE = ("train.checkpoint_in_background=true",)
     "hit", ["checkpoint.model.write:1", "checkpoint.rename:1", "checkpoint.prune:1", "best.rename:1"]
 )
 def test_a_kill_while_something_is_written_beside_the_training(
-    tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str
+    tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str, recovery: Watch
 ) -> None:
     """Wherever the steps are by then: what is not complete is not there, and the run goes on from what is."""
+    recovery(tmp_path / "run", 45)
     killed = runs.attempt(tmp_path / "run", sections, failpoint=f"{hit}:kill9", overrides=BESIDE)
     assert killed.exit_code == -signal.SIGKILL
     runs.succeed(tmp_path / "run", sections, overrides=BESIDE)
@@ -118,8 +126,9 @@ def test_a_kill_while_something_is_written_beside_the_training(
 
 @pytest.mark.parametrize("hit", ["checkpoint.model.write:2", "checkpoint.note.rename:1", "checkpoint.verify:1"])
 def test_a_rank_killed_while_it_writes_its_share(
-    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, hit: str
+    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, hit: str, recovery: Watch
 ) -> None:
+    recovery(tmp_path / "run", 45)
     runs.succeed(tmp_path / "run", sections, ranks=2, failpoint=f"{hit}:kill9", overrides=BESIDE)
     assert_same_run(tmp_path / "run", whole_on_two)
 
@@ -193,9 +202,10 @@ def test_sigterm_at_any_rank_stops_all_at_the_same_step(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_started_again(
-    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, rank: int
+    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, rank: int, recovery: Watch
 ) -> None:
     """Case 39: the same call ends well, with the bytes of a run that nobody disturbed."""
+    recovery(tmp_path / "run", 39)
     done = runs.succeed(tmp_path / "run", sections, ranks=2, failpoint=f"rank{rank}.step:8:kill9")
     assert done.steps == LAST_STEP
     assert "continuing after step 6" in (tmp_path / "run" / "logs" / "rank_1.jsonl").read_text()
@@ -203,8 +213,11 @@ def test_a_killed_rank_is_started_again(
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
-def test_resume_on_another_number_of_ranks(tmp_path: Path, tiny_bert: Path, first: int, second: int) -> None:
+def test_resume_on_another_number_of_ranks(
+    tmp_path: Path, tiny_bert: Path, first: int, second: int, recovery: Watch
+) -> None:
     """Case 47: the same rows in the same steps, losses within 1e-5; a batch of 8 does not divide by 3."""
+    recovery(tmp_path / "run", 47)
     sections = runs.job(tmp_path, tiny_bert)
     runs.succeed(tmp_path / "whole", sections)
     stopped = runs.attempt(
@@ -269,15 +282,29 @@ def fail_in_every_attempt() -> None:
 
 
 def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_used(
-    tmp_path: Path, sections: dict[str, Any], whole: Path
+    tmp_path: Path, sections: dict[str, Any], whole: Path, recovery: Watch
 ) -> None:
     """Case 46."""
+    recovery(tmp_path / "run", 46)
     runs.attempt(tmp_path / "run", sections, failpoint="rank0.step:8:kill9")
     newest = tmp_path / "run" / "checkpoints" / "step_00000006" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-4])
     assert runs.succeed(tmp_path / "run", sections).steps == LAST_STEP - 3
     assert (tmp_path / "run" / "checkpoints" / "step_00000006.torn").is_dir()
     assert_same_run(tmp_path / "run", whole)
+
+
+def test_a_checkpoint_folder_elsewhere_serves_an_empty_run_folder(
+    tmp_path: Path, sections: dict[str, Any], whole: Path
+) -> None:
+    """The same job goes on from it in another run folder, and another job does not."""
+    overrides = (f"train.checkpoint_folder={tmp_path / 'kept'}",)
+    runs.attempt(tmp_path / "run", sections, failpoint="rank0.step:8:kill9", overrides=overrides)
+    refused = runs.attempt(tmp_path / "other", sections, overrides=(*overrides, "train.seed=5"))
+    assert refused.exit_code == 65
+    assert "train.seed: 0 -> 5" in refused.error
+    assert runs.succeed(tmp_path / "elsewhere", sections, overrides=overrides).steps == LAST_STEP - 6
+    assert runs.weights_sha256(tmp_path / "elsewhere") == runs.weights_sha256(whole)
 
 
 def test_when_every_checkpoint_is_corrupt_it_says_so(tmp_path: Path, sections: dict[str, Any]) -> None:
@@ -335,8 +362,11 @@ def test_three_in_a_row_end_the_run_and_keep_the_last_good_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, sections: dict[str, Any], ranks: int) -> None:
+def test_a_full_disk_keeps_the_checkpoint_before(
+    tmp_path: Path, sections: dict[str, Any], ranks: int, recovery: Watch
+) -> None:
     """Case 51, with keep_checkpoints=1."""
+    recovery(tmp_path / "run", 51)
     overrides = ("train.keep_checkpoints=1",)
     full = runs.attempt(
         tmp_path / "run", sections, ranks=ranks, failpoint="checkpoint.optimizer.write:3:enospc", overrides=overrides
@@ -420,7 +450,10 @@ def lose_the_lease() -> None:
 
 
 @pytest.mark.slow
-def test_local_ranks_give_the_same_bytes(tmp_path: Path, sections: dict[str, Any], whole_on_two: Path) -> None:
+def test_local_ranks_give_the_same_bytes(
+    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, recovery: Watch
+) -> None:
+    recovery(tmp_path / "run", 39)
     done = runs.succeed(tmp_path / "run", sections, ranks=2, local=True, failpoint="rank1.step:8:kill9")
     assert done.steps == LAST_STEP
     assert_same_run(tmp_path / "run", whole_on_two)
@@ -428,9 +461,10 @@ def test_local_ranks_give_the_same_bytes(tmp_path: Path, sections: dict[str, Any
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_found_and_started_again(
-    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path
+    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, recovery: Watch
 ) -> None:
     """Case 41: the peers give up after collective_timeout, the stopped rank is killed, the run ends well."""
+    recovery(tmp_path / "run", 41)
     done = runs.succeed(
         tmp_path / "run",
         sections,

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchlake import checkpoint, sharding
+from torchlake import checkpoint, checkpoint_folder, sharding
+from torchlake.checkpoint_folder import Folder
 from torchlake.errors import DataError, StorageError
 
 MODEL, OPTIMIZER = f"{checkpoint.MODEL}.safetensors", f"{checkpoint.OPTIMIZER}.safetensors"
@@ -16,33 +17,34 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((3, 4), float(step)), "bias": torch.arange(3.0)}
 
 
-def save(folder: Path, step: int, *, keep: int = 2, best: int | None = None, **more: Any) -> Path:
+def save(root: Path, step: int, *, keep: int = 2, best: int | None = None, **more: Any) -> Path:
+    folder = Folder(root)
     state = {"step": step, "best": None if best is None else {"step": best}, **more}
     draft = checkpoint.at_step(folder, step, attempt="test")
     try:
         checkpoint.write_share(draft, {"model": sharding.whole(tensors(step)), "optimizer": {}})
-        path = checkpoint.publish(draft, state=state)
+        checkpoint.publish(draft, state=state)
     except StorageError:
         checkpoint.abandon(draft)
         raise
     checkpoint.prune(folder, keep)
-    return path
+    return draft.path
 
 
 def save_best(folder: Path, step: int) -> None:
-    draft = checkpoint.best_at_step(folder, step, attempt="test")
+    draft = checkpoint.best_at_step(Folder(folder), step, attempt="test")
     checkpoint.write_share(draft, {"model": sharding.whole(tensors(step))})
     checkpoint.publish(draft)
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != checkpoint.BEST)
+    return sorted(path.name for path in folder.iterdir() if path.name != checkpoint_folder.BEST)
 
 
 def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 3)
     path = save(tmp_path, 20, note="é")
-    found, problems = checkpoint.newest(tmp_path)
+    found, problems = checkpoint.newest(Folder(tmp_path))
     assert found is not None
     assert problems == []
     assert found.path == path
@@ -52,7 +54,7 @@ def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_nothing_was_ever_saved(tmp_path: Path) -> None:
-    assert checkpoint.newest(tmp_path / "absent") == (None, [])
+    assert checkpoint.newest(Folder(tmp_path / "absent")) == (None, [])
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -68,16 +70,16 @@ def test_the_best_model_stays_while_a_kept_checkpoint_names_it(tmp_path: Path) -
     save(tmp_path, 2, best=1)
     save_best(tmp_path, 3)
     save(tmp_path, 4, best=3)
-    assert names(tmp_path / checkpoint.BEST) == ["step_00000001", "step_00000003"]
+    assert names(tmp_path / checkpoint_folder.BEST) == ["step_00000001", "step_00000003"]
     save(tmp_path, 5, best=3)
-    assert names(tmp_path / checkpoint.BEST) == ["step_00000003"]
-    assert checkpoint.load_model(checkpoint.best_path(tmp_path, 3), tensors(3))["weight"][0, 0] == 3
+    assert names(tmp_path / checkpoint_folder.BEST) == ["step_00000003"]
+    assert checkpoint.load_model(checkpoint.best_path(Folder(tmp_path), 3), tensors(3))["weight"][0, 0] == 3
 
 
 def test_a_step_saved_twice_is_the_second_one(tmp_path: Path) -> None:
     save(tmp_path, 1, turn=1)
     save(tmp_path, 1, turn=2)
-    found, _ = checkpoint.newest(tmp_path)
+    found, _ = checkpoint.newest(Folder(tmp_path))
     assert found is not None
     assert found.state["turn"] == 2
     assert names(tmp_path) == ["step_00000001"]
@@ -98,11 +100,11 @@ def unlink(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, unlink])
-@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, checkpoint.STATE, checkpoint.durable.MANIFEST])
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, checkpoint_folder.STATE, checkpoint.durable.MANIFEST])
 def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: str) -> None:
     save(tmp_path, 1)
     damage(save(tmp_path, 2) / file)
-    found, (problem,) = checkpoint.newest(tmp_path)
+    found, (problem,) = checkpoint.newest(Folder(tmp_path))
     assert found is not None
     assert found.state["step"] == 1
     assert str(tmp_path / "step_00000002" / file) in problem
@@ -117,7 +119,7 @@ def test_no_flipped_bit_in_a_manifest_breaks_the_start(tmp_path: Path) -> None:
         damaged = bytearray(content)
         damaged[position] ^= 2
         manifest.write_bytes(damaged)
-        found, _ = checkpoint.newest(tmp_path)
+        found, _ = checkpoint.newest(Folder(tmp_path))
         assert found is not None
         if found.state["step"] == 1:
             (tmp_path / "step_00000002.torn").rename(manifest.parent)
@@ -128,7 +130,7 @@ def test_when_all_are_corrupt_the_run_does_not_start_afresh(tmp_path: Path) -> N
         truncate(save(tmp_path, step) / MODEL)
     for _ in range(2):  # the second time they are set aside already
         with pytest.raises(DataError, match="no checkpoint of this run is usable"):
-            checkpoint.newest(tmp_path)
+            checkpoint.newest(Folder(tmp_path))
     assert names(tmp_path) == ["step_00000001.torn", "step_00000002.torn"]
 
 
@@ -137,7 +139,7 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     for name in (".step_00000002.77.tmp", "best/.step_00000002.77.tmp"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / MODEL).write_bytes(b"half")
-    found, problems = checkpoint.newest(tmp_path)
+    found, problems = checkpoint.newest(Folder(tmp_path))
     assert found is not None
     assert problems == []
     assert not list(tmp_path.rglob("*.tmp"))
@@ -169,7 +171,7 @@ def test_a_full_disk_at_any_place_costs_no_older_checkpoint(
         save(tmp_path, 2, keep=1)
     (tmp_path / "once").unlink()
     monkeypatch.delenv("TORCHLAKE_FAILPOINT")
-    found, problems = checkpoint.newest(tmp_path)
+    found, problems = checkpoint.newest(Folder(tmp_path))
     assert found is not None
     assert problems == []
     # Once it is in place the new one counts, although the older one could not be deleted.
@@ -185,10 +187,10 @@ def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch:
             flip(tmp_path / "step_00000002" / MODEL)
 
     save(tmp_path, 1, keep=1)
-    monkeypatch.setattr(checkpoint, "failpoint", failpoint)
+    monkeypatch.setattr(checkpoint_folder, "failpoint", failpoint)
     with pytest.raises(StorageError, match="read back otherwise"):
         save(tmp_path, 2, keep=1)
-    found, _ = checkpoint.newest(tmp_path)
+    found, _ = checkpoint.newest(Folder(tmp_path))
     assert found is not None
     assert found.state["step"] == 1
 
@@ -231,9 +233,10 @@ def test_the_optimizer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> N
         if number == 2:
             weights = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
             stored = checkpoint.optimizer_tensors(optimizer, ["weight", "bias"])
-            draft = checkpoint.at_step(tmp_path, number, attempt="test")
+            draft = checkpoint.at_step(Folder(tmp_path), number, attempt="test")
             checkpoint.write_share(draft, {"optimizer": sharding.whole(stored)})
-            path = checkpoint.publish(draft)
+            checkpoint.publish(draft)
+            path = draft.path
     assert set(stored) == {
         f"{name}|{field}" for name in ("weight", "bias") for field in ("step", "exp_avg", "exp_avg_sq")
     }
@@ -255,4 +258,4 @@ def test_the_optimizer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> N
 def test_a_checkpoint_is_data_not_code(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     assert sorted(entry.suffix for entry in path.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
-    assert json.loads((path / checkpoint.STATE).read_text())["step"] == 1
+    assert json.loads((path / checkpoint_folder.STATE).read_text())["step"] == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchlake import checkpoint, checkpoint_writer, sharding
+from torchlake.checkpoint_folder import Folder
 from torchlake.checkpoint_writer import CheckpointWriter
 from torchlake.distributed import Group
 from torchlake.errors import LeaseLost, StorageError
@@ -18,7 +19,7 @@ ALONE = Group(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 def begin(writer: CheckpointWriter, folder: Path, step: int, tensor: torch.Tensor, *, background: bool = True) -> None:
     writer.begin(
-        checkpoint.at_step(folder, step, attempt="test"),
+        checkpoint.at_step(Folder(folder), step, attempt="test"),
         {checkpoint.MODEL: sharding.whole({"weight": tensor}), checkpoint.OPTIMIZER: {}},
         background=background,
         keep=2,
@@ -49,7 +50,7 @@ def test_what_is_stored_is_what_was_there_when_it_began(tmp_path: Path) -> None:
         writer.finish()
     assert kept(tmp_path) == ["step_00000004", "step_00000005"]
     for step in (4, 5):
-        path = checkpoint.step_path(tmp_path, step)
+        path = checkpoint.step_path(Folder(tmp_path), step)
         assert checkpoint.load_model(path, {"weight": tensor})["weight"].tolist() == [step] * 3
 
 

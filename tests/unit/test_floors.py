@@ -12,14 +12,15 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli commands console",
-    3: "preparing training predicting scoring scoring_workers launching evaluating verifying reporting report_page "
+    3: "preparing training attempts predicting scoring scoring_workers launching evaluating verifying reporting report_page "
     "diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
     "planning plan_tables surveying capacity saving mapping perplexity asking",
     2: "engines strategies tasks runtimes",
     1: "costs workload data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
     "exports generation runtime_choice study sharding checkpoint_writer lora",
     0: "tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data strikes "
-    "following search_space config_types strategy_options engine_options",
+    "following search_space config_types strategy_options engine_options redaction checkpoint_folder checkpoint_url "
+    "checkpoint_places",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.
@@ -41,8 +42,8 @@ CALLS = {
     "scoring_workers": {"scoring"},
     "surveying": {"scoring"},
     "trials": {"scoring"},
-    "tracking": {"reporting"},
-    "training": {"preparing", "loop", "learner", "reporting", "run_folder", "tracking"},
+    "attempts": {"learner", "loop", "run_folder"},
+    "training": {"attempts", "preparing", "reporting", "run_folder", "tracking"},
     "tuning": {"training", "run_folder"},
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torchlake import report_page, reporting
 from torchlake.config import job_to_yaml, load_job
 from torchlake.errors import DataError
-from torchlake.reporting import redacted, report
+from torchlake.redaction import redacted
+from torchlake.reporting import report
 
 VOID = {"meta"}
 
@@ -188,7 +189,8 @@ def test_values_under_a_secret_name_are_redacted_and_others_kept() -> None:
         "key": "id",
         "micro_batch_tokens": 3,
     }
-    for harmless in ("s3://lake/reviews.parquet", "a@b.example", "risk-averse-investor-profile", "reviews?year=2024"):
+    azure = "abfss://lake@account.dfs.core.windows.net/reviews"
+    for harmless in ("s3://lake/reviews.parquet", azure, "a@b.example", "risk-averse-investor-profile", "a?year=2024"):
         assert redacted(harmless) == harmless
 
 

@@ -227,6 +227,8 @@ def test_what_cannot_be_tuned_is_said_at_once(
         tune(tmp_path / "tuning", sections, trials=0)
     with pytest.raises(ConfigError, match=r"data\.validation is null"):
         tune(tmp_path / "tuning", sections, overrides=("data.validation=null",))
+    with pytest.raises(ConfigError, match=r"train\.checkpoint_folder"):
+        tune(tmp_path / "tuning", sections, overrides=("train.checkpoint_folder=s3://bucket/all",))
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingExtra, match=r"pip install 'torchlake\[tune\]'"):
         tune(tmp_path / "tuning", sections)

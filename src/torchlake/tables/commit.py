@@ -194,8 +194,8 @@ def _begin(out: Path, job: Job, *, overwrite: bool, accept: bool, lease_s: float
             f"{out}: may not be looked at: {error.strerror}: {error.filename}. Give an output in a folder that this "
             "user can read and write, or change the folder's permissions."
         ) from error
-    if done:
-        finished.record = read_commit(out)
+    if done and present is not None:
+        finished.record = present.record
         if not folder.exists():
             return finished
     else:
@@ -229,12 +229,12 @@ def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, *, overwrite:
     if stored is None or published:  # nothing, or what a writer left that died after its commit
         staging.clear(folder)
         stored = None
-    if done:
+    if done and present is not None:
         if stored is None:
             _discard(folder, lease)
         else:
             lease.release()  # another job's interrupted write: not ours to remove
-        return Writing(output=out, staging=folder, job=job, complete=True, record=read_commit(out))
+        return Writing(output=out, staging=folder, job=job, complete=True, record=present.record)
     refuse_other(out, present, job, overwrite=overwrite, accept=accept)
     stored = stored_or_cleared(folder, stored, job, overwrite=overwrite, accept=accept)
     base = stored or present
@@ -244,12 +244,12 @@ def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, *, overwrite:
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint}
     durable.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = Writing(output=out, staging=folder, job=job, lease=lease)
-    _keep_sound_parts(write, out if present is not None else None, retry_failed=overwrite)
+    _keep_sound_parts(write, present, retry_failed=overwrite)
     _check_room(write)
     return write
 
 
-def _keep_sound_parts(write: Writing, present: Path | None, *, retry_failed: bool) -> None:
+def _keep_sound_parts(write: Writing, present: Job | None, *, retry_failed: bool) -> None:
     """Sort the staged files into sound parts and debris; link in the parts that the present output shares.
 
     With `retry_failed` a part in which rows failed is debris too.
@@ -260,9 +260,9 @@ def _keep_sound_parts(write: Writing, present: Path | None, *, retry_failed: boo
         if path.name not in expected or path.is_symlink() or not path.is_file():
             durable.remove([path])
             write.removed += 1
-    if present is not None:
-        for part in read_commit(present)["parts"]:
-            path = present / part["name"]
+    if present is not None and present.record is not None:
+        for part in present.record["parts"]:
+            path = write.output / part["name"]
             wanted = part["name"] in expected and path.is_file() and not (table / path.name).exists()
             if wanted and durable.sha256_file(path) == part["sha256"]:
                 _link(path, table / path.name)

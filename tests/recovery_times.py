@@ -1,0 +1,107 @@
+"""How long a training takes to recover: measured by the tests that break one (`recovery`), told by faults/conftest.py.
+
+The clock starts when the failpoint acts (it leaves a file at that moment) and is read when steps appear in
+metrics.jsonl. Where a test runs the command again by itself, it does so at once.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torchlake import record
+
+POLL_S = 0.005
+
+Watch = Callable[[Path, int], None]
+"Called with the run folder that a failpoint is about to break, and the number of the case in docs/faults.md."
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """From a kill or hang, in seconds; None when that did not happen while the test ran."""
+
+    case: int
+    test: str
+    first: float | None
+    "To the first step that was trained after it."
+    beyond: float | None
+    "To the first step beyond those finished before."
+    again: int
+    "Steps that had been finished and were trained again."
+
+
+class Seen(NamedTuple):
+    """A state of metrics.jsonl."""
+
+    moment: float
+    "When it was written."
+    file: int
+    "Its inode: another one after the file was written anew."
+    step: int
+    "The last one in it."
+
+
+@contextmanager
+def measuring(test: str, measured: list[Recovery]) -> Iterator[Watch]:
+    """A function that measures a run until the block is left; then its Recovery is appended, if it was broken."""
+    ended = threading.Event()
+    watched: list[tuple[Path, int, list[Seen], threading.Thread]] = []
+
+    def watch(run: Path, case: int) -> None:
+        seen: list[Seen] = []
+        thread = threading.Thread(target=_follow, args=(run / record.METRICS, seen, ended))
+        watched.append((run, case, seen, thread))
+        thread.start()
+
+    try:
+        yield watch
+    finally:
+        ended.set()
+        for run, case, seen, thread in watched:
+            thread.join()
+            broken = [path.stat().st_mtime for path in run.parent.glob(f"{run.name}.*.once")]
+            if broken:
+                measured.append(_measured(case, test, min(broken), seen))
+
+
+def table(measured: list[Recovery]) -> list[str]:
+    """A line for each, the cases in order."""
+    lines = ["case  first step, s  beyond, s  steps again  test"]
+    for one in sorted(measured, key=lambda one: (one.case, one.test)):
+        first, beyond = ("-" if value is None else f"{value:.2f}" for value in (one.first, one.beyond))
+        lines.append(f"{one.case:>4}  {first:>13}  {beyond:>9}  {one.again:>11}  {one.test}")
+    return lines
+
+
+def _follow(path: Path, seen: list[Seen], ended: threading.Event) -> None:
+    """Note when the last step in `path` becomes another one."""
+    size = -1
+    while not ended.wait(POLL_S):
+        try:
+            status = path.stat()
+            if status.st_size != size:
+                size = status.st_size
+                steps = [line["step"] for line in record.read_metrics(path) if not record.is_validation(line)]
+                seen.append(Seen(status.st_mtime, status.st_ino, max(steps, default=0)))
+        except FileNotFoundError:
+            continue
+
+
+def _measured(case: int, test: str, broken: float, seen: list[Seen]) -> Recovery:
+    """What was `seen` of a run that broke at the moment `broken`; who goes on writes the file anew."""
+    before = [one for one in seen if one.moment <= broken]
+    finished = max((one.step for one in before), default=0)
+    after = [one for one in seen if one.moment > broken and one.file not in {one.file for one in before}]
+    kept = after[0].step if before and after else 0
+    first = next((one for one in after if one.step > kept), None)
+    beyond = next((one for one in after if one.step > finished), None)
+    return Recovery(
+        case=case,
+        test=test,
+        first=None if first is None else first.moment - broken,
+        beyond=None if beyond is None else beyond.moment - broken,
+        again=max(0, finished - kept),
+    )

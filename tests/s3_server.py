@@ -1,0 +1,82 @@
+"""A server that speaks S3, on this machine, in a process of its own; it keeps its objects in memory."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.error import URLError
+from xml.etree import ElementTree
+
+BUCKET = "lake"
+DEADLINE_S = 60.0
+UNCHECKED = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+"This server asks for a signature and looks at none."
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Its objects, by key."""
+
+    address: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which any client finds the server; the keys are nobody's."""
+        return {
+            "AWS_ENDPOINT_URL": self.address,
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def keys(self, prefix: str) -> list[str]:
+        """The keys of the objects below a prefix, sorted, without it."""
+        listing = ElementTree.fromstring(self._ask("GET", f"?list-type=2&prefix={prefix}/"))
+        return sorted(
+            str(key.text).removeprefix(f"{prefix}/") for key in listing.iter() if key.tag.rpartition("}")[2] == "Key"
+        )
+
+    def get(self, key: str) -> bytes:
+        return self._ask("GET", f"/{key}")
+
+    def put(self, key: str, content: bytes) -> None:
+        self._ask("PUT", f"/{key}", content)
+
+    def delete(self, key: str) -> None:
+        self._ask("DELETE", f"/{key}")
+
+    def _ask(self, method: str, path: str, content: bytes | None = None) -> bytes:
+        url, signed = f"{self.address}/{BUCKET}{path}", {"Authorization": UNCHECKED}
+        request = urllib.request.Request(url, data=content, method=method, headers=signed)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bytes(answer.read())
+
+
+@contextmanager
+def serving() -> Iterator[S3Server]:
+    """A server with an empty bucket."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = S3Server(f"http://127.0.0.1:{port}")
+    try:
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                server._ask("PUT", "")
+                break
+            except URLError:
+                assert process.poll() is None, "the server ended at once"
+                assert time.monotonic() < until, "the server did not come up in time"
+                time.sleep(0.05)
+        yield server
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,170 @@
+"""Checkpoints below an URL, on fsspec's file system in memory; faults/test_checkpoints_on_s3.py has a real protocol."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from torchlake import checkpoint, checkpoint_places, checkpoint_url, sharding
+from torchlake.checkpoint_folder import Draft, Folder, Place
+from torchlake.checkpoint_url import Remote
+from torchlake.errors import FingerprintError, LeaseLost, MissingExtra, StorageError, UsageError
+
+NUMBER = itertools.count()
+BELONGS = {"train.seed": 0, "data.train": "96 rows"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """An empty place below an URL, claimed by the launch "first"."""
+    found = checkpoint_places.find(f"memory://lake/{next(NUMBER)}", tmp_path)
+    checkpoint_places.claim(found, BELONGS, "first")
+    return found
+
+
+def stored(place: Place) -> dict[str, int]:
+    assert isinstance(place, Remote)
+    return place._sizes()
+
+
+def write(place: Place, step: int, attempt: str = "first", *, ranks: int = 1) -> Draft:
+    """The shares of all ranks; the draft of rank 0."""
+    drafts = [checkpoint.at_step(place, step, attempt=attempt, rank=rank, world_size=ranks) for rank in range(ranks)]
+    for draft in drafts:
+        tensors = sharding.whole({f"weight{draft.rank}": torch.full((3,), float(step))})
+        checkpoint.write_share(draft, {checkpoint.MODEL: tensors, checkpoint.OPTIMIZER: {}})
+    return drafts[0]
+
+
+def save(place: Place, step: int, attempt: str = "first", *, ranks: int = 1) -> None:
+    checkpoint.publish(write(place, step, attempt, ranks=ranks), state={"step": step, "best": None})
+
+
+def test_every_rank_writes_its_own_and_the_newest_comes_back(place: Place, tmp_path: Path) -> None:
+    save(place, 3)
+    save(place, 20, ranks=2)
+    checkpoint.prune(place, 1)
+    assert place.complete() == ["step_00000020"]
+    assert sorted(stored(place)) == [
+        "run.json",
+        *(f"step_00000020/first/model-0000{rank}-of-00002.safetensors" for rank in (0, 1)),
+        *(f"step_00000020/first/optimizer-0000{rank}-of-00002.safetensors" for rank in (0, 1)),
+        "step_00000020/first/state.json",
+        "step_00000020/manifest.json",
+    ]
+    found, problems = checkpoint.newest(place)
+    assert found is not None
+    assert problems == []
+    assert found.state["step"] == 20
+    loaded = checkpoint.load_model(found.path, {f"weight{rank}": torch.zeros(3) for rank in (0, 1)})
+    assert [tensor.tolist() for tensor in loaded.values()] == [[20.0] * 3] * 2
+    place.forget()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_what_has_no_manifest_is_not_there_and_is_removed(place: Place) -> None:
+    save(place, 3)
+    before = stored(place)
+    write(place, 6)
+    assert place.complete() == ["step_00000003"]
+    found, _ = checkpoint.newest(place)
+    assert found is not None
+    assert found.state["step"] == 3
+    assert stored(place) == before
+
+
+def test_two_launches_at_one_step_do_not_mix(place: Place) -> None:
+    late = write(place, 3)
+    checkpoint_places.claim(place, BELONGS, "second")
+    save(place, 3, "second")
+    with pytest.raises(LeaseLost, match="taken this run over"):
+        checkpoint.publish(late, state={"step": 3, "best": None})
+    found, problems = checkpoint.newest(place)
+    assert found is not None
+    assert problems == []
+    assert found.path.name == "second"
+
+
+@pytest.mark.parametrize("file", ["first/model.safetensors", "first/state.json", "manifest.json"])
+@pytest.mark.parametrize("content", [b"", None])
+def test_damage_is_found_named_and_set_aside(place: Place, file: str, content: bytes | None) -> None:
+    save(place, 3)
+    save(place, 6)
+    assert isinstance(place, Remote)
+    filesystem, root = fsspec.core.url_to_fs(place.url)
+    if content is None and file != "manifest.json":
+        filesystem.rm_file(f"{root}/step_00000006/{file}")
+    else:
+        filesystem.pipe_file(f"{root}/step_00000006/{file}", b"{}")
+    found, (problem,) = checkpoint.newest(place)
+    assert found is not None
+    assert found.state["step"] == 3
+    assert f"{place}/step_00000006/{file}" in problem
+    assert "Set aside as step_00000006/manifest.json.torn" in problem
+    save(place, 6)
+    assert [name for name in stored(place) if "torn" in name] == []
+
+
+def test_what_is_cut_short_on_its_way_is_not_made_visible(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = write(place, 3)
+    sizes = Remote._sizes
+    monkeypatch.setattr(Remote, "_sizes", lambda self: {name: size - 1 for name, size in sizes(self).items()})
+    with pytest.raises(StorageError, match="just written"):
+        checkpoint.publish(draft, state={"step": 3, "best": None})
+    monkeypatch.undo()
+    assert place.complete() == []
+
+
+def test_another_run_is_refused_once_there_are_checkpoints(place: Place) -> None:
+    checkpoint_places.claim(place, {**BELONGS, "train.seed": 1}, "second")
+    save(place, 3, "second")
+    with pytest.raises(FingerprintError, match=r"train.seed: 1 -> 0"):
+        checkpoint_places.claim(place, BELONGS, "third")
+    checkpoint_places.check_holder(place, "second")
+
+
+@pytest.mark.parametrize("make", [lambda path: Folder(path, outside=True), lambda path: Remote("memory://other", path)])
+def test_a_place_that_holds_something_else_is_refused(tmp_path: Path, make: Callable[[Path], Place]) -> None:
+    place = make(tmp_path)
+    place.write("thesis.json", "precious", site="test")
+    with pytest.raises(FingerprintError, match=r"not empty, and holds no run\.json"):
+        checkpoint_places.claim(place, BELONGS, "first")
+    assert place.read("thesis.json") == "precious"
+
+
+def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = "ftp://reader:hush%21@host/lake"
+    calls = 0
+
+    def filesystem_of(given: str) -> tuple[Any, str]:
+        nonlocal calls
+        calls += 1
+        if calls % 3:
+            raise ConnectionError(f"{given} does not answer reader:hush%21")
+        filesystem, _ = fsspec.core.url_to_fs("memory://")
+        return filesystem, "/lake/ftp"
+
+    monkeypatch.setattr(checkpoint_url, "filesystem_of", filesystem_of)
+    monkeypatch.setattr(checkpoint_url, "PAUSES_S", (0.0, 0.0))
+    place = checkpoint_places.find(url, tmp_path)
+    checkpoint_places.claim(place, BELONGS, "first")
+    monkeypatch.setattr(checkpoint_url, "PAUSES_S", ())
+    with pytest.raises(StorageError, match=r"ftp://\[redacted\]@host/lake/run.json: .* does not answer") as told:
+        place.read("run.json")
+    assert "run the same command again" in str(told.value)
+    for said in (str(told.value), caplog.text, str(place), repr(place)):
+        assert "hush" not in said
+
+
+def test_a_storage_that_nothing_here_can_open_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"train.checkpoint_folder: s4://\[redacted\]@x/y: Protocol not known"):
+        checkpoint_places.find("s4://user:secret@x/y", tmp_path)
+    if not any(fsspec.registry.get(name) for name in ("gs", "gcs")):
+        with pytest.raises(MissingExtra, match="gcsfs"):
+            checkpoint_places.find("gs://x/y", tmp_path)
