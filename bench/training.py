@@ -159,7 +159,7 @@ def measure(contenders: list[Contender], setup: dict[str, Any], rounds: int) -> 
 
 
 def main() -> None:
-    options_parser = parser(__doc__, rows=768, ablation_rows=192, rounds=1)
+    options_parser = parser(__doc__, rows=1536, ablation_rows=192, rounds=1)
     options_parser.add_argument("--only", nargs="*", default=[], help="kinds to measure (default: all)")
     options = options_parser.parse_args()
     os.environ.update(ONE_THREAD)
@@ -181,7 +181,7 @@ def main() -> None:
         f"{options.rows} reviews ({options.ablation_rows} in the ablation), one epoch, a pretrained MiniLM, batch "
         f"{BATCH}, one core per rank, gloo; ratios to the first row with as many ranks, best of {options.rounds}"
     )
-    finish("training", rows, as_json=options.json, note=note, keep=options.rows == 768 and not options.only)
+    finish("training", rows, as_json=options.json, note=note, keep=options.rows == 1536 and not options.only)
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ def optimize(
 def launch(
     target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNCTION", help="What every rank runs.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="Its arguments, after --.")] = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Ranks.")] = 1,
+    processes: Annotated[int | None, typer.Option("--processes", min=1, help="Ranks (default: 1).")] = None,
     gpus_per_process: Annotated[int, typer.Option("--gpus-per-process", min=0, help="GPUs that each rank sees.")] = 0,
     engine: EngineName = None,
     overrides: EngineOverrides = None,
@@ -336,8 +336,7 @@ def launch(
     return lambda: commands.launch(
         target,
         arguments or [],
-        make_engine(engine, None, overrides, as_json=as_json),
-        processes=processes,
+        make_engine(engine, processes, overrides, as_json=as_json),
         gpus_per_process=gpus_per_process,
         as_json=as_json,
     )

@@ -155,13 +155,13 @@ def launch(
     arguments: Sequence[str],
     engine: "Engine | None",
     *,
-    processes: int,
     gpus_per_process: int,
     as_json: bool,
 ) -> Outcome:
-    """Run the ranks; the outcome is rank 0's value."""
+    """Run the engine's number of ranks; the outcome is rank 0's value."""
     from torchlake.launching import launch_script
 
+    processes = 1 if engine is None else engine.ranks(None, gpus_per_process)
     value = launch_script(
         target,
         arguments,

@@ -57,9 +57,10 @@ def test_a_worker_is_made_once_per_process(engine: Engine, tmp_path: Path) -> No
 
 
 def test_chunks_are_handed_out_when_they_are_pulled(engine: Engine, tmp_path: Path) -> None:
-    # Chunk 0 ends after all others did: whoever works on it cannot hold another one.
+    # Chunk 0 ends after all others were worked on, so whoever has it cannot hold another one. The result of the last of
+    # the others is on its way at that moment.
     results = engine.run_chunks(partial(_last_is_zero, tmp_path, 10), range(10))
-    assert list(results)[-1] == 0
+    assert 0 in list(results)[-2:]
 
 
 def test_results_come_while_others_are_worked_on(engine: Engine, tmp_path: Path) -> None:

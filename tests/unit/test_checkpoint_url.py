@@ -21,7 +21,7 @@ BELONGS = {"train.seed": 0, "data.train": "96 rows"}
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """An empty place below an URL, claimed by the launch "first"."""
-    found = checkpoint_places.find(f"memory://lake/{next(NUMBER)}", tmp_path)
+    found = checkpoint_places.find(f"memory://bucket/{next(NUMBER)}", tmp_path)
     checkpoint_places.claim(found, BELONGS, "first")
     return found
 
@@ -148,7 +148,7 @@ def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
         if calls % 3:
             raise ConnectionError(f"{given} does not answer reader:hush%21")
         filesystem, _ = fsspec.core.url_to_fs("memory://")
-        return filesystem, "/lake/ftp"
+        return filesystem, "/bucket/ftp"
 
     monkeypatch.setattr(checkpoint_url, "filesystem_of", filesystem_of)
     monkeypatch.setattr(checkpoint_url, "PAUSES_S", (0.0, 0.0))

@@ -12,8 +12,8 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli commands console",
-    3: "preparing training attempts predicting scoring scoring_workers launching evaluating verifying reporting report_page "
-    "diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
+    3: "preparing training attempts predicting scoring scoring_workers launching evaluating verifying reporting "
+    "report_page diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
     "planning plan_tables surveying capacity saving mapping perplexity asking",
     2: "engines strategies tasks runtimes",
     1: "costs workload data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
