@@ -32,24 +32,24 @@ class Widening(tl.Local):
 
 
 ON_RAY = """
-import json, logging, sys, threading
+import json, logging, os, sys, threading
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 import ray
 import torchlake as tl
 from pids import wait_for
-from test_elastic import STOPPED_AT, go_on_when
+from test_elastic import go_on_when
 from torchlake import attempts, run_folder
 
 logging.basicConfig(level="INFO")
 options = json.loads(sys.argv[1])
 run = Path(options.pop("run"))
 attempts.LOOK_S = 0.2
-trained = lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count('"loss"')
+stopped = Path(os.environ["TORCHLAKE_FAILPOINT_ONCE"])
 
-def once_trained(act):
+def once_stopped(act):
     def wait():
-        wait_for(lambda: (trained() or 0) >= STOPPED_AT - 1, seconds=200)
+        wait_for(stopped.exists, seconds=200)
         act()
     threading.Thread(target=wait, daemon=True).start()
 
@@ -62,7 +62,7 @@ engine = tl.Ray(processes=(1, 2))
 engine.join()
 holder = ray.remote(num_cpus=1)(type("Holder", (), {"ready": lambda self: True})).remote()
 ray.get(holder.ready.remote())
-once_trained(lambda: ray.kill(holder))
+once_stopped(lambda: ray.kill(holder))
 go_on_when(run / run_folder.MORE_ROOM)
 """
 A_NODE_DIES = """
@@ -75,7 +75,7 @@ second = cluster.add_node(**here)
 ray_constants.ENABLE_RAY_CLUSTER = False  # or this machine's address in the network is taken for that of 127.0.0.1
 ray.init(cluster.address, _node_ip_address="127.0.0.1", log_to_driver=False)
 engine = tl.Ray(processes=(1, 2))
-once_trained(lambda: cluster.remove_node(second, allow_graceful=False))
+once_stopped(lambda: cluster.remove_node(second, allow_graceful=False))
 """
 
 
