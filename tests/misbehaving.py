@@ -7,6 +7,7 @@ tokenizer has as one token and that the tests' other texts avoid.
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +76,12 @@ def log_rows(folder: Path, spec: models.TaskSpec, *, device: str):
         return inner(input_ids, attention_mask)
 
     return forward
+
+
+def killed_while_it_loads(folder: Path, spec: models.TaskSpec, *, device: str):
+    """`log_rows`; the first process to load it is killed in the middle, which the file $KILLED_ONCE then says."""
+    inner = log_rows(folder, spec, device=device)
+    with suppress(FileExistsError):
+        Path(os.environ["KILLED_ONCE"]).touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inner

@@ -105,6 +105,16 @@ def test_the_process_that_an_engine_gave_is_killed(job: dict[str, Any], tmp_path
 
 @pytest.mark.slow
 @ENGINES
+def test_a_process_is_killed_while_it_loads_the_model(job: dict[str, Any], tmp_path: Path, engine: str) -> None:
+    log, once = tmp_path / "scored", tmp_path / "once"
+    job |= {"engine": engine, "runtime": "killed_while_it_loads"}
+    done = scoring_runs.predict(job, SCORED_LOG=str(log), KILLED_ONCE=str(once))
+    assert once.exists()
+    assert assert_done(job, done.returncode, done.stdout, done.stderr, log)["rows_scored"] == len(TEXTS)
+
+
+@pytest.mark.slow
+@ENGINES
 def test_a_row_that_kills_is_set_aside_after_two_strikes(job: dict[str, Any], tmp_path: Path, engine: str) -> None:
     scoring_runs.write_rows(job["table"], [*TEXTS[:30], f"a {KILLER} film", *TEXTS[30:]])
     log = tmp_path / "scored"
