@@ -103,9 +103,10 @@ def train(
                 pass
             return _as_run(folder, finished, steps=0, began=began, complete=True)
         base = models.model_folder(wanted.model.base)
-        spec = find_spec(wanted, base, folder)
+        trained = run_folder.is_trained(folder, wanted)
+        spec = find_spec(wanted, base, folder, trained=trained)
         metric = choose_metric(wanted, spec)
-        prepared = _prepare(wanted, base, spec, engine, folder)
+        prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
         settings = {
             "job": wanted,
             "spec": spec,
@@ -212,10 +213,10 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
     )
 
 
-def find_spec(job: Job, base: Path, folder: Path) -> TaskSpec:
+def find_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
     """What the model is asked: read off the label column, where the task has one, then kept in the run folder."""
     path = folder / TASK_FILE
-    if path.exists() and run_folder.is_trained(folder, job):
+    if path.exists() and trained:
         return spec_from_json(path, durable.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
@@ -253,13 +254,13 @@ def _find_labels(job: Job, task: ModuleType) -> tuple[Problem, tuple[Label, ...]
         reader.close()
 
 
-def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path) -> list[Path]:
+def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
     """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
     folders = []
     for name, table in run_folder.stored_tables(job).items():
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
-        if job.data.key is not None and not run_folder.is_trained(folder, job):
+        if job.data.key is not None and not trained:
             keyed = open_table(table, columns=(job.data.key,))
             check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
         try:
@@ -270,7 +271,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path)
                 spec=spec,
                 engine=engine,
                 bad_rows=job.data.bad_rows,
-                overwrite=not run_folder.is_trained(folder, job),
+                overwrite=not trained,
             )
         except FingerprintError as error:
             lines = str(error).splitlines()

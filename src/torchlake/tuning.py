@@ -103,7 +103,9 @@ def tune(
     folder = default.with_name(f"{default.name}_tuning") if run is None else Path(run).expanduser()
     with _held(folder) as mine:
         _claim(folder, wanted, searched, seed)
-        spec = find_spec(wanted, models.model_folder(wanted.model.base), folder)
+        spec = find_spec(
+            wanted, models.model_folder(wanted.model.base), folder, trained=run_folder.is_trained(folder, wanted)
+        )
         metric = choose_metric(wanted, spec)
         less_is_more = metric == "loss" or metric in plugins.load("tasks", spec.task).LOWER_IS_BETTER
         with opened(folder, less_is_more=less_is_more, prune=prune) as study:

@@ -28,20 +28,6 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def sections(tmp_path_factory: pytest.TempPathFactory, tiny_bert_dropout: Path) -> dict[str, Any]:
-    """A job with dropout: 18 steps, a validation after 9 and 18, a checkpoint every 3."""
-    return runs.job(tmp_path_factory.mktemp("job"), tiny_bert_dropout)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, Any]) -> Path:
-    """That job with its checkpoints on the disk, never interrupted."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    runs.succeed(run, sections)
-    return run
-
-
 @pytest.fixture
 def kept(tmp_path: Path, s3: S3Server) -> dict[str, Any]:
     """Options of an attempt that keeps its checkpoints in the bucket, below the test's own name."""

@@ -22,20 +22,6 @@ NO_RESTART = ("train.max_restarts=0",)
 
 
 @pytest.fixture(scope="module")
-def sections(tmp_path_factory: pytest.TempPathFactory, tiny_bert_dropout: Path) -> dict[str, Any]:
-    """A job with dropout: 18 steps, a validation after 9 and 18, a checkpoint every 3."""
-    return runs.job(tmp_path_factory.mktemp("job"), tiny_bert_dropout)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, Any]) -> Path:
-    """That job, never interrupted."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    assert runs.succeed(run, sections).steps == LAST_STEP
-    return run
-
-
-@pytest.fixture(scope="module")
 def whole_on_two(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, Any]) -> Path:
     """The same on two ranks."""
     run = tmp_path_factory.mktemp("whole_on_two") / "run"
