@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from recovery_times import mark
 from torchlake import errors
 from torchlake.engines import Engine
 from torchlake.errors import RankFailed, TorchlakeError
@@ -36,6 +37,8 @@ ALONE = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 DEADLINE_S = 120.0
+RUN = "TORCHLAKE_TEST_RUN"
+"Names the run folder in the process of an attempt."
 
 
 class Inline(Engine):
@@ -159,7 +162,7 @@ def attempt(
     out = run.with_name(f"{run.name}.attempt.json")
     out.unlink(missing_ok=True)
     run.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**ALONE, **environment}
+    variables = {**ALONE, RUN: str(run), **environment}
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
@@ -171,9 +174,15 @@ def attempt(
         process.kill()
         process.join()
         raise AssertionError(f"{run}: the training hung for {DEADLINE_S} s")
+    mark(run, "ended")
     assert process.exitcode is not None
     told = json.loads(out.read_text()) if out.exists() else {}
     return Attempt(exit_code=process.exitcode, **told)
+
+
+def mark_fault() -> None:
+    """For stubs: note that the run of this process is being broken now."""
+    mark(Path(os.environ[RUN]), "fault")
 
 
 def succeed(run: Path, sections: dict[str, Any], **options: Any) -> Attempt:
@@ -263,6 +272,7 @@ def _send_sigterm_at(site: str, nth: str) -> None:
         nonlocal hits
         hits += name == site
         if name == site and hits == int(nth):
+            mark_fault()
             os.kill(os.getpid(), signal.SIGTERM)
 
     for module in (attempts, checkpoint, durable, failpoints, loop):

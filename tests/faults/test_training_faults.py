@@ -7,6 +7,8 @@ metrics tell of every step once; nothing hangs; what is left behind is nobody's.
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import psutil
 import pytest
 
 import training_runs as runs
-from recovery_times import Watch
+from recovery_times import Watch, mark
+from torchlake.config import job_to_yaml, load_job
 
 LAST_STEP = 18
+EPOCH = 9
 NO_RESTART = ("train.max_restarts=0",)
 
 
@@ -42,7 +46,7 @@ def assert_same_run(run: Path, expected: Path) -> None:
 def test_a_kill_at_a_step_costs_no_result(
     tmp_path: Path, sections: dict[str, Any], whole: Path, step: int, recovery: Watch
 ) -> None:
-    recovery(tmp_path / "run", 39)
+    recovery(tmp_path / "run", 48 if step in (EPOCH, EPOCH + 1, LAST_STEP) else 39)
     killed = runs.attempt(tmp_path / "run", sections, failpoint=f"rank0.step:{step}:kill9")
     assert killed.exit_code == -signal.SIGKILL
     done = runs.succeed(tmp_path / "run", sections)
@@ -155,9 +159,10 @@ def test_a_kill_at_every_durable_step(
     ],
 )
 def test_sigterm_saves_and_says_143(
-    tmp_path: Path, sections: dict[str, Any], whole: Path, where: str, step: int
+    tmp_path: Path, sections: dict[str, Any], whole: Path, where: str, step: int, recovery: Watch
 ) -> None:
     """Case 44: before the first batch, during a step, at the end of an epoch, while validating, while saving."""
+    recovery(tmp_path / "run", 44)
     stopped = runs.attempt(tmp_path / "run", sections, sigterm_at=where)
     assert stopped.exit_code == 128 + signal.SIGTERM
     assert f"stopped after step {step} of 18" in stopped.error
@@ -178,8 +183,9 @@ def test_sigterm_in_the_last_validation_leaves_only_that(tmp_path: Path, section
 
 @pytest.mark.parametrize("where", ["rank1.step:5", "rank1.validate:1", "rank1.start:1"])
 def test_sigterm_at_any_rank_stops_all_at_the_same_step(
-    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, where: str
+    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, where: str, recovery: Watch
 ) -> None:
+    recovery(tmp_path / "run", 44)
     stopped = runs.attempt(tmp_path / "run", sections, sigterm_at=where, ranks=2)
     assert stopped.exit_code == 143, stopped.error
     runs.succeed(tmp_path / "run", sections, ranks=2)
@@ -227,16 +233,20 @@ def test_more_ranks_than_rows_in_a_batch(tmp_path: Path, tiny_bert: Path) -> Non
     assert runs.losses(tmp_path / "three") == pytest.approx(runs.losses(tmp_path / "one"), abs=1e-5)
 
 
-def test_the_first_failing_rank_is_the_error(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_the_first_failing_rank_is_the_error(tmp_path: Path, sections: dict[str, Any], recovery: Watch) -> None:
     """Case 42: an exception in one rank, before the first collective and in the middle."""
     for where in ("rank1.start:1", "rank1.step:3"):
+        recovery(tmp_path / where, 42)
         failed = runs.attempt(tmp_path / where, sections, ranks=2, failpoint=f"{where}:raise", overrides=NO_RESTART)
         assert failed.exit_code == 70
         assert f"RuntimeError: failpoint {where.split(':')[0]}" in failed.error
 
 
-def test_when_restarts_are_used_up_every_attempt_is_told(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_when_restarts_are_used_up_every_attempt_is_told(
+    tmp_path: Path, sections: dict[str, Any], recovery: Watch
+) -> None:
     """Case 43."""
+    recovery(tmp_path / "run", 43)
     failed = runs.attempt(
         tmp_path / "run",
         sections,
@@ -262,6 +272,7 @@ def fail_in_every_attempt() -> None:
         nonlocal hits
         hits += site.endswith(".step")
         if hits == 5:
+            runs.mark_fault()
             raise RuntimeError("broken hardware")
 
     loop.failpoint = failpoint  # type: ignore[attr-defined]
@@ -313,6 +324,8 @@ def loss_is_nan_in_steps(*steps: int) -> None:
     def loss_sum(logits: Any, targets: Any, spec: Any) -> Any:
         nonlocal calls
         calls += logits.requires_grad  # not in validations
+        if logits.requires_grad and calls in steps:
+            runs.mark_fault()
         loss = right(logits, targets, spec)
         return loss * float("nan") if logits.requires_grad and calls in steps else loss
 
@@ -328,15 +341,21 @@ def never_well_again() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_without_a_finite_loss_is_not_applied(tmp_path: Path, sections: dict[str, Any], ranks: int) -> None:
+def test_a_step_without_a_finite_loss_is_not_applied(
+    tmp_path: Path, sections: dict[str, Any], ranks: int, recovery: Watch
+) -> None:
     """Case 49."""
+    recovery(tmp_path / "run", 49)
     runs.succeed(tmp_path / "run", sections, stub=one_bad_step, ranks=ranks)
     losses = runs.losses(tmp_path / "run")
     assert [step for step, loss in enumerate(losses, start=1) if loss != loss] == [5]
     assert '"loss": "nan"' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_three_in_a_row_end_the_run_and_keep_the_last_good_weights(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_three_in_a_row_end_the_run_and_keep_the_last_good_weights(
+    tmp_path: Path, sections: dict[str, Any], recovery: Watch
+) -> None:
+    recovery(tmp_path / "run", 49)
     diverged = runs.attempt(tmp_path / "run", sections, stub=never_well_again)
     assert diverged.exit_code == 5
     assert "step 10" in diverged.error
@@ -468,35 +487,45 @@ def test_a_rank_that_hangs_is_found_and_started_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher(
-    tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, number: signal.Signals
+    tmp_path: Path, sections: dict[str, Any], number: signal.Signals, recovery: Watch
 ) -> None:
     """Cases 40 and 44: SIGTERM is passed on and saved; SIGKILL leaves no rank behind. Both resume."""
-    import subprocess
-    import sys
-
-    from torchlake.config import job_to_yaml, load_job
-
-    (tmp_path / "job.yaml").write_text(job_to_yaml(load_job(None, **sections)))
     run = tmp_path / "run"
-    environment = {**os.environ, **runs.ALONE, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torchlake", "train", str(tmp_path / "job.yaml"), "--run", str(run)]
-    launcher = subprocess.Popen(
-        [*command, "--processes", "2", "--set", "train.epochs=200"],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    recovery(run, 44 if number == signal.SIGTERM else 40)
+    launcher = start_launcher(run, sections)
     wait_for(lambda: (run / "checkpoints" / "step_00000003").is_dir() or launcher.poll() is not None)
     ranks = psutil.Process(launcher.pid).children(recursive=True)
     assert len(ranks) >= 2
+    mark(run, "fault")
     launcher.send_signal(number)
     _, told = launcher.communicate(timeout=60)
     wait_for(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), 10)
+    mark(run, "ended")
     assert launcher.returncode == (143 if number == signal.SIGTERM else -signal.SIGKILL)
     assert number == signal.SIGKILL or "saved" in told
-    steps = json.loads((run / "checkpoints" / runs.checkpoints(run)[-1] / "state.json").read_text())["step"]
-    lines = [line["step"] for line in runs.metrics(run) if "loss" in line]
-    assert lines[-1] == steps or number == signal.SIGKILL
+    saved = json.loads((run / "checkpoints" / runs.checkpoints(run)[-1] / "state.json").read_text())["step"]
+    finished = len(runs.losses(run))
+    assert finished == saved or number == signal.SIGKILL
+
+    again = start_launcher(run, sections)
+    wait_for(lambda: len(runs.losses(run)) > finished or again.poll() is not None)
+    again.terminate()
+    _, told = again.communicate(timeout=60)
+    assert again.returncode == 143, told
+    assert f"continuing after step {saved}" in (run / "logs" / "rank_1.jsonl").read_text()
+
+
+def start_launcher(run: Path, sections: dict[str, Any]) -> subprocess.Popen[str]:
+    """`torchlake train` with two ranks, for longer than any test."""
+    job = run.with_name("job.yaml")
+    job.write_text(job_to_yaml(load_job(None, **sections)))
+    command = [sys.executable, "-m", "torchlake", "train", str(job), "--run", str(run), "--processes", "2"]
+    return subprocess.Popen(
+        [*command, "--set", "train.epochs=200"],
+        env={**os.environ, **runs.ALONE, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def wait_for(condition: Any, deadline_s: float = 90.0) -> None:
