@@ -1,18 +1,19 @@
 """Do rows a second stay the same from a thousand rows to a million?
 
 `tl.predict` of generated rows with a 2-layer model, stored table in, Parquet out, on one core. How the job's cost grows
-is measured with its worker in this very process, warm, so that nothing but the rows differs: sizes in turn, the smaller
-the more often, medians; the price of a job of one row (plan, lease, commit) is taken off. What a start costs is
-measured apart, with the local engine: the worker's process and its model, and what its first thousand rows take longer
-than later ones. Chunks have the same size at every scale, or their smaller share of padding in large tables would be
-measured too.
+is measured with its worker in this very process, warm, so that nothing but the rows differs; the price of a job of one
+row (plan, lease, commit) is taken off. A shared core changes its speed by more in five minutes than a job's cost grows
+with its rows, so every size has a yardstick: whole jobs of ten thousand rows, before each job and, in the large ones,
+again and again between two of its chunks. What a start costs is measured apart, with the local engine: the worker's
+process and its model, and what its first thousand rows take longer than later ones. Chunks have the same size at every
+scale, or their smaller share of padding in large tables would be measured too.
 """
 
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from memory import write_rows
 import torchlake as tl
 from torchlake import plugins
 
-TURNS = {1: 20, 1_000: 20, 10_000: 4, 100_000: 1}
-"Jobs of each size in one round."
-LARGEST = 1_000_000
+TURNS = {1: 20, 1_000: 20, 100_000: 3, 1_000_000: 1}
+"Jobs of each size."
+YARDSTICK = 10_000
+EVERY = 64
+"Chunks of a job between two of its yardsticks."
 FIRST_ROWS = 1_000
 CHUNK_ROWS = 1_024
 "By default chunks grow with the table, up to 32,768 rows, which leaves less padding in the larger ones."
@@ -34,10 +37,17 @@ READY = SCRATCH / "growth-ready"
 
 
 class InThisProcess(tl.Local):
-    """Chunk jobs without processes: the worker is made here."""
+    """Chunk jobs without processes: the worker is made here; every so many chunks `pause` is called."""
+
+    def __init__(self, pause: Callable[[], None] | None = None) -> None:
+        super().__init__(processes=1)
+        self.pause = pause
 
     def run_chunks(self, make_worker: Any, chunks: Any, **options: Any) -> Generator[Any, None, None]:
-        yield from make_worker()(iter(chunks))
+        for number, done in enumerate(make_worker()(iter(chunks)), start=1):
+            yield done
+            if self.pause is not None and number % EVERY == 0:
+                self.pause()
 
 
 def eager_with_a_mark(folder: Path, spec: Any, *, device: str) -> Any:
@@ -49,7 +59,7 @@ def eager_with_a_mark(folder: Path, spec: Any, *, device: str) -> Any:
 
 def run(model: Path, source: Path, engine: tl.Local) -> float:
     """Seconds of one job."""
-    output = SCRATCH / "growth-out"
+    output = SCRATCH / f"{source.stem}-out"
     shutil.rmtree(output, ignore_errors=True)
     began = time.monotonic()
     tl.predict(model, source, output, runtime=eager_with_a_mark, engine=engine, chunk_rows=CHUNK_ROWS)
@@ -68,46 +78,67 @@ def start_up(model: Path, sources: dict[int, Path], turns: int) -> tuple[float, 
     return statistics.median(starts), statistics.median(firsts)
 
 
+def against_the_yardstick(model: Path, sources: dict[int, Path], size: int) -> tuple[float, list[float]]:
+    """Seconds of a job of so many rows, and those of the yardsticks before it and between its chunks."""
+    yardsticks: list[float] = []
+
+    def measure() -> None:
+        yardsticks.append(run(model, sources[YARDSTICK], InThisProcess()))
+
+    measure()
+    before = len(yardsticks)
+    seconds = run(model, sources[size], InThisProcess(measure))
+    return seconds - sum(yardsticks[before:]), yardsticks
+
+
 def main() -> None:
-    options_parser = parser(__doc__, rounds=4)
-    options_parser.add_argument("--rows", type=int, default=LARGEST, help="the largest size")
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--rows", type=int, default=max(TURNS), help="the largest size")
     options = options_parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    sizes = [size for size in (*TURNS, LARGEST) if size <= options.rows]
+    sizes = [size for size in sorted((*TURNS, YARDSTICK)) if size <= options.rows]
     model = two_layers()
     sources = {size: SCRATCH / f"growth-{size}.parquet" for size in sizes}
     for size, source in sources.items():
         write_rows(source, size)
-    taken: dict[int, list[float]] = {size: [] for size in sizes}
     start, first = start_up(model, sources, 5)
-    here = InThisProcess()
-    for size in sizes[:2] * 3:
-        run(model, sources[size], here)
-    for number in range(options.rounds):
-        # The largest lies in the middle of the others, whatever the machine does meanwhile.
-        for size, source in sources.items():
-            turns = TURNS.get(size, int(number == options.rounds // 2))
-            taken[size] += [run(model, source, here) for _ in range(turns)]
-    seconds = {size: statistics.median(runs) for size, runs in taken.items()}
+    for size in (FIRST_ROWS, YARDSTICK) * 3:
+        run(model, sources[size], InThisProcess())
+    fixed = [run(model, sources[1], InThisProcess()) for _ in range(TURNS[1])]
+    price = statistics.median(fixed)
+    rates: dict[int, list[float]] = {YARDSTICK: []}
+    ratios: dict[int, list[float]] = {YARDSTICK: [1.0]}
+    for size in sizes:
+        for _ in range(TURNS[size] if size not in (1, YARDSTICK) else 0):
+            seconds, yardsticks = against_the_yardstick(model, sources, size)
+            beside = (YARDSTICK - 1) / (statistics.mean(yardsticks) - price)
+            rates.setdefault(size, []).append((size - 1) / (seconds - price))
+            ratios.setdefault(size, []).append(rates[size][-1] / beside)
+            rates[YARDSTICK] += [(YARDSTICK - 1) / (one - price) for one in yardsticks]
     rows: list[dict[str, Any]] = [
         {"name": "start-up: the worker's process and its model", "seconds": start, "runs": 5},
-        {"name": "start-up: first batches", "seconds": first - seconds[FIRST_ROWS], "runs": 5},
-        {"name": "each job: plan and commit", "seconds": seconds[1], "runs": len(taken[1])},
+        {
+            "name": "start-up: first batches",
+            "seconds": first - (FIRST_ROWS - 1) / statistics.median(rates[FIRST_ROWS]) - price,
+            "runs": 5,
+        },
+        {"name": "each job: plan and commit", "seconds": price, "runs": len(fixed)},
     ]
-    rates = {size: (size - 1) / (seconds[size] - seconds[1]) for size in sizes[1:]}
-    for size, rate in rates.items():
+    for size in sizes[1:]:
         rows.append(
             {
                 "name": f"{size:,} rows",
-                "seconds": seconds[size],
-                "rows_per_s": rate,
-                "to_the_largest": rate / rates[sizes[-1]],
-                "runs": len(taken[size]),
+                "rows_per_s": statistics.median(rates[size]),
+                "to_the_yardstick": statistics.median(ratios[size]),
+                "runs": len(rates[size]),
             }
         )
-    note = f"one core, 2-layer model, chunks of {CHUNK_ROWS:,} rows, medians; rows/s without a job's fixed price"
-    finish("growth", rows, as_json=options.json, note=note, keep=options.rows == LARGEST)
+    note = (
+        f"one core, 2-layer model, chunks of {CHUNK_ROWS:,} rows, medians; rows/s without a job's fixed price, and "
+        f"their ratio to jobs of {YARDSTICK:,} rows before the job and between its chunks"
+    )
+    finish("growth", rows, as_json=options.json, note=note, keep=options.rows == max(TURNS))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ while the result is still in the cache. The choice goes by the maker and is not 
 """
 
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torchlake.runtimes import _cpu
 
 if TYPE_CHECKING:
     import torch
@@ -18,13 +19,11 @@ def use_onednn() -> bool:
     """Whether fp32 products in main memory should be oneDNN's."""
     import torch
 
-    cpuinfo = Path("/proc/cpuinfo")
     return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and cpuinfo.exists()
-        and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
+        and "AuthenticAMD" in _cpu.words()
     )
 
 

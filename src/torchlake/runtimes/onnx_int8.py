@@ -11,7 +11,7 @@ import numpy as np
 
 from torchlake import exports
 from torchlake.errors import UsageError
-from torchlake.runtimes import Forward, _exported, _onnx_export, _onnx_int8
+from torchlake.runtimes import Forward, _cpu, _exported, _onnx_export, _onnx_int8
 from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.06
@@ -46,6 +46,4 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
 def _overflows() -> bool:
     """Whether this is a CPU of x86 that says it has no VNNI."""
-    cpuinfo = Path("/proc/cpuinfo")
-    words = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
-    return "avx2" in words and "vnni" not in words
+    return "avx2" in _cpu.words() and not {"avx512_vnni", "avx_vnni"} & _cpu.words()

@@ -1,0 +1,66 @@
+"""`varlen` in bf16, on CPUs that multiply it (AVX512-BF16 and AMX on x86, bf16 on ARM): PyTorch's oneDNN product.
+
+    x (T, I) bf16 -> product, summed in fp32; bias, GELU or the residual added before it leaves the cache -> bf16
+
+Needs no calibration and no export. Probabilities differ from fp32's in the third decimal, as on a GPU. The weights are
+copied, in the order that the product wants them in, so each process has half of the fp32 model as its own.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchlake.errors import UsageError
+from torchlake.runtimes import Forward, _cpu, _encoder, _ragged
+from torchlake.task_spec import TaskSpec
+
+if TYPE_CHECKING:
+    import torch
+
+TOLERANCE = 0.02
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+
+INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
+TOKENS = 512
+"A batch that the order of the weights is chosen for; others are multiplied with it too."
+
+
+def refusal(folder: Path) -> str | None:
+    """Why the model of `folder` cannot run here; None when it can."""
+    if not INSTRUCTIONS & _cpu.words():
+        return "this CPU has no product of bf16 numbers, which would be slower than fp32: take 'varlen' or 'int8'"
+    return _encoder.refusal(folder)
+
+
+def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+    """The encoder of `folder`, ready to score. Raises as `models.load_model` does, UsageError where it cannot run."""
+    import torch
+
+    if device != "cpu":
+        raise UsageError("The runtime 'bf16' runs on CPUs only; on a GPU take 'varlen', which is in bf16 there.")
+    if not INSTRUCTIONS & _cpu.words() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        reason = refusal(folder) or "this torch was built without oneDNN: take 'varlen'"
+        raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
+    encoder = _encoder.read(folder, spec).to("cpu", torch.bfloat16)
+
+    def feed_forward(layer: _encoder.Layer) -> _encoder.Apply:
+        up, down = _linear(layer.up, encoder.activation), _linear(layer.down)
+        return lambda x: down(up(x, None), x)
+
+    return _ragged.make_forward(encoder, linear=_linear, feed_forward=feed_forward)
+
+
+def _linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multiply:
+    import torch
+
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, TOKENS)
+    bias = layer.bias
+
+    def multiply(x: "torch.Tensor", residual: "torch.Tensor | None") -> "torch.Tensor":
+        result: torch.Tensor
+        if residual is None:
+            result = torch.ops.mkldnn._linear_pointwise(x, packed, bias, activation, [], "none")
+        else:
+            result = torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
+        return result
+
+    return multiply
