@@ -1,6 +1,7 @@
-"""What `varlen`, `int8` and `compiled` promise beyond agreeing with eager: what is left out, which numbers differ."""
+"""What `varlen`, `bf16`, `int8` and `compiled` promise beyond agreeing with eager: what is left out, what differs."""
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import tiny
 from torchlake import models
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
-from torchlake.runtimes import _encoder, compiled, int8, varlen
+from torchlake.runtimes import _cpu, _encoder, bf16, compiled, int8, varlen
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -75,9 +76,38 @@ def test_what_is_not_finite_stays_in_its_token() -> None:
     torch.testing.assert_close(bad[[0, 2]], good[[0, 2]])
 
 
-def test_int8_is_for_cpus(tiny_model: Path) -> None:
+@pytest.mark.parametrize("runtime", [bf16, int8])
+def test_some_are_for_cpus(runtime: ModuleType, tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="CPUs only"):
-        int8.load(tiny_model, models.load_spec(tiny_model), device="cuda")
+        runtime.load(tiny_model, models.load_spec(tiny_model), device="cuda")
+
+
+def test_bf16_is_refused_where_it_would_be_emulated(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cpu, "words", lambda: frozenset({"avx2", "avx512_vnni"}))
+    assert "no product of bf16" in (bf16.refusal(tiny_model) or "")
+    with pytest.raises(UsageError, match="no product of bf16"):
+        bf16.load(tiny_model, models.load_spec(tiny_model), device="cpu")
+
+
+@pytest.mark.skipif(not bf16.INSTRUCTIONS & _cpu.words(), reason="this CPU does not multiply bf16")
+@pytest.mark.parametrize("activation", ["none", "gelu", "relu"])
+def test_a_product_in_bf16_is_off_by_the_rounding_of_its_operands(activation: str) -> None:
+    """Eight bits of significand: operands, and the result, are off by a part in 256 at most; sums are fp32's."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(5, 64), torch.randn(5, 32)
+    layer = _encoder.Linear(torch.randn(32, 64), torch.randn(32))
+    short = _encoder.Linear(layer.weight.bfloat16(), layer.bias.bfloat16())
+    exact = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    reach = torch.nn.functional.linear(x.abs(), layer.weight.abs(), layer.bias.abs())
+    functions = {"none": lambda y: y, "gelu": torch.nn.functional.gelu, "relu": torch.relu}
+    product = bf16._linear(short, activation)(x.bfloat16(), None)
+    assert product.dtype == torch.bfloat16
+    off = (product.float() - functions[activation](exact)).abs()
+    assert (off <= 4 / 256 * reach).all()
+    assert (off > 0).any()
+    if activation == "none":
+        total = bf16._linear(short)(x.bfloat16(), residual.bfloat16())
+        assert ((total.float() - exact - residual).abs() <= 4 / 256 * (reach + residual.abs())).all()
 
 
 def test_one_compilation_serves_all_shapes(tiny_model: Path) -> None:

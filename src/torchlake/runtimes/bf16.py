@@ -1,4 +1,4 @@
-"""`varlen` in bf16, on CPUs that multiply it (AVX512-BF16 and AMX on x86, bf16 on ARM): PyTorch's oneDNN product.
+"""`varlen` in bf16, on CPUs of x86 that multiply it (AVX512-BF16, AMX): PyTorch's oneDNN product.
 
     x (T, I) bf16 -> product, summed in fp32; bias, GELU or the residual added before it leaves the cache -> bf16
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TOLERANCE = 0.02
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
-INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
+INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 TOKENS = 512
 "A batch that the order of the weights is chosen for; others are multiplied with it too."
 
@@ -27,7 +27,7 @@ TOKENS = 512
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
     if not INSTRUCTIONS & _cpu.words():
-        return "this CPU has no product of bf16 numbers, which would be slower than fp32: take 'varlen' or 'int8'"
+        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'int8'"
     return _encoder.refusal(folder)
 
 
