@@ -75,18 +75,18 @@ def _own_signal_stack() -> Iterator[None]:
         library.sigaltstack(ctypes.byref(before), None)
 
 
-def forward(folder: Path, *, exact: bool) -> Forward:
-    """What `write` wrote, as a Forward. Unless `exact`, what is not in 8 bits may run in bf16, on CPUs made for it."""
+def forward(folder: Path) -> Forward:
+    """What `write` wrote, as a Forward."""
     openvino = library()
     settings = {
+        # On a CPU with bf16 OpenVINO would compute in bf16 unasked.
+        "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
         "INFERENCE_NUM_THREADS": _exported.threads(),
         # Every process would pin itself to the same first core.
         "ENABLE_CPU_PINNING": False,
     }
-    if exact:  # on a CPU with bf16 OpenVINO computes in bf16 unasked
-        settings["INFERENCE_PRECISION_HINT"] = "f32"
     with _own_signal_stack():
         compiled = openvino.Core().compile_model(str(folder / GRAPH), "CPU", settings)
     request = compiled.create_infer_request()

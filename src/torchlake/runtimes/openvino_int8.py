@@ -1,7 +1,6 @@
 """OpenVINO on CPUs with linear layers in 8 bits, calibrated on the user's rows (`_onnx_int8.py`, `_openvino.py`).
 
-The 8-bit graph is the one of `onnx_int8`; OpenVINO merges more of what stands between two products, and computes that
-in bf16 on CPUs that are made for it.
+The 8-bit graph is the one of `onnx_int8`; OpenVINO merges more of what stands between two products.
 """
 
 from collections.abc import Sequence
@@ -36,4 +35,4 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The calibrated model. Raises UsageError on a GPU, and when there is no export of these weights."""
     _exported.only_on_cpus("openvino_int8", device)
-    return _openvino.forward(_exported.found(folder, "openvino_int8", calibrated=CALIBRATED), exact=False)
+    return _openvino.forward(_exported.found(folder, "openvino_int8", calibrated=CALIBRATED))
