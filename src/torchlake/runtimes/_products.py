@@ -13,6 +13,9 @@ from torchlake.runtimes import _cpu
 if TYPE_CHECKING:
     import torch
 
+    from torchlake.runtimes._encoder import Linear
+    from torchlake.runtimes._ragged import Multiply
+
 
 @cache
 def use_onednn() -> bool:
@@ -45,3 +48,14 @@ def product_and_sum(
 
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
     return result
+
+
+def linear(layer: "Linear", activation: str = "none") -> "Multiply":
+    """A layer by oneDNN, as `_ragged.make_forward` asks for it; its weight may be packed for oneDNN."""
+
+    def multiply(x: "torch.Tensor", residual: "torch.Tensor | None") -> "torch.Tensor":
+        if residual is None:
+            return product(x, layer.weight, layer.bias, activation=activation)
+        return product_and_sum(x, layer.weight, layer.bias, residual)
+
+    return multiply

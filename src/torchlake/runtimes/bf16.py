@@ -7,14 +7,10 @@ copied, in the order that the product wants them in, so each process has half of
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchlake.errors import UsageError
-from torchlake.runtimes import Forward, _cpu, _encoder, _ragged
+from torchlake.runtimes import Forward, _cpu, _encoder, _products, _ragged
 from torchlake.task_spec import TaskSpec
-
-if TYPE_CHECKING:
-    import torch
 
 TOLERANCE = 0.02
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
@@ -53,14 +49,4 @@ def _linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multipl
     import torch
 
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, TOKENS)
-    bias = layer.bias
-
-    def multiply(x: "torch.Tensor", residual: "torch.Tensor | None") -> "torch.Tensor":
-        result: torch.Tensor
-        if residual is None:
-            result = torch.ops.mkldnn._linear_pointwise(x, packed, bias, activation, [], "none")
-        else:
-            result = torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
-        return result
-
-    return multiply
+    return _products.linear(_encoder.Linear(packed, layer.bias), activation)

@@ -6,13 +6,9 @@ another order, so logits differ by rounding. On a GPU in bf16, since the variabl
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchlake.runtimes import Forward, _encoder, _products, _ragged
 from torchlake.task_spec import TaskSpec
-
-if TYPE_CHECKING:
-    import torch
 
 TOLERANCE = 1e-5
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
@@ -26,7 +22,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     encoder = _encoder.read(folder, spec)
     if device != "cpu":
         encoder = encoder.to(device, torch.bfloat16)
-    linear = _onednn_linear if device == "cpu" and _products.use_onednn() else _linear
+    linear = _products.linear if device == "cpu" and _products.use_onednn() else _linear
 
     def feed_forward(layer: _encoder.Layer) -> _encoder.Apply:
         up, down = linear(layer.up, encoder.activation), linear(layer.down)
@@ -46,14 +42,5 @@ def _linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multipl
         if activate is not None:
             result = activate(result)
         return result if residual is None else result.add_(residual)
-
-    return multiply
-
-
-def _onednn_linear(layer: _encoder.Linear, activation: str = "none") -> _ragged.Multiply:
-    def multiply(x: "torch.Tensor", residual: "torch.Tensor | None") -> "torch.Tensor":
-        if residual is None:
-            return _products.product(x, layer.weight, layer.bias, activation=activation)
-        return _products.product_and_sum(x, layer.weight, layer.bias, residual)
 
     return multiply
