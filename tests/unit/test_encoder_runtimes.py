@@ -89,7 +89,7 @@ def test_bf16_is_refused_where_it_would_be_emulated(tiny_model: Path, monkeypatc
         bf16.load(tiny_model, models.load_spec(tiny_model), device="cpu")
 
 
-@pytest.mark.skipif(not bf16.INSTRUCTIONS & _cpu.words(), reason="this CPU does not multiply bf16")
+@pytest.mark.skipif(not _cpu.multiplies_bf16(), reason="this CPU does not multiply bf16")
 @pytest.mark.parametrize("activation", ["none", "gelu", "relu"])
 def test_a_product_in_bf16_is_off_by_the_rounding_of_its_operands(activation: str) -> None:
     """Eight bits of significand: operands, and the result, are off by a part in 256 at most; sums are fp32's."""

@@ -19,6 +19,8 @@ from torchlake import models, plugins
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.runtimes import (
+    _calibration,
+    _cpu,
     _exported,
     _onnx_export,
     _onnx_int8,
@@ -130,11 +132,13 @@ def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, mo
     assert "an ONNX file holds 2 GB" in RUNTIMES[name].refusal(exported)
 
 
-def test_a_cpu_that_overflows_is_refused(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_int8, "_overflows", lambda: True)
-    assert "VNNI" in str(onnx_int8.refusal(exported))
+@pytest.mark.parametrize("name", ["int8", "onnx_int8", "static_int8"])
+def test_a_cpu_that_overflows_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cpu, "words", lambda: frozenset({"avx2", "avx512f"}))
+    runtime = plugins.load("runtimes", name)
+    assert "VNNI" in str(runtime.refusal(exported))
     with pytest.raises(UsageError, match="VNNI"):
-        onnx_int8.load(exported, models.load_spec(exported), device="cpu")
+        runtime.load(exported, models.load_spec(exported), device="cpu")
 
 
 def test_nothing_is_printed(exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -211,12 +215,12 @@ def test_one_calibration_serves_both_runtimes(exported: Path, tmp_path: Path, mo
     assert calibrated
 
 
-def quantised_error(smooth: np.ndarray, seen: _onnx_int8.Seen, weight: np.ndarray) -> float:
+def quantised_error(smooth: np.ndarray, seen: _calibration.Seen, weight: np.ndarray) -> float:
     sample = np.concatenate(seen.sample)
     loud = np.isinf(smooth)
-    scale, zero = _onnx_int8._range(seen.low / smooth, seen.high / smooth)
+    scale, zero = _calibration.grid(seen.low / smooth, seen.high / smooth)
     x = (np.clip(np.rint(sample / smooth / scale) + zero, 0, 255) - zero) * scale
-    rounded, scales = _onnx_int8._round_weights(_onnx_int8._scaled(weight, smooth))
+    rounded, scales = _calibration.round_weights(_calibration.scaled(weight, smooth))
     return float(np.abs(x @ (rounded * scales) + sample[:, loud] @ weight[loud] - sample @ weight).mean())
 
 
@@ -226,19 +230,19 @@ def test_loud_channels_do_not_drown_the_others(loud_channels: int) -> None:
     x = generator.normal(size=(200, 64)).astype(np.float32)
     x[:, :loud_channels] *= 60
     weight = generator.normal(size=(64, 32)).astype(np.float32)
-    seen = _onnx_int8.Seen(x.min(axis=0), x.max(axis=0), [x])
-    smooth = _onnx_int8._smoothing(seen, weight)
+    seen = _calibration.Seen(x.min(axis=0), x.max(axis=0), [x])
+    smooth = _calibration.smoothing(seen, weight)
     plain = quantised_error(np.ones(64, dtype=np.float32), seen, weight)
     error = quantised_error(smooth, seen, weight)
     assert error <= plain
     if loud_channels:
         assert error < plain / 2
-    assert np.isinf(smooth).sum() == (_onnx_int8.LOUD_CHANNELS if loud_channels == 1 else 0)
+    assert np.isinf(smooth).sum() == (_calibration.LOUD_CHANNELS if loud_channels == 1 else 0)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 2.0), (-2.0, -1.0), (0.0, 0.0)])
 def test_a_range_holds_zero_exactly(low: float, high: float) -> None:
-    scale, zero = _onnx_int8._range(np.array([low], np.float32), np.array([high], np.float32))
+    scale, zero = _calibration.grid(np.array([low], np.float32), np.array([high], np.float32))
     assert scale > 0
     assert 0 <= zero <= 255
     for value in (low, high):

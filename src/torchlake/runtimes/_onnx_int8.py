@@ -1,39 +1,11 @@
-"""Linear layers of an ONNX graph in 8 bits, with scales found once on the user's rows.
+"""Linear layers of an ONNX graph in 8 bits, with ranges found on the user's rows (`_calibration.py`).
 
-    x (T, I) -> x / s -> 8 bits, one range for all tokens -> product with s * W in 8 bits, a scale per output -> fp32
-    x (T, 4) of the loudest channels  ----------------------> product with W in fp32 ------------------------->  +
-
-Encoders have a few channels, at a few tokens, tens of times louder than the rest; one range for all then leaves the
-rest a few of its 256 steps. Two things are done about it. Part of the loudness moves into the weights, channel by
-channel (Xiao et al. 2022, SmoothQuant). How much, each layer decides by itself: of a handful of exponents it takes the
-one whose rounded product is nearest to the exact one on a sample of tokens (Lin et al. 2023, AWQ). And where it divides
-the remaining error by two, the four loudest channels keep their fp32 (Dettmers et al. 2022, LLM.int8), which channels
-known beforehand make cheap. The range is then that of all calibration tokens, somewhat more where they are few.
-
-What it gives for a MiniLM fine-tuned on 8,530 reviews, on 1,066 others, calibrated on 300; fp32 is right on 82.6 %:
-
-    range                               labels that agree    mean difference of a probability    speed
-    least and largest                              97.9 %    0.019                               1.00
-    99.999th percentile                            97.4 %    0.019
-    99.9th percentile                              92.1 %    0.071
-    smallest squared error                         98.4 %    0.017
-    half of the loudness moved, everywhere         96.5 %    0.031
-    nncf, static with SmoothQuant                  99.2 %    0.010
-    each layer's own exponent               99.0 - 99.5 %    0.008
-    and four channels where they help       99.5 - 99.9 %    0.005                               0.92 - 1.00
-
-Percentiles cut off the very channels that carry a sentence's summary. Softmax, norms, GELU, residuals, embeddings and
-the classifier stay in fp32. Dynamic quantisation is no choice here: ONNX Runtime takes its ranges from the whole batch,
-so a row's answer would depend on its neighbours.
-
-Price: a pass over the calibration rows, then a dozen matrix products per layer on some 512 tokens. Both runtimes
-that take such a graph share it where they were calibrated on the same rows.
+Softmax, norms, GELU, residuals, embeddings and the classifier stay in fp32. Dynamic quantisation is no choice here:
+ONNX Runtime takes its ranges from the whole batch, so a row's answer would depend on its neighbours. Both runtimes that
+take such a graph share it where they were calibrated on the same rows.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -42,38 +14,16 @@ import numpy as np
 
 from torchlake import exports
 from torchlake.errors import UsageError
-from torchlake.runtimes import _onnx_export
+from torchlake.runtimes import _calibration, _onnx_export
+from torchlake.runtimes._calibration import Batches, Seen
 from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import onnx
 
-Batches = Sequence[tuple[np.ndarray, np.ndarray]]
-
 ROWS = "rows.sha256"
-EXPONENTS = (0.5, 0.65, 0.8, 0.95)
-LOUD_CHANNELS = 4
-WORTH_IT = 2.0
-"Channels are multiplied in fp32 where that divides a layer's squared error by this much."
-SAMPLE_TOKENS = 512
-MARGIN = 4.0
-"Few tokens have not seen the extremes: 130 of them widen every range by a third, 8,000 by a twentieth."
-TOKENS_AT_ONCE = 512
-"Every linear layer's input is held for so many tokens: 130 MB for roberta-base."
-
-
-@dataclass
-class Seen:
-    """What went into a linear layer: each channel's range over all tokens, and a sample of them."""
-
-    low: np.ndarray
-    "(I,)"
-    high: np.ndarray
-    "(I,)"
-    sample: list[np.ndarray] = field(default_factory=list)
-    "(S, I) together."
-    tokens: int = 0
-    "How many went in."
+ACTIVATIONS = ("Gelu", "Mul", "Relu")
+"With which of them an activation ends in a graph. Rounding that follows it at once is done in the product before it."
 
 
 def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
@@ -83,11 +33,7 @@ def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
     """
     import onnx
 
-    if not batches:
-        raise UsageError(
-            f"{folder}: 8-bit ranges are found on rows like those to score, and there are none. Give some: "
-            f"torchlake optimize {folder} --sample TABLE"
-        )
+    _calibration.check_rows(folder, batches)
     with TemporaryDirectory(dir=place) as scratch:
         model = onnx.load(str(_onnx_export.graph(folder, spec, Path(scratch))))
         # Shapes of the trace, of no use to anybody, which contradict what is put in.
@@ -121,11 +67,6 @@ def _fingerprint(batches: Batches) -> str:
     return digest.hexdigest()
 
 
-def rows(batches: Batches) -> int:
-    """How many rows the batches hold."""
-    return sum(len(ids) for ids, _ in batches)
-
-
 def _linear_layers(model: "onnx.ModelProto") -> dict[str, list["onnx.NodeProto"]]:
     """The products with constant matrices, by the name of what they multiply (queries, keys and values share theirs).
 
@@ -140,6 +81,27 @@ def _linear_layers(model: "onnx.ModelProto") -> dict[str, list["onnx.NodeProto"]
     return layers
 
 
+def _biases(model: "onnx.ModelProto") -> dict[str, tuple["onnx.NodeProto", int, np.ndarray]]:
+    """Where a constant vector is added to what alone uses an output: the node, the vector's place in it, the vector."""
+    from onnx import numpy_helper
+
+    # Biases of equal numbers are one constant, under as many names.
+    same = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"}
+    vectors = {constant.name: constant for constant in model.graph.initializer if len(constant.dims) == 1}
+    users: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            users.setdefault(name, []).append(node)
+    found = {}
+    for name, (user, *others) in users.items():
+        if user.op_type == "Add" and not others:
+            for place, other in enumerate(user.input):
+                vector = vectors.get(same.get(other, other))
+                if other != name and vector is not None:
+                    found[name] = (user, place, numpy_helper.to_array(vector))
+    return found
+
+
 def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path: Path) -> dict[str, Seen]:
     """Run the calibration rows through the fp32 graph and note what goes into each linear layer."""
     import onnx
@@ -150,10 +112,10 @@ def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path:
     onnx.save(watched, str(path))
     session = _onnx_export.session(path)
     total = sum(int(mask.sum()) for _, mask in batches)
-    share = SAMPLE_TOKENS / total
+    share = _calibration.SAMPLE_TOKENS / total
     generator = np.random.default_rng(0)
     seen: dict[str, Seen] = {}
-    for ids, mask in _small(batches):
+    for ids, mask in _calibration.small(batches):
         tokens = np.flatnonzero(mask)
         taken = tokens[generator.random(len(tokens)) < share]
         values = session.run(names, {"input_ids": ids, "attention_mask": mask})
@@ -161,29 +123,9 @@ def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path:
             flat = value.reshape(-1, value.shape[-1])
             # Some models multiply tables of positions too, which are no tokens and have no padding.
             of_tokens = value.shape[:-1] == mask.shape
-            _note(seen, name, flat[tokens] if of_tokens else flat, flat[taken] if of_tokens else flat)
-    for inputs in seen.values():
-        inputs.low, inputs.high = (
-            bound * np.float32(1 + MARGIN / np.sqrt(inputs.tokens)) for bound in (inputs.low, inputs.high)
-        )
-    return seen
-
-
-def _note(seen: dict[str, Seen], name: str, values: np.ndarray, sample: np.ndarray) -> None:
-    low, high = values.min(axis=0), values.max(axis=0)
-    known = seen.setdefault(name, Seen(low, high))
-    known.low, known.high = np.minimum(known.low, low), np.maximum(known.high, high)
-    known.tokens += len(values)
-    if sum(map(len, known.sample)) < SAMPLE_TOKENS:
-        known.sample.append(sample[:SAMPLE_TOKENS])
-
-
-def _small(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same rows in batches of few padded tokens."""
-    for ids, mask in batches:
-        count = max(1, TOKENS_AT_ONCE // ids.shape[1])
-        for first in range(0, len(ids), count):
-            yield ids[first : first + count], mask[first : first + count]
+            known = seen.setdefault(name, _calibration.nothing_seen(flat.shape[1]))
+            known.add(flat[tokens] if of_tokens else flat, flat[taken] if of_tokens else flat)
+    return {name: inputs.widened() for name, inputs in seen.items()}
 
 
 def _quantize(model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]], seen: dict[str, Seen]) -> None:
@@ -198,24 +140,30 @@ def _quantize(model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]
         model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
+    biases = _biases(model)
+    ends_of_activations = {node.output[0] for node in model.graph.node if node.op_type in ACTIVATIONS}
     for x, nodes in layers.items():
         matrices = [numpy_helper.to_array(constants[node.input[1]]).astype(np.float32) for node in nodes]
-        smooth = _smoothing(seen[x], np.concatenate(matrices, axis=1))
+        activated = x in ends_of_activations
+        smooth = _calibration.smoothing(seen[x], np.concatenate(matrices, axis=1), plain_is_faster=activated)
         loud = np.flatnonzero(np.isinf(smooth))
-        scale, zero = _range(seen[x].low / smooth, seen[x].high / smooth)
+        scale, zero = _calibration.grid(seen[x].low / smooth, seen[x].high / smooth)
+        # A zero point that moves into the bias is one step less after each product.
+        in_bias = all(node.output[0] in biases for node in nodes)
         grid = [constant(f"{x}.scale", scale), constant(f"{x}.zero", zero)]
-        before[nodes[0].output[0]] = [
-            helper.make_node("Mul", [x, constant(f"{x}.smooth", 1 / smooth)], [f"{x}.smoothed"]),
-            helper.make_node("QuantizeLinear", [f"{x}.smoothed", *grid], [f"{x}.int8"]),
-            helper.make_node("DequantizeLinear", [f"{x}.int8", *grid], [f"{x}.rounded"]),
+        back = [grid[0], constant(f"{x}.no_zero", np.uint8(0)) if in_bias else grid[1]]
+        plain = activated and bool((smooth == 1).all())
+        first = before[nodes[0].output[0]] = [
+            helper.make_node("QuantizeLinear", [x if plain else f"{x}.smoothed", *grid], [f"{x}.int8"]),
+            helper.make_node("DequantizeLinear", [f"{x}.int8", *back], [f"{x}.rounded"]),
         ]
+        if not plain:
+            first.insert(0, helper.make_node("Mul", [x, constant(f"{x}.smooth", 1 / smooth)], [f"{x}.smoothed"]))
         if len(loud):
-            before[nodes[0].output[0]].append(
-                helper.make_node("Gather", [x, constant(f"{x}.channels", loud)], [f"{x}.loud"], axis=-1)
-            )
+            first.append(helper.make_node("Gather", [x, constant(f"{x}.channels", loud)], [f"{x}.loud"], axis=-1))
         for node, matrix in zip(nodes, matrices, strict=True):
             name = node.output[0]
-            rounded, scales = _round_weights(_scaled(matrix, smooth))
+            rounded, scales = _calibration.round_weights(_calibration.scaled(matrix, smooth))
             weight = [
                 constant(f"{name}.weight", rounded),
                 constant(f"{name}.weight.scale", scales),
@@ -223,6 +171,10 @@ def _quantize(model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]
             ]
             node.input[0], node.input[1] = f"{x}.rounded", f"{name}.weight.rounded"
             before.setdefault(name, []).append(helper.make_node("DequantizeLinear", weight, [node.input[1]], axis=1))
+            if in_bias:
+                add, place, bias = biases[name]
+                moved = scale * np.float32(zero) * scales * rounded.sum(axis=0, dtype=np.int32)
+                add.input[place] = constant(f"{name}.bias", (bias - moved).astype(np.float32))
             if len(loud):
                 node.output[0] = f"{name}.quiet"
                 after[node.output[0]] = [
@@ -242,61 +194,3 @@ def _quantize(model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]
     del model.graph.node[:], model.graph.initializer[:]
     model.graph.node.extend(ordered)
     model.graph.initializer.extend(kept)
-
-
-def _smoothing(seen: Seen, weight: np.ndarray) -> np.ndarray:
-    """What each channel (I,) is divided by before it is rounded, infinity for one that is to be multiplied in fp32.
-
-    `weight` is (I, O), of all layers that share x.
-    """
-    sample = np.concatenate(seen.sample)
-    loudness = np.maximum(np.abs(seen.low), np.abs(seen.high))
-
-    def best_of(quiet: np.ndarray) -> tuple[float, np.ndarray]:
-        exact = sample @ np.where(quiet[:, None], weight, np.float32(0))
-
-        def error(smooth: np.ndarray) -> float:
-            scale, zero = _range(seen.low / smooth, seen.high / smooth)
-            x = (np.clip(np.rint(sample * (1 / (smooth * scale))) + zero, 0, 255) - zero) * scale
-            rounded, scales = _round_weights(_scaled(weight, smooth))
-            return float(np.square((x @ rounded.astype(np.float32)) * scales - exact).mean())
-
-        return min(((error(smooth), smooth) for smooth in _candidates(loudness, weight, quiet)), key=itemgetter(0))
-
-    quiet = np.ones(len(loudness), dtype=bool)
-    error, smooth = best_of(quiet)
-    if len(loudness) > LOUD_CHANNELS:
-        quiet[np.argsort(loudness)[-LOUD_CHANNELS:]] = False
-        other_error, other = best_of(quiet)
-        if other_error < error / WORTH_IT:
-            return other
-    return smooth
-
-
-def _candidates(loudness: np.ndarray, weight: np.ndarray, quiet: np.ndarray) -> Iterator[np.ndarray]:
-    """No smoothing, and smoothing by each exponent; (I,) float32, infinity for channels that are not `quiet`."""
-    heavy = np.abs(weight).max(axis=1)
-    loud, heavy = (np.maximum(values, values[quiet].max() * 1e-3 + 1e-12) for values in (loudness, heavy))
-    yield np.where(quiet, np.float32(1), np.float32(np.inf))
-    for exponent in EXPONENTS:
-        smooth = loud**exponent / heavy ** (1 - exponent)
-        yield np.where(quiet, smooth / np.exp(np.log(smooth[quiet]).mean()), np.inf).astype(np.float32)
-
-
-def _scaled(weight: np.ndarray, smooth: np.ndarray) -> np.ndarray:
-    """The weights (I, O) that make good for what x was divided by."""
-    return weight * np.where(np.isinf(smooth), np.float32(0), smooth)[:, None]
-
-
-def _range(low: np.ndarray, high: np.ndarray) -> tuple[np.float32, np.uint8]:
-    """Scale and zero point of unsigned 8 bits that hold all channels' ranges, and zero exactly."""
-    least, largest = min(float(low.min()), 0.0), max(float(high.max()), 0.0)
-    scale = np.float32((largest - least) / 255 or 1.0)
-    return scale, np.uint8(np.clip(np.rint(-least / scale), 0, 255))
-
-
-def _round_weights(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(I, O) as int8, and the scale (O,) of each output."""
-    scales = (np.abs(weight).max(axis=0) / 127).astype(np.float32)
-    scales[scales == 0] = 1.0
-    return np.clip(np.rint(weight / scales), -127, 127).astype(np.int8), scales

@@ -1,7 +1,7 @@
 """OpenVINO on CPUs: an ONNX graph kept as OpenVINO's own two files, and executed.
 
 It reads the ONNX graph that the runtimes of ONNX Runtime make, in fp32 or with layers in 8 bits. nncf, which would put
-them in 8 bits otherwise, agrees less with the model (see `_onnx_int8.py`) and is no faster.
+them in 8 bits otherwise, agrees less with the model (see `_calibration.py`) and is no faster.
 
 Kernels are made for each shape when it first comes, and kept: some 10 ms per shape, whatever the number of layers, so a
 process is at its full speed after a few hundred batches of rows sorted by length.
@@ -75,12 +75,12 @@ def _own_signal_stack() -> Iterator[None]:
         library.sigaltstack(ctypes.byref(before), None)
 
 
-def forward(folder: Path) -> Forward:
-    """What `write` wrote, as a Forward."""
+def forward(folder: Path, *, precision: str) -> Forward:
+    """What `write` wrote, as a Forward. `precision`, f32 or bf16, is that of whatever is not in 8 bits."""
     openvino = library()
     settings = {
-        # On a CPU with bf16 OpenVINO would compute in bf16 unasked.
-        "INFERENCE_PRECISION_HINT": "f32",
+        # Unasked, OpenVINO would choose by the CPU.
+        "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
         "INFERENCE_NUM_THREADS": _exported.threads(),

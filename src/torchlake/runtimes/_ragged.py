@@ -18,6 +18,9 @@ from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm, Rag
 if TYPE_CHECKING:
     import torch
 
+SHORT = 64
+"Tokens of a row up to which attention is three products over all heads at once."
+
 Multiply = Callable[["torch.Tensor", "torch.Tensor | None"], "torch.Tensor"]
 
 
@@ -109,10 +112,24 @@ def _attend(
         k, v = (part[at:end].view(count, length, heads, depth).transpose(1, 2) for part in (keys, values))
         place = slice(begin, begin + count * asked)
         q = queries[place].view(count, asked, heads, depth).transpose(1, 2)
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        if length <= SHORT:
+            mixed = _mix_short(q, k, v)
+        else:
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         context[place].view(count, asked, heads, depth).copy_(mixed.transpose(1, 2))
         at, begin = end, begin + count * asked
     return context.view(-1, heads * depth)
+
+
+def _mix_short(queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor") -> "torch.Tensor":
+    """softmax(Q K^T / sqrt(D)) V for short rows, whose scores fit into a cache; all (B, heads, L, D).
+
+    torch's own attention multiplies head by head, and that many small products cost more than what they compute.
+    """
+    import torch
+
+    scores = (queries @ keys.transpose(-1, -2)).float().mul_(queries.shape[-1] ** -0.5)
+    return torch.softmax(scores, -1).to(values.dtype) @ values
 
 
 def _attend_flash(

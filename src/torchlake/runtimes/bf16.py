@@ -15,14 +15,13 @@ from torchlake.task_spec import TaskSpec
 TOLERANCE = 0.02
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
-INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 TOKENS = 512
 "A batch that the order of the weights is chosen for; others are multiplied with it too."
 
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    if not INSTRUCTIONS & _cpu.words():
+    if not _cpu.multiplies_bf16():
         return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'int8'"
     return _encoder.refusal(folder)
 
@@ -33,7 +32,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     if device != "cpu":
         raise UsageError("The runtime 'bf16' runs on CPUs only; on a GPU take 'varlen', which is in bf16 there.")
-    if not INSTRUCTIONS & _cpu.words() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not _cpu.multiplies_bf16() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         reason = refusal(folder) or "this torch was built without oneDNN: take 'varlen'"
         raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
     encoder = _encoder.read(folder, spec).to("cpu", torch.bfloat16)

@@ -8,23 +8,27 @@ nothing but the row, and large values in one row cost the others no precision (Y
 gives is never below -0.17: moved up by as much it fills all eight bits instead of half of them. Embeddings, norms,
 softmax, GELU, residuals and the classifier stay in fp32.
 
-Rows are laid end to end as in `varlen`. Needs no calibration. Fast where the CPU has VNNI (x86 since about 2019).
+Rows are laid end to end as in `varlen`. Needs no calibration. On x86 it needs VNNI (since about 2019).
 """
 
 from pathlib import Path
 
 from torchlake.errors import UsageError
-from torchlake.runtimes import Forward, _encoder, _ragged
+from torchlake.runtimes import Forward, _cpu, _encoder, _ragged
 from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.05
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
-refusal = _encoder.refusal
 
 LOWEST = {"gelu": 0.17, "relu": 0.0}
 "How far below zero an activation's values go, at most."
 SMALLEST_SCALE = 1e-30
 "Of a token that is all zeros."
+
+
+def refusal(folder: Path) -> str | None:
+    """Why the model of `folder` cannot run here; None when it can."""
+    return _cpu.overflow() or _encoder.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -33,6 +37,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     if device != "cpu":
         raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU take 'varlen'.")
+    if reason := _cpu.overflow():
+        raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UsageError(
             "The runtime 'int8' needs a torch that was built with oneDNN; this one was not. Take 'varlen'."

@@ -1,6 +1,7 @@
-"""OpenVINO on CPUs with linear layers in 8 bits, calibrated on the user's rows (`_onnx_int8.py`, `_openvino.py`).
+"""OpenVINO on CPUs with linear layers in 8 bits, calibrated on the user's rows (`_calibration.py`, `_openvino.py`).
 
-The 8-bit graph is the one of `onnx_int8`; OpenVINO merges more of what stands between two products.
+The 8-bit graph is the one of `onnx_int8`; OpenVINO merges more of what stands between two products. What is not in 8
+bits is in bf16 where the CPU multiplies it, else in fp32.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from torchlake import exports
-from torchlake.runtimes import Forward, _exported, _onnx_int8, _openvino
+from torchlake.runtimes import Forward, _calibration, _cpu, _exported, _onnx_int8, _openvino
 from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.06
@@ -24,7 +25,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
     """Export the model of `folder`, calibrated on `batches`, into it. Raises UsageError without rows or when it cannot
     be exported, StorageError, and as `models.load_model` does.
     """
-    rows, versions = _onnx_int8.rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
+    rows, versions = _calibration.rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
     with (
         exports.making(folder, "openvino_int8", rows=rows, versions=versions) as place,
         TemporaryDirectory(dir=place) as scratch,
@@ -35,4 +36,5 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The calibrated model. Raises UsageError on a GPU, and when there is no export of these weights."""
     _exported.only_on_cpus("openvino_int8", device)
-    return _openvino.forward(_exported.found(folder, "openvino_int8", calibrated=CALIBRATED))
+    export = _exported.found(folder, "openvino_int8", calibrated=CALIBRATED)
+    return _openvino.forward(export, precision="bf16" if _cpu.multiplies_bf16() else "f32")

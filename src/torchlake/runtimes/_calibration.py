@@ -1,0 +1,166 @@
+"""Ranges of 8 bits for what goes into linear layers, found once on the user's rows.
+
+    x (T, I) -> x / s -> 8 bits, one range for all tokens -> product with s * W in 8 bits, a scale per output -> fp32
+    x (T, 4) of the loudest channels  ----------------------> product with W in fp32 ------------------------->  +
+
+Encoders have a few channels, at a few tokens, tens of times louder than the rest; one range for all then leaves the
+rest a few of its 256 steps. Two things are done about it. Part of the loudness moves into the weights, channel by
+channel (Xiao et al. 2022, SmoothQuant). How much, each layer decides by itself: of a handful of exponents it takes the
+one whose rounded product is nearest to the exact one on a sample of tokens (Lin et al. 2023, AWQ). And where it divides
+the remaining error by two, the four loudest channels keep their fp32 (Dettmers et al. 2022, LLM.int8), which channels
+known beforehand make cheap. The range is then that of all calibration tokens, somewhat more where they are few.
+
+What it gives for a MiniLM fine-tuned on 8,530 reviews, on 1,066 others, calibrated on 300, in ONNX Runtime; fp32 is
+right on 82.6 %:
+
+    range                               labels that agree    mean difference of a probability    speed
+    least and largest                              97.9 %    0.019                               1.00
+    99.999th percentile                            97.4 %    0.019
+    99.9th percentile                              92.1 %    0.071
+    smallest squared error                         98.4 %    0.017
+    half of the loudness moved, everywhere         96.5 %    0.031
+    nncf, static with SmoothQuant                  99.2 %    0.010
+    each layer's own exponent               99.0 - 99.5 %    0.008
+    and four channels where they help       99.5 - 99.9 %    0.005                               0.92 - 1.00
+
+Percentiles cut off the very channels that carry a sentence's summary.
+
+Price: a pass over the calibration rows, then a dozen matrix products per layer on some 512 tokens.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+
+from torchlake.errors import UsageError
+
+Batches = Sequence[tuple[np.ndarray, np.ndarray]]
+
+EXPONENTS = (0.5, 0.65, 0.8, 0.95)
+LOUD_CHANNELS = 4
+WORTH_IT = 2.0
+"Channels are multiplied in fp32 where that divides a layer's squared error by this much."
+PRICE = 1.5
+"What no smoothing may cost in squared error where it saves a pass over the numbers."
+SAMPLE_TOKENS = 512
+MARGIN = 4.0
+"Few tokens have not seen the extremes: 130 of them widen every range by a third, 8,000 by a twentieth."
+TOKENS_AT_ONCE = 512
+"Every linear layer's input is held for so many tokens: 130 MB for roberta-base."
+
+
+@dataclass
+class Seen:
+    """What went into a linear layer: each channel's range over all tokens, and a sample of them."""
+
+    low: np.ndarray
+    "(I,)"
+    high: np.ndarray
+    "(I,)"
+    sample: list[np.ndarray] = field(default_factory=list)
+    "(S, I) together."
+    tokens: int = 0
+    "How many went in."
+
+    def add(self, values: np.ndarray, sample: np.ndarray) -> None:
+        """Take in what came next: all of it (T, I), and some of it (S, I) to keep."""
+        self.low, self.high = np.minimum(self.low, values.min(axis=0)), np.maximum(self.high, values.max(axis=0))
+        self.tokens += len(values)
+        if sum(map(len, self.sample)) < SAMPLE_TOKENS:
+            self.sample.append(sample[:SAMPLE_TOKENS])
+
+    def widened(self) -> "Seen":
+        """The same with ranges as wide as those of all rows to come should be."""
+        more = np.float32(1 + MARGIN / np.sqrt(self.tokens))
+        return Seen(self.low * more, self.high * more, self.sample, self.tokens)
+
+
+def nothing_seen(channels: int) -> Seen:
+    """Of a layer that takes so many channels, before the first token."""
+    return Seen(np.full(channels, np.inf, np.float32), np.full(channels, -np.inf, np.float32))
+
+
+def rows(batches: Batches) -> int:
+    """How many rows the batches hold."""
+    return sum(len(ids) for ids, _ in batches)
+
+
+def check_rows(folder: Path, batches: Batches) -> None:
+    """Raise UsageError with the remedy where there are no rows to find ranges on."""
+    if not batches:
+        raise UsageError(
+            f"{folder}: 8-bit ranges are found on rows like those to score, and there are none. Give some: "
+            f"torchlake optimize {folder} --sample TABLE"
+        )
+
+
+def small(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The same rows in batches of few padded tokens."""
+    for ids, mask in batches:
+        count = max(1, TOKENS_AT_ONCE // ids.shape[1])
+        for first in range(0, len(ids), count):
+            yield ids[first : first + count], mask[first : first + count]
+
+
+def smoothing(seen: Seen, weight: np.ndarray, *, plain_is_faster: bool = False) -> np.ndarray:
+    """What each channel (I,) is divided by before it is rounded, infinity for one that is to be multiplied in fp32.
+
+    `weight` is (I, O), of all layers that share x. `plain_is_faster`: ones save a pass, so they are taken
+    unless that costs too much.
+    """
+    sample = np.concatenate(seen.sample)
+    loudness = np.maximum(np.abs(seen.low), np.abs(seen.high))
+
+    def best_of(quiet: np.ndarray) -> tuple[float, np.ndarray]:
+        exact = sample @ np.where(quiet[:, None], weight, np.float32(0))
+
+        def error(smooth: np.ndarray) -> float:
+            scale, zero = grid(seen.low / smooth, seen.high / smooth)
+            x = (np.clip(np.rint(sample * (1 / (smooth * scale))) + zero, 0, 255) - zero) * scale
+            rounded, scales = round_weights(scaled(weight, smooth))
+            return float(np.square((x @ rounded.astype(np.float32)) * scales - exact).mean())
+
+        tried = [(error(smooth), smooth) for smooth in _candidates(loudness, weight, quiet)]
+        best = min(tried, key=itemgetter(0))
+        return tried[0] if plain_is_faster and quiet.all() and tried[0][0] < best[0] * PRICE else best
+
+    quiet = np.ones(len(loudness), dtype=bool)
+    error, smooth = best_of(quiet)
+    if len(loudness) > LOUD_CHANNELS:
+        quiet[np.argsort(loudness)[-LOUD_CHANNELS:]] = False
+        other_error, other = best_of(quiet)
+        if other_error < error / WORTH_IT:
+            return other
+    return smooth
+
+
+def _candidates(loudness: np.ndarray, weight: np.ndarray, quiet: np.ndarray) -> Iterator[np.ndarray]:
+    """No smoothing, and smoothing by each exponent; (I,) float32, infinity for channels that are not `quiet`."""
+    heavy = np.abs(weight).max(axis=1)
+    loud, heavy = (np.maximum(values, values[quiet].max() * 1e-3 + 1e-12) for values in (loudness, heavy))
+    yield np.where(quiet, np.float32(1), np.float32(np.inf))
+    for exponent in EXPONENTS:
+        smooth = loud**exponent / heavy ** (1 - exponent)
+        yield np.where(quiet, smooth / np.exp(np.log(smooth[quiet]).mean()), np.inf).astype(np.float32)
+
+
+def scaled(weight: np.ndarray, smooth: np.ndarray) -> np.ndarray:
+    """The weights (I, O) that make good for what x was divided by."""
+    return weight * np.where(np.isinf(smooth), np.float32(0), smooth)[:, None]
+
+
+def grid(low: np.ndarray, high: np.ndarray) -> tuple[np.float32, np.uint8]:
+    """Scale and zero point of unsigned 8 bits that hold all channels' ranges, and zero exactly."""
+    least, largest = min(float(low.min()), 0.0), max(float(high.max()), 0.0)
+    scale = np.float32((largest - least) / 255 or 1.0)
+    return scale, np.uint8(np.clip(np.rint(-least / scale), 0, 255))
+
+
+def round_weights(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(I, O) as int8, and the scale (O,) of each output."""
+    scales = (np.abs(weight).max(axis=0) / 127).astype(np.float32)
+    scales[scales == 0] = 1.0
+    return np.clip(np.rint(weight / scales), -127, 127).astype(np.int8), scales
