@@ -203,6 +203,19 @@ def test_linear_layers_are_in_8_bits_and_the_rest_is_not(exported: Path) -> None
     assert all(kinds[node.input[1]] == library.TensorProto.FLOAT for node in left)
 
 
+def test_zero_points_are_in_the_biases(exported: Path) -> None:
+    """One step less after each product, and none of them in bf16 where OpenVINO computes the rest in it."""
+    import onnx as library
+
+    graph = library.load(str(exported / "runtimes" / "onnx_int8" / "model.onnx")).graph
+    constants = {constant.name: library.numpy_helper.to_array(constant) for constant in graph.initializer}
+    back = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] not in constants]
+    assert len(back) == 2 * 4 + 1
+    assert {int(constants[node.input[2]]) for node in back} == {0}
+    there = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert any(int(constants[node.input[2]]) != 0 for node in there)
+
+
 def test_one_calibration_serves_both_runtimes(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, spec = copy_of(exported, tmp_path / "model", exports=False), models.load_spec(exported)
     onnx_int8.prepare(folder, spec, [batch([5, 8])])
