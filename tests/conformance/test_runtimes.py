@@ -120,7 +120,7 @@ def test_declares_what_it_promises(name: str, tmp_path: Path) -> None:
     assert hasattr(runtime, "prepare") == hasattr(runtime, "CALIBRATED")
 
 
-OF_THE_FAMILY = ["bettertransformer", "bf16", "int8", "static_int8", "varlen"]
+OF_THE_FAMILY = ["bettertransformer", "bf16", "int8", "varlen"]
 
 
 @pytest.mark.parametrize("name", OF_THE_FAMILY)

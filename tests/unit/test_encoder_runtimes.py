@@ -13,7 +13,7 @@ import tiny
 from torchlake import models
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
-from torchlake.runtimes import _cpu, _encoder, bf16, compiled, int8, varlen
+from torchlake.runtimes import _cpu, _encoder, _ragged, bf16, compiled, int8, varlen
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -108,6 +108,16 @@ def test_a_product_in_bf16_is_off_by_the_rounding_of_its_operands(activation: st
     if activation == "none":
         total = bf16._linear(short)(x.bfloat16(), residual.bfloat16())
         assert ((total.float() - exact - residual).abs() <= 4 / 256 * (reach + residual.abs())).all()
+
+
+@pytest.mark.parametrize("length", [1, 15, 31, 64])
+def test_short_rows_in_bf16_mix_as_torch_does(length: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, length, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    mixed = _ragged._mix_short(*(part.bfloat16() for part in (q, k, v)))
+    assert mixed.dtype == torch.bfloat16
+    assert (mixed.float() - expected).abs().max() <= 0.03 * v.abs().max()
 
 
 def test_one_compilation_serves_all_shapes(tiny_model: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, mo
     assert "an ONNX file holds 2 GB" in RUNTIMES[name].refusal(exported)
 
 
-@pytest.mark.parametrize("name", ["int8", "onnx_int8", "static_int8"])
+@pytest.mark.parametrize("name", ["int8", "onnx_int8"])
 def test_a_cpu_that_overflows_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cpu, "words", lambda: frozenset({"avx2", "avx512f"}))
     runtime = plugins.load("runtimes", name)
