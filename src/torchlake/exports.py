@@ -23,10 +23,13 @@ from torchlake.failpoints import failpoint
 from torchlake.tables.staging import exchange
 
 FOLDER = "runtimes"
+FORMAT = 2
+"Raised when a runtime would compute older exports otherwise than they were measured; those count as absent."
 
 
 def current(folder: Path, name: str) -> Path | None:
-    """The folder of the runtime's export of the model in `folder`; None where there is none of these very weights.
+    """The folder of the runtime's export of the model in `folder`; None where there is none of these very weights
+    and of this format.
 
     Price: one read of its files.
     """
@@ -36,6 +39,8 @@ def current(folder: Path, name: str) -> Path | None:
     try:
         manifest = durable.check_manifest(place)
     except DataError:
+        return None
+    if manifest.get("format") != FORMAT:
         return None
     return place if manifest.get("weights") == model_folders.model_hash(folder) else None
 
@@ -67,7 +72,7 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
         durable.write_manifest(
             temporary,
             site="export",
-            format=1,
+            format=FORMAT,
             runtime=name,
             weights=model_folders.model_hash(folder),
             rows=rows,

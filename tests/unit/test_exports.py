@@ -35,12 +35,22 @@ def test_an_export_is_there_when_the_block_is_left(model: Path) -> None:
     export = exports.current(model, "onnx")
     assert export == model / "runtimes" / "onnx"
     manifest = json.loads((export / "manifest.json").read_text())
-    assert manifest["format"] == 1
+    assert manifest["format"] == exports.FORMAT
     assert manifest["runtime"] == "onnx"
     assert manifest["rows"] == 3
     assert manifest["versions"] == {"onnx": "1.0"}
     assert list(manifest["files"]) == ["model.onnx"]
     assert os.listdir(model / "runtimes") == ["onnx"]
+
+
+def test_an_export_of_an_older_format_is_as_good_as_absent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports, "FORMAT", exports.FORMAT - 1)
+    make(model)
+    assert exports.current(model, "onnx") is not None
+    monkeypatch.undo()
+    assert exports.current(model, "onnx") is None
+    make(model)
+    assert exports.current(model, "onnx") is not None
 
 
 def test_others_may_read_what_they_may_read_in_the_model(model: Path) -> None:

@@ -184,6 +184,13 @@ def _quantize(model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]
                     helper.make_node("Add", [node.output[0], f"{name}.exact"], [name]),
                 ]
                 before[node.output[0]] = before.pop(name)
+    _put_in(model, before, after)
+
+
+def _put_in(
+    model: "onnx.ModelProto", before: dict[str, list["onnx.NodeProto"]], after: dict[str, list["onnx.NodeProto"]]
+) -> None:
+    """New nodes before and after those that have these outputs; constants that nothing uses any more go."""
     ordered = [
         new
         for node in model.graph.node
