@@ -4,6 +4,7 @@ That they agree with `eager` is asked in tests/conformance.
 """
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from torchlake.errors import UsageError
 from torchlake.runtimes import (
     _calibration,
     _cpu,
+    _encoder,
     _exported,
     _onnx_export,
     _onnx_int8,
@@ -226,6 +228,46 @@ def test_one_calibration_serves_both_runtimes(exported: Path, tmp_path: Path, mo
     assert not calibrated
     openvino_int8.prepare(folder, spec, [batch([5, 9])])
     assert calibrated
+
+
+def ranks_of_products(folder: Path) -> set[int]:
+    """Of all products in a graph that OpenVINO is given: 3 and 4 dimensions, and 5 where attention stays in parts."""
+    graph = _openvino.library().Core().read_model(str(folder / "model.xml"))
+    products = [node for node in graph.get_ordered_ops() if node.get_type_name() == "MatMul"]
+    return {node.get_output_partial_shape(0).rank.get_length() for node in products}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+def test_attention_in_parts_is_the_same_attention(activation: str, tmp_path: Path, tiny_bert: Path) -> None:
+    encoder = copy_of(tiny_bert, tmp_path / "encoder")
+    config = json.loads((encoder / "config.json").read_text())
+    # With another activation it is exported as transformers writes it, not as `_encoder_module` does.
+    (encoder / "config.json").write_text(json.dumps({**config, "hidden_act": activation}))
+    folder = tiny.build_model(tmp_path / "model", encoder=encoder)
+    assert (_encoder.refusal(folder) is None) == (activation == "gelu")
+    spec, pad_id = models.load_spec(folder), models.load_tokenizer(folder).pad_token_id
+    graph = _onnx_export.graph(folder, spec, tmp_path)
+    merged, parts = tmp_path / "merged", tmp_path / "parts"
+    for place in (merged, parts):
+        place.mkdir()
+        _openvino.write(graph, place, attention_in_parts=place is parts)
+    assert 5 not in ranks_of_products(merged)
+    assert 5 in ranks_of_products(parts)
+    eager = plugins.load("runtimes", "eager").load(folder, spec, device="cpu")
+    in_parts = _openvino.forward(parts, precision="f32")
+    for lengths in LENGTHS:
+        rows = batch(lengths, pad_id)
+        np.testing.assert_allclose(in_parts(*rows), eager(*rows), atol=1e-5)
+
+
+def test_attention_is_laid_out_for_the_rows_of_the_calibration(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, spec = copy_of(exported, tmp_path / "model", exports=False), models.load_spec(exported)
+    monkeypatch.setattr(_openvino, "SHORT", dict.fromkeys(_openvino.SHORT, 15))
+    for lengths, short in [([5, 8, 14], True), ([4, 4, 4, 20], True), ([4, 4, 4, 30], False), ([30], False)]:
+        openvino_int8.prepare(folder, spec, [batch(lengths)])
+        assert (5 in ranks_of_products(folder / "runtimes" / "openvino_int8")) == short, lengths
 
 
 def quantised_error(smooth: np.ndarray, seen: _calibration.Seen, weight: np.ndarray) -> float:

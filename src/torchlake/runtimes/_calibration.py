@@ -88,6 +88,12 @@ def rows(batches: Batches) -> int:
     return sum(len(ids) for ids, _ in batches)
 
 
+def row_of_a_token(batches: Batches) -> float:
+    """How long the row is that a token is in, on average over tokens: attention's time goes by that."""
+    lengths = np.concatenate([mask.sum(axis=1) for _, mask in batches])
+    return float(np.square(lengths).sum() / lengths.sum())
+
+
 def check_rows(folder: Path, batches: Batches) -> None:
     """Raise UsageError with the remedy where there are no rows to find ranges on."""
     if not batches:

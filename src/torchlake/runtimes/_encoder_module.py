@@ -60,7 +60,7 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
             x = self.norm(self.words(input_ids) + self.positions(_positions(input_ids)))
-            hidden = ((1.0 - attention_mask.to(x.dtype)) * HIDDEN_KEY)[:, None, None, :]
+            hidden = torch.where(attention_mask.to(torch.bool), 0.0, HIDDEN_KEY)[:, None, None, :]
             for block in self.blocks:
                 x = block(x, hidden)
             return self.head(x[:, 0])

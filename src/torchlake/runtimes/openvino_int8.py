@@ -1,7 +1,7 @@
 """OpenVINO on CPUs with linear layers in 8 bits, calibrated on the user's rows (`_calibration.py`, `_openvino.py`).
 
 The 8-bit graph is the one of `onnx_int8`; OpenVINO merges more of what stands between two products. What is not in 8
-bits is in bf16 where the CPU multiplies it, else in fp32.
+bits is in bf16 where the CPU multiplies it, else in fp32. Attention is laid out for the length of the rows too.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,17 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
         exports.making(folder, "openvino_int8", rows=rows, versions=versions) as place,
         TemporaryDirectory(dir=place) as scratch,
     ):
-        _openvino.write(_onnx_int8.graph(folder, spec, batches, Path(scratch)), place)
+        graph = _onnx_int8.graph(folder, spec, batches, Path(scratch))
+        short = _calibration.row_of_a_token(batches) <= _openvino.SHORT[_precision()]
+        _openvino.write(graph, place, attention_in_parts=short)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The calibrated model. Raises UsageError on a GPU, and when there is no export of these weights."""
     _exported.only_on_cpus("openvino_int8", device)
     export = _exported.found(folder, "openvino_int8", calibrated=CALIBRATED)
-    return _openvino.forward(export, precision="bf16" if _cpu.multiplies_bf16() else "f32")
+    return _openvino.forward(export, precision=_precision())
+
+
+def _precision() -> str:
+    return "bf16" if _cpu.multiplies_bf16() else "f32"
