@@ -88,8 +88,8 @@ def rows(batches: Batches) -> int:
     return sum(len(ids) for ids, _ in batches)
 
 
-def row_of_a_token(batches: Batches) -> float:
-    """How long the row is that a token is in, on average over tokens: attention's time goes by that."""
+def mean_row_length(batches: Batches) -> float:
+    """Tokens of a row, each row weighted by its tokens: attention's time goes by the row that a token is in."""
     lengths = np.concatenate([mask.sum(axis=1) for _, mask in batches])
     return float(np.square(lengths).sum() / lengths.sum())
 

@@ -23,8 +23,8 @@ from torchlake.runtimes import Forward, _exported
 GRAPH = "model.xml"
 WEIGHTS = "model.bin"
 TELEMETRY = "openvino_telemetry"
-KEYS_TURNED = [0, 2, 3, 1]
-"(B, L, heads, D) to (B, heads, D, L): the order of the transposition that queries are multiplied by."
+KEYS_ORDER = [0, 2, 3, 1]
+"Of axes, where keys are transposed from (B, L, heads, D) to (B, heads, D, L), to be multiplied by queries."
 SHORT = {"bf16": 250, "f32": 40}
 "Tokens of a row up to which attention in parts is the faster one, by precision (measured; docs/decisions.md)."
 
@@ -72,13 +72,14 @@ def _take_attention_apart(model: Any) -> None:
         if product.get_type_name() != "MatMul" or product.get_output_partial_shape(0).rank != 4:
             continue
         left, right = product.input_values()
-        turned = product.get_attributes()["transpose_b"]
-        last = right.get_node()
-        if last.get_type_name() == "Transpose" and last.input_value(1).get_node().get_data().tolist() == KEYS_TURNED:
-            right, turned = ops.transpose(last.input_value(0), by_head).output(0), True
-        five = ops.matmul(ops.unsqueeze(left, first), ops.unsqueeze(right, first), False, turned)
+        transpose_right = product.get_attributes()["transpose_b"]
+        before = right.get_node()
+        if before.get_type_name() == "Transpose" and before.input_value(1).get_node().get_data().tolist() == KEYS_ORDER:
+            right, transpose_right = ops.transpose(before.input_value(0), by_head), True
+        wider = ops.matmul(ops.unsqueeze(left, first), ops.unsqueeze(right, first), False, transpose_right)
+        result = ops.squeeze(wider, first).output(0)
         for user in product.output(0).get_target_inputs():
-            user.replace_source_output(ops.squeeze(five, first).output(0))
+            user.replace_source_output(result)
     model.validate_nodes_and_infer_types()
 
 

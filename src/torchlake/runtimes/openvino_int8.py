@@ -31,7 +31,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
         TemporaryDirectory(dir=place) as scratch,
     ):
         graph = _onnx_int8.graph(folder, spec, batches, Path(scratch))
-        short = _calibration.row_of_a_token(batches) <= _openvino.SHORT[_precision()]
+        short = _calibration.mean_row_length(batches) <= _openvino.SHORT[_precision()]
         _openvino.write(graph, place, attention_in_parts=short)
 
 
