@@ -7,7 +7,6 @@ The libraries that are slow to load are loaded by the work (`commands.py`), not 
 """
 
 import json
-import logging
 import signal
 import sys
 import traceback
@@ -19,8 +18,9 @@ import typer
 
 from torchlake import commands
 from torchlake.commands import Outcome, engine_settings, given, make_engine
-from torchlake.console import apart, error_outcome, interruptible, resume_line
+from torchlake.console import apart, error_outcome, interruptible, log_to_stderr, resume_line
 from torchlake.errors import Interrupted, TorchlakeError, UsageError
+from torchlake.redaction import redacted
 
 app = typer.Typer(
     name="torchlake",
@@ -416,8 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = words[: words.index("--")] if "--" in words else words
     words = ["version" if word == "--version" else word for word in words[:1]] + words[1:]
     as_json = "--json" in ours
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    logging.getLogger("torchlake").setLevel(logging.INFO)
+    log_to_stderr()
     with interruptible(), apart(as_json) as out:
         outcome = _run(words)
         text = json.dumps(commands.plain(outcome.values)) if as_json else "\n".join(outcome.lines)
@@ -445,7 +444,7 @@ def _run(words: list[str]) -> Outcome:
         message = "Stopped by Ctrl-C."
         return error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{resume_line(words)}")
     except Exception as error:
-        traceback.print_exc()
+        print(redacted(traceback.format_exc()), file=sys.stderr)
         message = (
             f"{type(error).__name__}: {error}\nThis is a fault in torchlake, not in your input. Please report it with "
             "the traceback above and the output of `torchlake doctor`."

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError
+from torchlake.redaction import redacted
 
 if TYPE_CHECKING:
     from torchlake.engine_options import EngineConfig
@@ -88,7 +89,9 @@ def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str |
     lines = _grid([["trial", "", done.metric, "steps", *searched, ""], *rows], left=(1, len(searched) + 4))
     facts = {"best run": done.best.folder, "model": done.model, "its job": done.folder / "job.yaml"}
     values = {name: getattr(done, name) for name in ("folder", "model", "metric", "best", "trials")}
-    return Outcome(values={**values, "job": done.job.model_dump(mode="json")}, lines=[*lines, "", *_table(facts)])
+    return Outcome(
+        values={**values, "job": redacted(done.job.model_dump(mode="json"))}, lines=[*lines, "", *_table(facts)]
+    )
 
 
 def predict(model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from torchlake.redaction import redacted
 from torchlake.yaml_tree import Location, dotted, quote
 
 
@@ -28,7 +29,8 @@ def sentence(
 
 
 def _complaint(problem: Any, location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
-    kind, given, context = problem["type"], problem["input"], problem.get("ctx", {})
+    kind, context = problem["type"], problem.get("ctx", {})
+    given = redacted(problem["input"], dotted(location))
     shown = quote(given)
     bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
     words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}

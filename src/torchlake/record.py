@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchlake import durable
+from torchlake.redaction import redacted
 
 Line = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -96,7 +97,7 @@ def log_file(path: Path, *, rank: int) -> Iterator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A log record as one JSON line."""
+    """A log record as one JSON line, without secrets."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -108,10 +109,10 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "rank": self.rank,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": redacted(record.getMessage()),
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = redacted(self.formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False)
 
 

@@ -1,33 +1,91 @@
-"""Secrets taken out of what is shown: passwords in URLs, tokens, signatures."""
+"""Secrets taken out of what is written or shown: by the name that a value has, and by the value's own shape.
+
+A name is read as words: `spark.ssl.keyStorePassword` is "spark ssl key store password". Some words and pairs of words
+name a credential (SECRET); a word after them may say that the value is only about one, as in `credentials.provider`
+(ABOUT). The names are those of Spark, Hadoop (S3A, ABFS, WASB, GCS), fsspec, MLflow, Hugging Face, and of environment
+variables. Price: a few regular expressions for each value; a log passes at 5 MB a second.
+"""
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
-SECRET_KEYS = re.compile(r"(?i)passw|secret|credential|authorization|signature|api_?key|access_?key|(^|_)token$")
+REDACTED = "[redacted]"
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+SECRET = re.compile(
+    r"\b(?:\w*passw(?:or)?d|(?:store|ssl|user|db|bind|proxy) pass|passphrase"
+    r"|(?:admin|db|login|root|sql|user) pwd|\w*secrets?|\w*credentials?"
+    r"|authorization|signature|jwt|sas|saskey|\w*keyfile|conn(?:ection)? ?str(?:ing)?"
+    r"|(?:access|account|api|auth|customer|encryption|license|master|private|secret|service|session|shared|signing|ssh"
+    r"|storage|subscription) ?keys?"
+    r"|(?:storage|fs|filesystem|s3) (?:options|opts|kwargs) key|\w*token|(?:access|auth|hadoop|oauth|refresh) tokens"
+    r"|(?:zk|zookeeper) auth)\b"
+)
+ABOUT = re.compile(
+    r"\b(?:acl|algorithm|alias|binding|bits|cache|caching|class|count|enabled?|endpoint|expires|expiry|fallback|fetch"
+    r"|files?|interval|length|lifetime|max|min|mode|paths?|period|port|providers?|regex|renew|renewal|resolver|retry"
+    r"|rolling|size|timeout|ttl|types?|uri|url|validity|version)\b"
+)
+TEXT_TOKEN = re.compile(
+    r"\b(?:additional|audio|begin|bos|cls|end|eos|first|image|last|mask|next|pad|padding|per|sep|special|start|stop|unk"
+    r"|video) token\b"
+)
+# A storage account or container may have any name, also one of the words in ABOUT: it ends what is read.
+OF_AZURE = re.compile(r"(?i)fs\.azure\.(?:account\.key(?![a-z])|sas\.[^.]+\.[^.]+\.(?:blob|dfs|file)\.)")
+AZURE_ACCOUNT = re.compile(r"(?i)\.[\w-]+\.(?:blob|dfs|file)\.(?:core|fabric|storage)\.[\w.]+$")
+PLAIN = frozenset({"", "true", "false", "none", "null"})
+"What is no secret under any name."
+
 # A user, and a password; but Azure's URLs name a container there.
 USER = re.compile(r"\b(?!(?:abfss?|wasbs?)://[^:/\s@]+@)(\w+://)([^/\s@]+)@")
 SECRETS = (
-    (USER, r"\1[redacted]@"),
+    (USER, rf"\1{REDACTED}@"),
     (
         re.compile(r"(?i)([?&;](?:[\w-]*(?:token|sig|signature|key|secret|password|credential))=)[^&;\s]+"),
-        r"\1[redacted]",
+        rf"\1{REDACTED}",
     ),
-    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|glpat-|dapi|xox[abp]-)[A-Za-z0-9_-]{10,}"), "[redacted]"),
-    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), "[redacted]"),
-    (re.compile(r"(?i)\b(bearer|basic) [a-z0-9+/=._-]{8,}"), r"\1 [redacted]"),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REDACTED),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), REDACTED),
+    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|dapi|xox[abp]-|ya29\.)[A-Za-z0-9_-]{10,}"), REDACTED),
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{30,}"), REDACTED),
+    (re.compile(r"(?i)\b(bearer|basic) [a-z0-9+/=._-]{8,}"), rf"\1 {REDACTED}"),
+)
+ASSIGNED = re.compile(
+    r"""(?<![\w.-])(?P<name>[A-Za-z][\w.-]{2,200})(?P<between>["']?\s?[=:]\s?)(?P<value>"[^"]*"|'[^']*'|[^\s,;&'"}]+)"""
 )
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """`value` with everything that looks like a secret replaced, by its key's name or by its own shape."""
+    """`value` with every secret replaced, by its dotted name, which begins with `key`, or by its own shape."""
     if isinstance(value, Mapping):
-        return {name: redacted(item, name) for name, item in value.items()}
-    if isinstance(value, list):
+        return {name: redacted(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
         return [redacted(item, key) for item in value]
     if isinstance(value, str):
-        if SECRET_KEYS.search(key):
-            return "[redacted]"
-        for pattern, replacement in SECRETS:
-            value = pattern.sub(replacement, value)
+        return REDACTED if value.lower() not in PLAIN and is_secret(key) else _without_secrets(value)
     return value
+
+
+@lru_cache(maxsize=4096)
+def is_secret(name: str) -> bool:
+    """Whether the value of a setting, option or variable of that name is a credential."""
+    if OF_AZURE.search(name):
+        return True
+    words = " ".join(WORD.findall(AZURE_ACCOUNT.sub("", name))).lower()
+    found = [match.end() for match in SECRET.finditer(TEXT_TOKEN.sub("", words))]
+    return bool(found) and not ABOUT.search(TEXT_TOKEN.sub("", words), found[-1])
+
+
+def _without_secrets(text: str) -> str:
+    for pattern, replacement in SECRETS:
+        text = pattern.sub(replacement, text)
+    pieces, done, start = [], 0, 0
+    while match := ASSIGNED.search(text, start):
+        # The value of a harmless name may be a name itself, as in "refused: password=x".
+        start = match.start("value")
+        if match["value"].strip("\"'").lower() not in PLAIN and is_secret(match["name"]):
+            quote = match["value"][0] if match["value"][0] in "\"'" else ""
+            pieces += [text[done:start], f"{quote}{REDACTED}{quote}"]
+            done = start = match.end()
+    return "".join([*pieces, text[done:]])

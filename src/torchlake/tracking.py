@@ -120,8 +120,9 @@ def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Itera
 def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
     """The MLflow run of this run folder in that store, made when there is none yet."""
     state: dict[str, Any] = durable.read_json(folder / STATE) if (folder / STATE).exists() else {}
-    if store in state:
-        run_id: str = state[store]
+    shown = str(redacted(store))
+    if shown in state:
+        run_id: str = state[shown]
         _drop_empty(store, run_id)
         client.update_run(run_id, status="RUNNING")
         return run_id
@@ -129,7 +130,7 @@ def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
     experiment = client.create_experiment(EXPERIMENT) if found is None else found.experiment_id
     tags = {"torchlake.run": str(folder.resolve())}
     run_id = client.create_run(experiment, tags=tags, run_name=folder.resolve().name).info.run_id
-    durable.write_json(folder / STATE, {**state, store: run_id}, site="tracking")
+    durable.write_json(folder / STATE, {**state, shown: run_id}, site="tracking")
     return run_id
 
 
