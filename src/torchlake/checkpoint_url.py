@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 from torchlake import durable
 from torchlake.checkpoint_folder import BEST, RUN, STATE, Draft, Files
-from torchlake.errors import DataError, MissingExtra, StorageError, UsageError
+from torchlake.errors import DataError, MissingExtra, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.redaction import USER, redacted
-from torchlake.tables.files import filesystem_of
+from torchlake.tables.files import check_url, filesystem_of
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +60,15 @@ class Remote:
     def check(self) -> None:
         """Raise UsageError or MissingExtra when there is no such kind of storage here; nothing is connected to."""
         import fsspec
-        from fsspec.utils import get_protocol
 
         try:
-            fsspec.get_filesystem_class(get_protocol(self.url))
+            fsspec.get_filesystem_class(check_url(self.url, to_write=True))
         except ImportError as error:
             raise MissingExtra(
                 f"train.checkpoint_folder: {self}: {error}. For S3: pip install 'torchlake[s3]'"
             ) from None
-        except ValueError as error:
-            raise UsageError(f"train.checkpoint_folder: {self}: {error}") from None
+        except TableError as error:
+            raise UsageError(f"train.checkpoint_folder: {error}") from None
 
     def path(self, name: str) -> Path:
         return self.mirror / name

@@ -139,7 +139,7 @@ def test_a_place_that_holds_something_else_is_refused(tmp_path: Path, make: Call
 def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = "ftp://reader:hush%21@host/lake"
+    url = "hdfs://reader:hush%21@host/lake"
     calls = 0
 
     def filesystem_of(given: str) -> tuple[Any, str]:
@@ -155,7 +155,7 @@ def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
     place = checkpoint_places.find(url, tmp_path)
     checkpoint_places.claim(place, BELONGS, "first")
     monkeypatch.setattr(checkpoint_url, "PAUSES_S", ())
-    with pytest.raises(StorageError, match=r"ftp://\[redacted\]@host/lake/run.json: .* does not answer") as told:
+    with pytest.raises(StorageError, match=r"hdfs://\[redacted\]@host/lake/run.json: .* does not answer") as told:
         place.read("run.json")
     assert "run the same command again" in str(told.value)
     for said in (str(told.value), caplog.text, str(place), repr(place)):
@@ -163,8 +163,9 @@ def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
 
 
 def test_a_storage_that_nothing_here_can_open_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"train.checkpoint_folder: s4://\[redacted\]@x/y: Protocol not known"):
-        checkpoint_places.find("s4://user:secret@x/y", tmp_path)
+    for url in ("s4://user:secret@x/y", "https://user:secret@x/y", "simplecache::s3://user:secret@x/y"):
+        with pytest.raises(UsageError, match=r"train.checkpoint_folder: .*://\[redacted\]@x/y: .* is refused"):
+            checkpoint_places.find(url, tmp_path)
     if not any(fsspec.registry.get(name) for name in ("gs", "gcs")):
         with pytest.raises(MissingExtra, match="gcsfs"):
             checkpoint_places.find("gs://x/y", tmp_path)
