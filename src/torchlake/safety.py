@@ -4,8 +4,9 @@
 depth it has not bounded first, and refuses whatever could run code or reach outside the folder:
 
     weights         safetensors only; a pickle anywhere in the folder is refused, used or not
-    configuration   no key that names code or a kernel
-    files           plain files; a link may not lead out of the folder (a hub snapshot's may lead to its own blobs)
+    configuration   no key that names code, and nothing for which transformers would ask the hub for a kernel
+    files           plain files; a link may not lead out of the folder (a hub snapshot's may lead to its own blobs), nor
+                    may the name of a file in a configuration
     sizes           JSON by bytes and by depth, safetensors by the length that their header claims
 
 Price: one read of the JSON files, well under a second for the largest tokenizer.json; the weights are only measured.
@@ -50,9 +51,14 @@ CODE_KEYS = frozenset(
         "__reduce__",
     }
 )
-IMPLEMENTATIONS = frozenset(
-    {None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm"}
-)
+# Kernels are compiled code. Where the library `kernels` is installed, transformers (5.5 to 5.23) downloads them for
+# flash attention that is not installed, for names with a slash, for other kinds of experts than these ...
+IMPLEMENTATIONS = frozenset({None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"})
+# ... for many a quantization_config, and for these models as they are built.
+MODELS_WITH_KERNELS = frozenset({"mra", "rwkv", "sam3_video", "yoso"})
+NAMES_FILE = re.compile(r"(?:_files?|_spm|(?<!name_or)_path|^vocab|^merges|^transformers_weights)$")
+NOT_OPENED = "special_tokens_map_file"
+"Older versions of transformers wrote it into tokenizer_config.json, with a path of their machine; none opens it."
 
 
 def check_folder(path: str | Path, *, weights: bool = True) -> None:
@@ -191,11 +197,34 @@ def _check_keys(file: Path, value: Any, at: tuple[str, ...]) -> None:
         if str(key).endswith(("attn_implementation", "experts_implementation")):
             for name in inner.values() if isinstance(inner, dict) else [inner]:
                 if not (name is None or isinstance(name, str)) or name not in IMPLEMENTATIONS:
-                    raise UnsafeError(
-                        f"{file}: refused by the rule 'no code': {'.'.join(where)!r} is {str(name)[:80]!r}, which is "
-                        "not one of the implementations that transformers itself has"
-                    )
+                    raise _kernel(file, where, name, "Delete the key; what is fastest is chosen here.")
+        if key == "model_type" and inner in tuple(MODELS_WITH_KERNELS):
+            raise _kernel(file, where, inner, "Choose a model of another kind.")
+        if key in ("quantization_config", "compression_config") and inner is not None:
+            raise _kernel(file, where, inner, "Give the model's weights as they were before they were quantized.")
+        if NAMES_FILE.search(str(key)) and key != NOT_OPENED:
+            _check_names(file, where, inner)
         _check_keys(file, inner, where)
+
+
+def _kernel(file: Path, where: tuple[str, ...], value: Any, remedy: str) -> UnsafeError:
+    return UnsafeError(
+        f"{file}: refused by the rule 'no code': for {'.'.join(where)!r} = {str(value)[:80]!r} transformers may "
+        f"download compiled kernels and run them. {remedy}"
+    )
+
+
+def _check_names(file: Path, where: tuple[str, ...], value: Any) -> None:
+    """Refuse the name of a file that is not in the folder: it would be sought elsewhere, by its path or from here."""
+    for name in value if isinstance(value, list) else [value]:
+        if not isinstance(name, str):
+            continue
+        in_folder = Path(name).name == name and (isinstance(value, list) or (file.parent / name).is_file())
+        if not in_folder or where[-1] in ("vocab", "merges"):
+            raise UnsafeError(
+                f"{file}: refused by the rule 'no way out': {'.'.join(where)!r} names {name[:80]!r}, which is not the "
+                "name of a file in the folder. Delete the key, or put the file into the folder and its name there."
+            )
 
 
 def _check_index(folder: Path, index: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -122,6 +123,136 @@ def test_a_key_that_names_code_is_refused(folder: Path, tmp_path: Path, file: st
 def test_the_implementations_of_transformers_are_no_code(folder: Path) -> None:
     edit(folder / "config.json", _attn_implementation_autoset=True, attn_implementation="sdpa")
     models.check_folder(folder)
+
+
+KERNELS: list[tuple[str, Any]] = [
+    *(("attn_implementation", f"flash_attention_{version}") for version in (2, 3, 4)),
+    ("_attn_implementation", "flash_attention_2"),
+    ("_attn_implementation", "kernels-community/flash-attn2"),
+    ("_attn_implementation", "kernels-community/flash-attn2@main:flash_attn_func"),
+    ("attn_implementation", "MiniMaxAI/msa"),
+    ("attn_implementation", "paged|kernels-community/flash-attn2"),
+    ("attn_implementation", "paged|flash_attention_2"),
+    ("attn_implementation", ["flash_attention_2"]),
+    ("attn_implementation", {"": "sdpa", "text_config": "flash_attention_3"}),
+    ("attn_implementation", {"text_config": {"": "evil/kernel"}}),
+    ("text_config", {"_attn_implementation": "flash_attention_2"}),
+    ("text_config", {"deeper": [{"attn_implementation": "evil/kernel"}]}),
+    ("per_layer_config", {"0": {"attn_implementation": "flash_attention_2"}}),
+    ("experts_implementation", "deepgemm"),
+    ("experts_implementation", "sonicmoe"),
+    ("_experts_implementation", "deepgemm_megamoe"),
+    *(
+        ("quantization_config", {"quant_method": method})
+        for method in ("eetq", "fbgemm_fp8", "fp8", "mxfp8", "mxfp4", "nvfp4", "metal", "gguf", "no-such-method")
+    ),
+    ("text_config", {"quantization_config": {"quant_method": "mxfp4"}}),
+    ("model_type", "mra"),
+    ("model_type", "rwkv"),
+    ("model_type", "yoso"),
+    ("text_config", {"model_type": "yoso"}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), KERNELS)
+def test_nothing_in_a_folder_leads_to_a_kernel(folder: Path, key: str, value: Any) -> None:
+    edit(folder / "config.json", **{key: value})
+    error = refused(folder)
+    assert isinstance(error, UnsafeError)
+    assert "no code" in str(error)
+    (folder / "generation_config.json").write_text(json.dumps({key: value}))
+    shutil.copy(folder / "generation_config.json", folder / "config.json")
+    assert isinstance(refused(folder), UnsafeError)
+
+
+def test_every_way_of_transformers_to_a_kernel_is_known() -> None:
+    """A file of a new transformers that loads kernels is a way that the gate has to decide on."""
+    import transformers
+
+    package = Path(transformers.__file__).parent
+    asks = re.compile(r"(?<!def )\b(?:get_kernel|lazy_load_kernel|load_and_register_attn_kernel)\(")
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if path.name != "hub_kernels.py" and asks.search(path.read_text(encoding="utf-8"))
+    }
+    models_of_theirs = {path.split("/")[1] for path in found if path.startswith("models/")}
+    assert models_of_theirs <= safety.MODELS_WITH_KERNELS
+    assert {path for path in found if not path.startswith("models/")} <= {
+        # Asked for by an implementation, or by a way of scaling experts:
+        "modeling_flash_attention_utils.py",
+        "integrations/msa_attention.py",
+        "integrations/deepgemm.py",
+        "integrations/sonicmoe.py",
+        # by a quantization_config, or a GGUF file, which no gate lets in:
+        "integrations/eetq.py",
+        "integrations/fbgemm_fp8.py",
+        "integrations/finegrained_fp8.py",
+        "integrations/gguf/kernels.py",
+        "integrations/metal_quantization.py",
+        "integrations/mxfp4.py",
+        "integrations/nvfp4.py",
+        # and by asking whether flash attention is there, which follows from an implementation.
+        "utils/import_utils.py",
+    }
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention", None])
+def test_an_implementation_that_is_let_in_asks_for_no_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, implementation: str | None
+) -> None:
+    """As if the library `kernels` were installed: no road into the folder reaches it."""
+    from transformers import modeling_utils
+    from transformers.integrations import hub_kernels
+
+    asked: list[object] = []
+    monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda *args, **options: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **options: asked.append(args))
+    edit(folder / "config.json", attn_implementation=implementation)
+    models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "key", ["tokenizer_file", "vocab_file", "spm_file", "target_spm", "gguf_file", "a_config_path"]
+)
+def test_a_configuration_names_no_file_outside_of_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path / "other.json")
+    monkeypatch.chdir(tmp_path)
+    for value in (str(tmp_path / "other.json"), "../other.json", "other.json", "model/../other.json", ".."):
+        edit(folder / "tokenizer_config.json", **{key: value})
+        error = refused(folder)
+        assert isinstance(error, UnsafeError)
+        assert "no way out" in str(error)
+        assert key in str(error)
+    for value in ("tokenizer.json", None):
+        edit(folder / "tokenizer_config.json", **{key: value})
+        models.check_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("tokenizer_config.json", "vocab", "{outside}"),
+        ("tokenizer_config.json", "merges", "{outside}"),
+        ("tokenizer_config.json", "init_inputs", [{"vocab_file": "{outside}"}]),
+        ("tokenizer_config.json", "fast_tokenizer_files", ["tokenizer.json", "../other.json"]),
+        ("config.json", "transformers_weights", "../other.safetensors"),
+    ],
+)
+def test_files_by_other_keys(folder: Path, tmp_path: Path, file: str, key: str, value: Any) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path / "other.json")
+    edit(folder / file, **json.loads(json.dumps({key: value}).replace("{outside}", str(tmp_path / "other.json"))))
+    assert "no way out" in str(refused(folder))
+
+
+def test_where_a_tokenizer_was_once_saved_is_not_opened(folder: Path, tmp_path: Path) -> None:
+    before = models.load_tokenizer(folder)("good film")["input_ids"]
+    (tmp_path / "map.json").write_text("not JSON")
+    edit(folder / "tokenizer_config.json", special_tokens_map_file=str(tmp_path / "map.json"))
+    assert models.load_tokenizer(folder)("good film")["input_ids"] == before
 
 
 def test_links_may_not_lead_out(folder: Path, tmp_path: Path) -> None:
