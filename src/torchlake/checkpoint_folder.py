@@ -155,7 +155,7 @@ class Folder:
     def delete(self, name: str) -> None:
         path = self.root / name
         # A folder half deleted must not look like a torn checkpoint.
-        leaving = path.with_name(f".{path.name}.old.tmp")
+        leaving = durable.temporary(path)
         os.replace(path, leaving)
         durable.remove([leaving])
 

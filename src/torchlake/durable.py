@@ -1,12 +1,15 @@
 """Files that are whole or absent: temporary name, fsync, rename, fsync of the folder; and their sha256.
 
 The order is the one databases use: the bytes reach the disk before the name does, and the name before anything that
-refers to it. A reader never sees half a file; a crash leaves at most a `*.tmp`, which the next run removes.
+refers to it. A reader never sees half a file; a crash leaves at most a `*.tmp`, which the next run removes. No two
+writers share a temporary name: process ids repeat, on other machines and in containers.
 """
 
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,23 +21,34 @@ from torchlake.failpoints import failpoint
 MANIFEST = "manifest.json"
 
 
+def temporary(path: Path) -> Path:
+    """A hidden name beside `path` that only the caller has, for what will be `path` when it is whole."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What killed writers of `path` left under their temporary names."""
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
+    return [one for one in path.parent.glob(".*.tmp") if ours.fullmatch(one.name)]
+
+
 def write_bytes(path: Path, content: bytes, *, site: str) -> None:
     """Write `content` to `path` atomically and durably. `site` names the failpoints on the way.
 
     Raises StorageError with the free space left when the disk is full or the folder is gone.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    building = temporary(path)
     try:
         failpoint(f"{site}.write")
-        with open(temporary, "wb") as file:
+        with open(building, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         failpoint(f"{site}.rename")
-        os.replace(temporary, path)
+        os.replace(building, path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        building.unlink(missing_ok=True)
         raise storage_error(error, path, needed=len(content)) from error
     failpoint(f"{site}.done")
 

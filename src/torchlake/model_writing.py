@@ -49,8 +49,8 @@ def save_model_folder(
     import transformers
 
     folder = Path(folder)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    durable.remove([temporary])  # what a killed writer left
+    durable.remove(durable.leftovers(folder))
+    temporary = durable.temporary(folder)
     model: Any = model_or_state
     state = None
     if isinstance(model_or_state, Mapping):
@@ -157,8 +157,7 @@ def _put_in_place(temporary: Path, folder: Path, site: str) -> None:
         os.rename(temporary, folder)
     elif not exchange(temporary, folder):
         # No exchange on this file system: between two renames there is a moment without a model.
-        older = folder.with_name(f".{folder.name}.older.tmp")
-        durable.remove([older])
+        older = durable.temporary(folder)
         os.rename(folder, older)
         os.rename(temporary, folder)
         os.rename(older, temporary)

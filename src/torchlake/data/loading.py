@@ -51,8 +51,7 @@ def build_cache(prepared: Path, cache: Path) -> None:
     identity = _identity(prepared)
     if _is_current(cache, identity):
         return
-    building = cache.with_name(f".{cache.name}.{os.getpid()}.tmp")
-    durable.remove([building])
+    building = durable.temporary(cache)
     try:
         building.mkdir(parents=True)
         about = _decode(committed_files(prepared), building)
