@@ -87,7 +87,7 @@ class ModelConfig(BaseModel):
     model_config = STRICT
 
     base: Name
-    """Model folder, or a name on the Hugging Face hub."""
+    """Model folder, or a name on the Hugging Face hub; `name@revision` for a branch, tag or commit there."""
     task: Name = "text_classification"
     """What the model is asked; a file in torchlake/tasks."""
     max_length: Int | None = Field(default=None, ge=2)

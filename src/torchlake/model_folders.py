@@ -1,12 +1,15 @@
 """Where a model's files are, and the hashes that stand for what is in them.
 
-A model is named by its folder, or by its name on the Hugging Face hub, whose snapshot is downloaded once. The hashes
-are of the files that decide an answer or a token, not of cards and manifests. Price: nothing is read where the manifest
-lists a file, which then is believed (`models.load_model` checks it); otherwise the file is read once.
+A model is named by its folder, or by its name on the Hugging Face hub (`name@revision` for a branch, tag or commit),
+whose snapshot is downloaded once. A path into a folder that is there is never looked for on the hub. The hashes are of
+the files that decide an answer or a token, not of cards and manifests. Price: nothing is read where the manifest lists
+a file, which then is believed (`models.load_model` checks it); otherwise the file is read once.
 """
 
 import logging
+import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from torchlake import durable
@@ -17,7 +20,7 @@ from torchlake.task_spec import TASK_FILE
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATE = "chat_template.jinja"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,21 +49,41 @@ def model_folder(model: str | Path) -> Path:
         raise DataError(f"{folder}: is a file; a model is a folder with config.json and model.safetensors")
     name = str(model)
     if not HUB_NAME.fullmatch(name):
-        raise DataError(f"{name}: there is no such model folder, and the name is none of the Hugging Face hub")
+        raise DataError(
+            f"{name}: there is no such model folder, and the name is none of the Hugging Face hub.{_nearest(folder)}"
+        )
+    if len(folder.parts) > 1 and Path(folder.parts[0]).is_dir():
+        raise DataError(
+            f"{name}: there is no such model folder in {Path(folder.parts[0]).absolute()}.{_nearest(folder)} Because "
+            f"there is a folder {folder.parts[0]!r} here, it was not looked for on the Hugging Face hub; to have it "
+            "from there, download it (hf download) and give its path."
+        )
+    name, _, revision = name.partition("@")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    log.info("%s: no such folder; looking on the Hugging Face hub", name)
+    log.info("%s: no such folder; looking on the Hugging Face hub", model)
     try:
         # What the gate would refuse is not even downloaded.
-        snapshot = snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"])
+        snapshot = snapshot_download(
+            name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{name}: there is no such folder here ({folder.absolute()}), and it could not be had from the Hugging "
+            f"{model}: there is no such folder here ({folder.absolute()}), and it could not be had from the Hugging "
             f"Face hub ({cause}). Give the path of a model folder, or download the model where there is a network."
+            f"{_nearest(folder)}"
         ) from None
     return Path(snapshot)
+
+
+def _nearest(folder: Path) -> str:
+    """A hint: of the first part of a path that is not there, the name that is most like it."""
+    missing = next((part for part in [*reversed(folder.parents), folder] if not part.exists()), folder)
+    names = [entry.name for entry in os.scandir(missing.parent) if entry.is_dir()] if missing.parent.is_dir() else []
+    close = get_close_matches(missing.name, names, n=1)
+    return f" Did you mean {str(missing.parent / close[0])!r}?" if close else ""
 
 
 def model_hash(folder: str | Path) -> str:

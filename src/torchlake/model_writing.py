@@ -94,7 +94,7 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
     auto_class, kind, output = ABOUT.get(spec.task, ABOUT["text_classification"])
     front = {"library_name": "transformers", "pipeline_tag": kind, "tags": ["torchlake", spec.problem]}
     if "base" in card and not Path(str(card["base"])).is_absolute():  # a path means nothing on the hub
-        front["base_model"] = str(card["base"])
+        front["base_model"] = str(card["base"]).partition("@")[0]
     labels = ", ".join(f"`{label}`" for label in spec.labels[:SHOWN_LABELS])
     if len(spec.labels) > SHOWN_LABELS:
         labels += f" and {len(spec.labels) - SHOWN_LABELS:,} more"

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -212,6 +213,65 @@ def test_roberta_takes_its_longest_row(tiny_roberta: Path) -> None:
     model = models.base_model(tiny_roberta, tiny.SPEC, AUTO).eval()
     with torch.inference_mode():
         assert model(torch.full((1, models.max_length(tiny_roberta)), 7)).logits.isfinite().all()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str | None]]:
+    """What is looked for on the hub, by name and revision, from `tmp_path`; it has none of it."""
+    calls: list[tuple[str, str | None]] = []
+
+    def snapshot_download(name: str, *, revision: str | None = None, **options: object) -> str:
+        calls.append((name, revision))
+        raise OSError("not there")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["models/minilm", "./models/minilm", "models/minilm/", "~/models/minilm"])
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, str | None]], name: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models" / "mini-lm").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"there is no such model folder.* Did you mean '.*models/mini-lm'\?"):
+        models.model_folder(name)
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["./minilm", "../minilm", "/no/such/minilm", "~/minilm", "a/b/c", "model/x/"])
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(asked: list[tuple[str, str | None]], name: str) -> None:
+    Path("model").mkdir()
+    with pytest.raises(DataError, match="there is no such model folder"):
+        models.model_folder(name)
+    assert asked == []
+
+
+def test_the_first_folder_that_is_mistyped_is_named(asked: list[tuple[str, str | None]]) -> None:
+    Path("models/minilm").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"could not be had .*not there.* Did you mean 'models'\?"):
+        models.model_folder("modles/minilm")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "revision"),
+    [
+        ("org/name", "org/name", None),
+        ("gpt2", "gpt2", None),
+        ("org/name@main", "org/name", "main"),
+        ("org/name@refs/pr/7", "org/name", "refs/pr/7"),
+        ("gpt2@607a30d783dfa663caf39e06633721c8d4cfcd7e", "gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
+    ],
+)
+def test_a_revision_of_the_hub_is_named_after_the_model(
+    asked: list[tuple[str, str | None]], model: str, name: str, revision: str | None
+) -> None:
+    with pytest.raises(DataError, match="could not be had"):
+        models.model_folder(model)
+    assert asked == [(name, revision)]
+    Path(model).mkdir(parents=True)
+    assert models.model_folder(model) == Path(model)
 
 
 def test_what_is_no_base_model_is_named(tmp_path: Path, tiny_bert: Path) -> None:
