@@ -10,13 +10,17 @@ Each rank finds RANK, WORLD_SIZE, MASTER_ADDR and the others in its environment,
 
 import functools
 import importlib
+import linecache
 import os
 import runpy
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torchlake.engines import Engine, Span
@@ -87,13 +91,34 @@ def _check_module(name: str) -> None:
 
 
 def _run_script(path: str, source: bytes, *args: str) -> None:
-    """In a rank: run `path` as `python path *args` would, but for its exit; its `source` where the file is not here."""
-    if not os.path.isfile(path):
-        path = os.path.join(tempfile.mkdtemp(prefix="torchlake-launch-"), os.path.basename(path))
-        Path(path).write_bytes(source)
+    """In a rank: run `path` as `python path *args` would, but for its exit.
+
+    `source` is what runs, on every rank, whatever another machine has under that path.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
     sys.argv = [path, *args]
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    runpy.run_path(path, run_name="__main__")
+    sys.path.insert(0, folder)
+    if os.path.isfile(path) and Path(path).read_bytes() == source:
+        runpy.run_path(path, run_name="__main__")
+        return
+    with tempfile.TemporaryDirectory(prefix="torchlake-launch-") as copies:
+        name = f"launched_{secrets.token_hex(4)}"
+        copy = Path(copies, f"{name}.py")
+        copy.write_bytes(source)
+        main = ModuleType("__main__")
+        main.__file__ = path if os.path.isdir(folder) else str(copy)
+        # Processes that the script spawns import it again: by this name, and not from its path.
+        main.__spec__ = spec_from_file_location(name, copy)
+        main.__package__ = ""
+        sys.path.append(copies)
+        # Tracebacks and `inspect` show what runs; without a time of change the path is not read again.
+        linecache.cache[path] = (len(source), None, decode_source(source).splitlines(keepends=True), path)
+        before = sys.modules["__main__"]
+        sys.modules["__main__"] = main
+        try:
+            exec(compile(source, path, "exec", dont_inherit=True), vars(main))
+        finally:
+            sys.modules["__main__"] = before
 
 
 def _call_by_name(module: str, function: str, folder: str, *args: str) -> Any:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,63 @@ def test_a_script_runs_where_its_file_is_not(tmp_path: Path, monkeypatch: pytest
         "/nowhere/train.py", b"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(__name__)", f"{tmp_path}/said"
     )
     assert (tmp_path / "said").read_text() == "__main__"
+
+
+SHIPPED = """
+import json, multiprocessing, os, sys
+import beside
+
+def which(_):
+    return "shipped"
+
+class Kept:
+    pass
+
+def main():
+    import inspect, pickle, traceback
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        spawned = pool.map(which, [0])
+    try:
+        raise ValueError("shown")
+    except ValueError:
+        shown = traceback.format_exc()
+    facts = {"spawned": spawned, "shown": shown, "argv": sys.argv, "file": __file__, "beside": beside.NAME,
+             "source": inspect.getsource(which), "pickled": type(pickle.loads(pickle.dumps(Kept()))) is Kept}
+    with open(f"rank_{os.environ['RANK']}.json", "w") as file:
+        json.dump(facts, file)
+
+if __name__ == "__main__":
+    main()
+"""
+STALE = "raise RuntimeError('the stale copy ran')\n" * 40
+
+
+@pytest.mark.parametrize("here", ["stale", "absent", "same"])
+def test_every_rank_runs_what_the_driver_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str) -> None:
+    """On a machine that has another file under the script's path, or none: in the ranks, and in what they spawn."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    _write(folder / "beside.py", "NAME = 'beside'\n")
+    if here != "absent":
+        (folder / "train.py").write_text(STALE if here == "stale" else SHIPPED)
+    monkeypatch.chdir(tmp_path)
+    launch(partial(launching._run_script, "project/train.py", SHIPPED.encode()), "--lr", engine=TWO)
+    for rank in range(2):
+        facts = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        assert facts["spawned"] == ["shipped"]
+        assert 'File "project/train.py", line 16, in main\n    raise ValueError("shown")' in facts["shown"]
+        assert facts["source"] == 'def which(_):\n    return "shipped"\n'
+        assert facts["argv"] == ["project/train.py", "--lr"]
+        assert facts["file"] == "project/train.py"
+        assert facts["beside"] == "beside"
+        assert facts["pickled"]
+    assert sorted(path.name for path in folder.glob("*.py")) == ["beside.py", *(["train.py"] * (here != "absent"))]
+
+
+def test_a_failure_of_what_the_driver_read_shows_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "train.py", STALE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RankFailed, match="KeyError: 'absent'") as caught:
+        launch(partial(launching._run_script, "train.py", b"rate = 1\n{}['absent']\n"), engine=TWO)
+    assert "File \"train.py\", line 2, in <module>\n    {}['absent']" in caught.value.traceback
+    assert "torchlake" not in caught.value.traceback
