@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 
 import tiny
-from torchlake.engines.ray import Ray
-from torchlake.engines.spark import Spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -62,6 +60,8 @@ def spark() -> Iterator["SparkSession"]:
     """A Spark session on this machine: two task slots, and a task may be lost three times."""
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         pytest.skip("Spark needs Java")
+    from torchlake.engines.spark import Spark
+
     session = Spark(master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"}).session.get()
     yield session
     session.stop()
@@ -71,6 +71,8 @@ def spark() -> Iterator["SparkSession"]:
 def ray() -> Iterator[None]:
     """Ray on this machine, two CPUs, reached from here alone."""
     import ray
+
+    from torchlake.engines.ray import Ray
 
     Ray(processes=2).join()
     yield

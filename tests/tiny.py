@@ -229,6 +229,7 @@ class Here(Engine):
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
+        **_: Any,
     ) -> Generator[Any, None, None]:
         yield from make_worker()(iter(chunks))
 
@@ -237,8 +238,9 @@ class Here(Engine):
         fn: Callable[..., Any],
         *args: Any,
         processes: int | None = None,
-        gpus_per_process: int = 0,
+        gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
+        **_: Any,
     ) -> Any:
         raise NotImplementedError("ranks need processes of their own")
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from torchlake import exports, model_folders, models, plugins
 from torchlake.engines import Engine
-from torchlake.engines._machine import gpus
 from torchlake.errors import UsageError
 from torchlake.generation import GenerationOptions, generation_options
+from torchlake.processes.hardware import gpus
 from torchlake.runtime_choice import RuntimeChoice, asked_for, chosen, lacks_export
 from torchlake.scoring import Runtime, ScoringSettings, check_prompts, check_text, device, room, runtime_name
 from torchlake.scoring_workers import make_preparing_worker, output_schema

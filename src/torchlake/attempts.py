@@ -73,7 +73,14 @@ def train_to_the_end(
         }
         try:
             with _looking_for_room(engine, processes, number, run):
-                summary: dict[str, Any] = engine.launch(train_rank, start, processes=number)
+                summary: dict[str, Any] = engine.launch(
+                    train_rank,
+                    start,
+                    processes=number,
+                    gpus_per_process=None,
+                    name=f"train {run.name}",
+                    stop_file=str(run / run_folder.INTERRUPTED),
+                )
             return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
         except MoreRoom as asked:
             log.info("%s", asked)
@@ -92,10 +99,15 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     SIGTERM sets a flag and nothing else; the loop looks at it, and for the files in the run folder that ask for a stop,
     where it can save. That has to be so before torch is imported, which takes seconds.
     """
-    told_to_stop = threading.Event()
+    terminated = threading.Event()
     run = Path(settings["run"])
     reasons = {run / run_folder.STOP: StopAsked, run / run_folder.MORE_ROOM: MoreRoom}
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told_to_stop.set())
+    interrupted = run / run_folder.INTERRUPTED
+    before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
+
+    def asked_to_stop() -> bool:
+        return terminated.is_set() or interrupted.exists() or any(file.exists() for file in reasons)
+
     from torchlake.learner import RankSettings
     from torchlake.loop import run_rank
 
@@ -103,13 +115,11 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     with record.log_file(run / "logs" / f"rank_{rank}.jsonl", rank=rank):
         try:
             failpoint(f"rank{rank}.start")
-            return run_rank(
-                RankSettings(**settings), lambda: told_to_stop.is_set() or any(file.exists() for file in reasons)
-            )
+            return run_rank(RankSettings(**settings), asked_to_stop)
         except Interrupted as error:
             log.info("rank %d stopped: %s", rank, error)
             reason = next((reason for file, reason in reasons.items() if file.exists()), None)
-            if reason is None or told_to_stop.is_set():
+            if reason is None or terminated.is_set() or interrupted.exists():
                 raise
             raise reason(str(error)) from error
         except Exception:
@@ -123,7 +133,7 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -> Iterator[None]:
     """While `number` ranks train, ask them to stop as soon as more of them would find room."""
     asking, done = run / run_folder.MORE_ROOM, threading.Event()
-    durable.remove([asking])
+    durable.remove([asking, run / run_folder.INTERRUPTED])  # what a launcher left that was killed
     if number == bounds(processes)[1]:
         yield
         return

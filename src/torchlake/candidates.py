@@ -17,8 +17,8 @@ import numpy as np
 from torchlake import exports, plugins, trials
 from torchlake.agreement import compare, outside
 from torchlake.engines import Engine
-from torchlake.engines._machine import cores, gpus, most_processes
 from torchlake.errors import TorchlakeError
+from torchlake.processes.hardware import cores, gpus, most_processes
 from torchlake.runtime_choice import REFERENCE, refusal, refuse_unable
 from torchlake.sampling import Sample
 from torchlake.scoring import Runtime, ScoringSettings, runtime_name, worker_memory

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from torchlake.costs import Cluster, Link
-from torchlake.engines._machine import available_memory, cores
 from torchlake.errors import UsageError
+from torchlake.processes.hardware import available_memory, cores
 from torchlake.workload import Case
 
 REACHED = 0.6

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from torchlake.engines._machine import available_memory, cgroup_cores, cgroup_memory, cores
+from torchlake.processes.hardware import available_memory, cgroup_cores, cgroup_memory, cores
 
 CORE = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "fsspec", "pydantic"),

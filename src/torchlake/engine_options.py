@@ -1,6 +1,6 @@
 """What a job may say about where it runs."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -18,6 +18,8 @@ class SparkOptions(BaseModel):
     """Spark configuration of a session that is made."""
     local_mode: bool = False
     """Launch ranks on the driver's machine instead of the executors."""
+    launcher: Literal["barrier", "torch_distributor"] = "barrier"
+    """What starts ranks: a barrier stage, or pyspark's TorchDistributor."""
 
 
 class RayOptions(BaseModel):

@@ -24,9 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from torchlake.engines import Engine, Span
-from torchlake.engines._crossing import find_spec
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
+from torchlake.processes.serialization import find_spec
 
 
 def launch(

@@ -20,8 +20,8 @@ from torchlake.asking import (
     scoring_settings,
 )
 from torchlake.engines import make_engine
-from torchlake.engines._crossing import pack
 from torchlake.engines._frames import worker_of
+from torchlake.processes.serialization import pack
 from torchlake.scoring import Runtime, ScoringSettings
 from torchlake.scoring_workers import make_reading_worker, make_table_worker, make_token_worker
 from torchlake.task_spec import TaskSpec

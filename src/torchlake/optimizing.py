@@ -27,9 +27,9 @@ from torchlake import model_folders, models, plugins
 from torchlake.candidates import AGREES, Bench, Candidate, find_shapes, judge, measure, merged, rate, try_runtime
 from torchlake.config_types import parse_seconds
 from torchlake.engines import Engine
-from torchlake.engines._machine import cores, gpus
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
+from torchlake.processes.hardware import cores, gpus
 from torchlake.runtime_choice import REFERENCE, write_choice
 from torchlake.sampling import draw_sample
 from torchlake.scoring import Runtime, ScoringSettings, runtime_name

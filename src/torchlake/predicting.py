@@ -47,7 +47,7 @@ from torchlake.scoring_workers import (
     output_schema,
     with_staging,
 )
-from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.commit import Writing, known_inputs, part_name, writing
 from torchlake.tables.frames import engine_of, is_frame, like, to_arrow
 from torchlake.tables.keys import check_key
@@ -291,6 +291,8 @@ def _score(
         gpus_per_process=None,
         memory_per_process=worker_memory(settings.model),
         threads_per_process=threads,
+        name=f"predict {out.output.name}",
+        label=chunk_label,
     )
     with closing(chunks), progress("predict", total, "rows") as advance:
         advance(rows)

@@ -22,8 +22,9 @@ from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.progress import progress
 from torchlake.scoring import check_prompts, string_column
-from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.commit import Part, known_inputs, part_name, write_part, writing
+from torchlake.tables.parts import TABLE, read_part
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
 from torchlake.task_spec import TaskSpec
@@ -82,7 +83,9 @@ def prepare(
         settings = PreparingSettings(tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging))
         parts = list(out.done)
         items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
-        made = engine.run_chunks(partial(make_token_worker, settings), items)
+        made = engine.run_chunks(
+            partial(make_token_worker, settings), items, name=f"prepare {out.output.name}", label=chunk_label
+        )
         with closing(made), progress("prepare", out.plan.rows, "rows") as advance:
             advance(sum(part.rows for part in parts))
             for part in made:
@@ -144,7 +147,9 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
         for chunk, name in items:
-            yield write_part(Path(settings.staging), name, tokenise(chunk), chunk=chunk.index)
+            written = Path(settings.staging) / TABLE / name
+            part = read_part(written, chunk) if written.exists() else None  # its result was lost on its way
+            yield part or write_part(Path(settings.staging), name, tokenise(chunk), chunk=chunk.index)
 
     return worker
 

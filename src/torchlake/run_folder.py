@@ -37,6 +37,8 @@ STOP = "stop"
 "A file of this name stops a training as SIGTERM does, wherever its ranks run; the next attempt removes it."
 MORE_ROOM = "more_room"
 "A file of this name stops the ranks so that more of them can start; its writer removes it."
+INTERRUPTED = "interrupted"
+"A file of this name stops the ranks when their launcher is stopped; it is for engines whose tasks take no signals."
 HALF_WRITTEN = re.compile(r"\.[\w.]+\.[0-9a-f]+\.tmp")
 # They decide where and how safely a run is computed, not what comes out: a run may continue with others.
 MAY_CHANGE = (

@@ -1,6 +1,6 @@
 """What `predict` hands to an engine: functions that load the model once per process and then score what they are given.
 
-    chunks   read -> tokenise (in a thread, one chunk ahead, beside the model) -> score -> Parquet part
+    chunks   pull, read and tokenize (in a thread, one chunk ahead, beside the model) -> score -> Parquet part
     tables   score -> the same table with the prediction columns added
     stages   tokens added to a table in one process, predictions in another
 
@@ -10,6 +10,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from torchlake.scoring import Scorer, ScoringSettings, TextReader, Work, prepare
 from torchlake.strikes import Strikes
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.commit import Part, write_part
+from torchlake.tables.parts import TABLE, read_part
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 from torchlake.task_spec import TaskSpec
 
@@ -46,14 +48,19 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
     staging = Path(settings.staging)
 
-    def read(item: tuple[Chunk, str]) -> tuple[Chunk, str, pa.Table, Work]:
+    def read(item: tuple[Chunk, str]) -> Callable[[], ScoredChunk]:
         chunk, name = item
+        written = staging / TABLE / name
+        part = read_part(written, chunk) if written.exists() else None
+        if part is not None:  # by an attempt of this job whose result was lost on its way
+            return partial(ScoredChunk, part=part, tokens=0, padded_tokens=0, seconds=0.0, examples=())
         table, unreadable = reader.read(chunk)
-        return chunk, name, table, scorer.tokenize(string_column(table[settings.text]), unreadable)
+        work = scorer.tokenize(string_column(table[settings.text]), unreadable)
+        return partial(score, chunk, name, table, work)
 
     def score(chunk: Chunk, name: str, table: pa.Table, work: Work) -> ScoredChunk:
         padded, seconds = scorer.padded_tokens, scorer.seconds
-        strikes = Strikes(staging / "journal" / f"{chunk.index}.json")
+        strikes = Strikes(staging / "journal", chunk.index)
         output = _carry(table, settings, chunk, scorer.score(work, strikes))
         part = write_part(staging, name, output, chunk=chunk.index)
         strikes.close()
@@ -67,13 +74,15 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[ScoredChunk]:
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
-            first = next(items, None)
-            ready = None if first is None else thread.submit(read, first)
-            while ready is not None:
-                following = next(items, None)
-                current = ready.result()
-                ready = None if following is None else thread.submit(read, following)
-                yield score(*current)
+
+            def read_next() -> Callable[[], ScoredChunk] | None:
+                item = next(items, None)  # may take as long as the engine needs to have another chunk
+                return None if item is None else read(item)
+
+            ready = thread.submit(read_next)
+            while (scored := ready.result()) is not None:
+                ready = thread.submit(read_next)
+                yield scored()
 
     return worker
 

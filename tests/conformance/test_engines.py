@@ -16,8 +16,9 @@ import pytest
 
 from pids import wait_for
 from torchlake import plugins
-from torchlake.engines import Engine, _machine
+from torchlake.engines import Engine
 from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, UsageError
+from torchlake.processes import hardware
 
 
 @pytest.fixture(params=plugins.names("engines"))
@@ -78,7 +79,7 @@ def test_a_worker_may_pull_one_ahead_from_a_thread(engine: Engine) -> None:
 def test_processes_share_the_cores_and_may_have_several_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     engine.processes = None  # the number is the engine's own choice here, of as many as there are chunks
-    cores = _machine.cores()
+    cores = hardware.cores()
     everything = set(engine.run_chunks(_threads, range(2), threads_per_process=10_000))
     assert len({pid for pid, _ in everything}) == 1
     assert {int(threads) for _, threads in everything} == {cores}

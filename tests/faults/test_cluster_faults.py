@@ -84,7 +84,7 @@ def _is(process: psutil.Process, victim: str) -> bool:
     """Whether it is the process meant; for a shell, the one that has a child of ours below it."""
     try:
         words = " ".join(process.cmdline())
-        ours = any("torchlake.engines._child" in " ".join(child.cmdline()) for child in process.children())
+        ours = any("torchlake.processes.child" in " ".join(child.cmdline()) for child in process.children())
     except psutil.NoSuchProcess:
         return False
     return ours if victim == "shell" else victim in words

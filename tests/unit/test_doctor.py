@@ -9,7 +9,7 @@ import pytest
 from torchlake import diagnosing
 from torchlake.commands import plain
 from torchlake.diagnosing import CORE, OPTIONAL, doctor
-from torchlake.engines import _machine
+from torchlake.processes import hardware
 
 
 def test_a_whole_installation() -> None:
@@ -27,7 +27,7 @@ def test_a_containers_limits_are_what_is_usable(tmp_path: Path, monkeypatch: pyt
     limits = {"cpu.max": "50000 100000", "memory.max": str(2**30), "memory.current": str(2**29), "memory.stat": ""}
     for name, content in limits.items():
         (tmp_path / name).write_text(content + "\n")
-    monkeypatch.setattr(_machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     found = doctor()
     machine = found.facts["machine"]
     assert (machine["cores_usable"], machine["cores_cgroup_limit"]) == (1, 0.5)

@@ -18,9 +18,10 @@ import pyarrow as pa
 import pytest
 
 from pids import gone, note, pid, wait_for
-from torchlake.engines import _chunks, _crossing, _machine
+from torchlake.engines import _chunks
 from torchlake.engines.local import Local
 from torchlake.errors import RankFailed, UsageError
+from torchlake.processes import environment, hardware, serialization
 
 ROOT = Path(__file__).parents[2]
 Chunks = Iterator[Any]
@@ -29,9 +30,9 @@ Chunks = Iterator[Any]
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.delenv(name, raising=False)
-    cores = _machine.cores()
+    cores = hardware.cores()
     for processes in (1, 2, 100 * cores):
-        made = _machine.environment(processes, None, {})
+        made = environment.environment(processes, None, {})
         threads = max(1, cores // processes)
         assert {made[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "RAYON")} == {str(threads)}
         assert made["TOKENIZERS_PARALLELISM"] == ("true" if threads > 1 else "false")
@@ -39,13 +40,13 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_thread_counts_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert _machine.environment(2, None, {})["OMP_NUM_THREADS"] == "7"
+    assert environment.environment(2, None, {})["OMP_NUM_THREADS"] == "7"
 
 
 def test_a_worker_does_not_take_itself_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not {"RANK", "WORLD_SIZE"} & _machine.environment(1, None, {}).keys()
+    assert not {"RANK", "WORLD_SIZE"} & environment.environment(1, None, {}).keys()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_worker_does_not_take_itself_for_a_rank(monkeypatch: pytest.MonkeyPatc
 )
 def test_visible_gpus_are_read_as_cuda_reads_them(visible: str, found: list[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert _machine.gpus() == found
+    assert hardware.gpus() == found
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,14 +72,14 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert _machine.gpus() == ["0", "1"]
+    assert hardware.gpus() == ["0", "1"]
 
 
 def test_each_worker_sees_its_own_gpus_and_each_rank_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
     seen = set(Local().run_chunks(_visible_gpus, range(8), processes=2, gpus_per_process=2))
     assert seen <= {"4,5", "6,7"}
-    assert Local().launch(os.getenv, "CUDA_VISIBLE_DEVICES", processes=2, gpus_per_process=2) == "4,5,6,7"
+    assert Local().launch(os.getenv, "CUDA_VISIBLE_DEVICES", processes=2, gpus_per_process=2) == "4,6,5,7"
 
 
 def test_chunk_jobs_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +91,8 @@ def test_chunk_jobs_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.Monk
 
 def test_no_more_processes_than_memory_holds() -> None:
     total = psutil.virtual_memory().total
-    assert _machine.most_processes(total) == 1
-    assert _machine.most_processes(1) == _machine.most_processes(0) == _machine.cores()
+    assert hardware.most_processes(total) == 1
+    assert hardware.most_processes(1) == hardware.most_processes(0) == hardware.cores()
 
 
 V2 = {
@@ -114,7 +115,7 @@ def contain(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content.format(**values) + "\n")
-    monkeypatch.setattr(_machine, "CGROUP", folder)
+    monkeypatch.setattr(hardware, "CGROUP", folder)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux's")
@@ -124,12 +125,12 @@ def test_a_containers_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     gib = 2**30
     # Of 4 GiB, 3 GiB and 100 bytes are used, and the kernel can give back those 100 of cached files.
     contain(tmp_path, monkeypatch, files, quota=250000, limit=4 * gib, used=3 * gib + 100)
-    assert _machine.cores() == 3, "two and a half, rounded up"
-    assert _machine.most_processes(gib // 4) == 2, "half of the free GiB, though the machine has more"
+    assert hardware.cores() == 3, "two and a half, rounded up"
+    assert hardware.most_processes(gib // 4) == 2, "half of the free GiB, though the machine has more"
     contain(tmp_path, monkeypatch, files, quota=1000, limit=4 * gib, used=5 * gib)
-    assert _machine.cores() == 1
-    assert _machine.available_memory() == 0
-    assert _machine.most_processes(gib) == 1
+    assert hardware.cores() == 1
+    assert hardware.available_memory() == 0
+    assert hardware.most_processes(gib) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux's")
@@ -147,10 +148,10 @@ def test_a_container_without_limits_has_the_machines(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     contain(tmp_path, monkeypatch, files, **values)
-    assert _machine.cores() == 64
-    assert _machine.cgroup_cores() is None
-    assert _machine.cgroup_memory() is None
-    assert _machine.available_memory() > 0
+    assert hardware.cores() == 64
+    assert hardware.cgroup_cores() is None
+    assert hardware.cgroup_memory() is None
+    assert hardware.available_memory() > 0
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,7 @@ def test_children_import_what_the_parent_can_import(tmp_path: Path, monkeypatch:
 
 def test_modules_of_python_itself_travel_by_name() -> None:
     for function in (os.getenv, importlib.util.find_spec, textwrap.dedent, len):
-        assert len(_crossing.pack(function)) < 100
+        assert len(serialization.pack(function)) < 100
 
 
 def test_specs_are_found_without_importing(tmp_path: Path) -> None:
@@ -230,11 +231,11 @@ def test_specs_are_found_without_importing(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "inner.py").touch()
     path = [str(tmp_path), *sys.path]
-    spec = _crossing.find_spec("loud_package.inner", path)
+    spec = serialization.find_spec("loud_package.inner", path)
     assert spec is not None
     assert spec.origin == str(package / "inner.py")
-    assert _crossing.find_spec("loud_package.absent", path) is None
-    assert _crossing.find_spec("loud_package.inner.deeper", path) is None
+    assert serialization.find_spec("loud_package.absent", path) is None
+    assert serialization.find_spec("loud_package.inner.deeper", path) is None
 
 
 def test_the_engine_loads_no_torch(tmp_path: Path) -> None:

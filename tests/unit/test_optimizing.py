@@ -19,8 +19,8 @@ import torchlake as tl
 from torchlake import sampling
 from torchlake.agreement import CLOSE, compare, outside
 from torchlake.cli import main
-from torchlake.engines._machine import cores
 from torchlake.errors import DataError, TableError, TorchlakeError, UsageError
+from torchlake.processes.hardware import cores
 from torchlake.sampling import draw_sample
 from torchlake.trials import Stopped, run_guarded
 

@@ -16,7 +16,6 @@ import torchlake as tl
 import training_runs as runs
 from remote_work import own_pid, print_bytes
 from torchlake import launching
-from torchlake.engines._spark_session import Session
 from torchlake.errors import TableError, UsageError
 
 TEXTS = ["good movie", None, "a bad plot", "", "good good film", "stale"]
@@ -148,8 +147,6 @@ def test_a_session_is_used_as_it_runs(spark: SparkSession) -> None:
         tl.Spark(master="local[1]").session.get()
     with pytest.raises(UsageError, match="master and conf already"):
         tl.Spark(spark, conf={"spark.ui.enabled": "false"})
-    with pytest.raises(UsageError, match="Spark Connect"):
-        Session(object(), master=None, conf={}, processes=None).get()  # type: ignore[arg-type]
 
 
 def test_what_processes_print_comes_to_the_driver(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,14 @@
-"""Engines: where Python runs. They schedule processes and never learn what a model is; none of them imports torch.
+"""Engines: where Python runs. They know nothing about models; none of them imports torch.
 
-Every verb is a chunk job or a launch, so an engine has two duties, and more for those whose tables live inside it:
+Every command is a chunk job or a launch, so an engine has two duties, and more for those whose tables live inside it:
 
     run_chunks   each chunk at least once, on any process, in any order (tables/commit.py makes it exactly once)
     launch       one function as N ranks at the same time, with the variables that torchrun sets
     map_frame    the engine's own frame in, the engine's own frame out (and `frame_schema`, `spool`; by default they
                  are for an engine whose own frame is the Arrow table)
 
-The promise that all engines keep is `tests/conformance/test_engines.py`; a new file here is held to it unasked.
+A cluster's engine schedules: a chunk is (part of) a task of its own, which runs the chunk in a child process.
+`tests/conformance/test_engines.py` holds every file here to the same contract.
 """
 
 import os
@@ -46,22 +47,25 @@ class Engine(ABC):
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
+        name: str = "chunks",
+        label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
         """Run every chunk at least once and yield the results as they complete, in any order.
 
         `make_worker()` runs once per process and returns the worker: a function from an iterator of chunks to an
-        iterator of results, one result per chunk, in the chunks' order. A chunk is handed out when the worker pulls it,
-        so a slow process gets fewer; the worker may pull one chunk ahead, also from a thread of its own. `make_worker`,
-        chunks and results must be picklable.
+        iterator of results, one result per chunk, in the chunks' order. A chunk is given when the worker asks for it,
+        so a slow process gets fewer. The worker may ask for one chunk ahead from a thread of its own (`read_ahead`); a
+        result must not wait for that answer, which comes when the engine has another chunk. `make_worker`, chunks and
+        results must be picklable. `name` is the job's in the engine's user interface, `label` says which chunk it is.
 
         `gpus_per_process=None` gives each process one GPU while there are any, and starts no more processes than GPUs.
         An engine that chooses the number of processes itself starts no more of them than fit into the machine's free
         memory at `memory_per_process` bytes each, and no more than leave each `threads_per_process` cores (None: one).
-        Whatever their number, processes share the cores evenly: each begins with the thread counts of OpenMP, MKL and
-        Rayon at cores // processes, 1 at least, unless the user set them.
+        Each begins with the thread counts of OpenMP, MKL and Rayon at the cores that it has to itself, 1 at least,
+        unless the user set them.
 
         A process that dies is replaced and its unfinished chunks run again. Closing the iterator, or an exception in
-        the thread that consumes it, kills the processes: consume it inside `contextlib.closing`.
+        the thread that consumes it, cancels the job and ends its processes: consume it inside `contextlib.closing`.
 
         Raises the TorchlakeError that a worker raised as itself; RankFailed, with the traceback, for any other
         exception of a worker, for a chunk whose processes keep dying, and when no worker can be started; UsageError
@@ -74,15 +78,20 @@ class Engine(ABC):
         fn: Callable[..., Any],
         *args: Any,
         processes: Span | None = None,
-        gpus_per_process: int = 0,
+        gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
+        name: str = "launch",
+        stop_file: str | None = None,
     ) -> Any:
         """Run `fn(*args)` as that many ranks at the same time and return rank 0's value.
 
         Of a range of `processes` (fewest, most) as many start as there is room for now, never fewer than the fewest.
+        `gpus_per_process=None` asks the engine for one GPU for each rank where its machines have any.
         The first rank to fail (in time) is the error: the TorchlakeError it raised as itself, else RankFailed with its
         traceback or the signal that killed it; the other ranks are stopped. Interrupted or KeyboardInterrupt in the
-        calling thread sends SIGTERM to every rank, leaves them `grace_s` seconds to finish, and raises Interrupted.
+        calling thread asks every rank to stop, leaves them `grace_s` seconds to finish, and raises Interrupted. It
+        asks by SIGTERM; by creating `stop_file`, which ranks that are given one look for, where an engine's tasks
+        take no signals.
         """
 
     @abstractmethod

@@ -1,112 +1,219 @@
-"""Chunks handed out to worker processes as they are pulled, whatever engine placed the processes.
+"""Chunks in a child process of an engine's worker: one model load, any number of the engine's tasks.
 
-The k-th result of a worker belongs to the k-th chunk that it pulled. A worker that dies is replaced, and its unfinished
-chunks go first to the next who asks. Price: one small message each way per chunk, through this one process.
+The child is started with the first chunk and kept. It is restarted here when a chunk kills it, so that the engine's
+task goes on: the k-th result of a series belongs to the k-th chunk that the child pulled, and what it had not finished
+runs again first. Price: one small message each way per chunk.
 """
 
-import time
+import threading
 from collections import deque
-from collections.abc import Generator
-from queue import Empty
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from torchlake.engines._crossing import ending, rebuild, signal_of
-from torchlake.engines._processes import AnyChild, ChildSet
-from torchlake.errors import RankFailed
+from torchlake.processes.children import Child, Children
+from torchlake.processes.serialization import Failure, ending, rebuild, signal_of, unpack
 
 MAX_DEATHS = 20  # of a chunk's processes, before the chunk ends the job
-MAX_EARLY_DEATHS = 2  # of processes before the first worker is ready: it will not get better
-WORKER_EXIT_S = 10.0  # for a worker that has no more chunks
+MAX_EARLY_DEATHS = 3  # in a row of processes that never became ready: the next one will not either
+
+_NO_CHILD: Any = None
+Message = tuple["ChunkProcess", str, Any]
+"""result (packed) | hungry: it asked for a chunk, and there is none | ended: the series | failed (a Failure)"""
 
 
-def hand_out(
-    payload: bytes, todo: list[Any], environments: list[dict[str, str]], workers: ChildSet
-) -> Generator[Any, None, None]:
-    """Hand out chunks as they are pulled; a dead worker's unfinished chunks go first to the next who asks."""
-    pending = deque(range(len(todo)))
-    unfinished: dict[AnyChild, deque[int]] = {}  # pulled, result not yet here; of the running workers
-    ready: set[AnyChild] = set()
-    ended: set[AnyChild] = set()  # were told that there is no further chunk
-    deaths = [0] * len(todo)
-    barren = 0  # deaths in a row of workers that held no chunk
-    left = len(todo)
-    if not todo:
-        return
-    with workers:
-        for number, variables in enumerate(environments):
-            unfinished[workers.start(number, "worker", payload, variables)] = deque()
-        while left:
-            child, kind, value = workers.events.get()
-            if kind == "ready":
-                ready.add(child)
-            elif kind == "pull" and pending:
-                index = pending.popleft()
-                unfinished[child].append(index)
-                child.send(todo[index])
-            elif kind == "pull":
-                ended.add(child)
-                child.send()
-            elif kind == "result":
-                unfinished[child].popleft()
-                left -= 1
-                barren = 0
-                yield value
-            elif kind == "error":
-                raise rebuild(value, rank=child.number, who="worker")
-            elif kind == "exit":
-                lost = unfinished.pop(child)
-                pending.extendleft(reversed(lost))
-                if lost:
-                    deaths[lost[0]] += 1  # results come in order: the first is the one that was being worked on
-                    if deaths[lost[0]] > MAX_DEATHS:
-                        raise _deadly_chunk(child, value, [todo[index] for index in lost])
-                elif child in ended:
-                    continue
-                elif pending:
-                    barren += 1
-                    if barren >= (MAX_DEATHS if ready else MAX_EARLY_DEATHS):
-                        raise _barren_worker(child, value, barren)
-                if pending:
-                    number = child.number
-                    unfinished[workers.start(number, "worker", payload, environments[number])] = deque()
-        _let_go(workers, ready & unfinished.keys())
+@dataclass(eq=False)
+class _Chunk:
+    value: Any
+    messages: "SimpleQueue[Message]"
+    deaths: int = 0
 
 
-def nothing() -> Generator[Any, None, None]:
-    """The results of no chunks."""
-    yield from ()
+class ChunkProcess:
+    """A child that runs chunks, alive inside `with`; `children` is the set that it belongs to alone.
 
+    It ends after `idle_s` seconds without a chunk (None: never), and starts again with the next one.
+    """
 
-def _let_go(workers: ChildSet, running: set[AnyChild]) -> None:
-    """Wait for workers without chunks to end their generators; their set kills those that take too long."""
-    deadline = time.monotonic() + WORKER_EXIT_S
-    while running:
-        try:
-            child, kind, value = workers.events.get(timeout=max(0.0, deadline - time.monotonic()))
-        except Empty:
+    def __init__(
+        self,
+        payload: bytes,
+        environment: Mapping[str, str],
+        children: Children,
+        *,
+        number: int = 0,
+        idle_s: float | None = None,
+    ) -> None:
+        self.number = number
+        self._payload, self._environment, self._idle_s = payload, dict(environment), idle_s
+        self._children = children
+        self._lock = threading.Lock()  # over all that follows
+        self._child: Child | None = None
+        self._closed = self._in_series = self._ready = self._asked = self._rests = False
+        self._barren = 0  # deaths in a row of children that had no chunk
+        self._todo: deque[_Chunk] = deque()
+        self._pulled: deque[_Chunk] = deque()
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+
+    def __enter__(self) -> "ChunkProcess":
+        self._children.__enter__()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+        self._children.__exit__(None, None, None)
+        self._children.events.put((_NO_CHILD, "closed", None))
+        self._thread.join()
+
+    def submit(self, chunks: Sequence[Any], messages: "SimpleQueue[Message]") -> None:
+        """Run the chunks in their order; what becomes of them is put into `messages`.
+
+        The series of chunks goes on until `finish`: whoever gets "hungry" submits more or finishes it.
+        """
+        with self._lock:
+            self._messages, self._in_series = messages, True
+            self._todo.extend(_Chunk(chunk, messages) for chunk in chunks)
+            self._feed()
+
+    def run(self, chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        """Run a series of chunks: ("result", packed) for each in their order, or ("failed", Failure) and no more."""
+        messages: SimpleQueue[Message] = SimpleQueue()
+        self.submit(chunks, messages)
+        kind = ""
+        while kind not in ("ended", "failed"):
+            _, kind, value = messages.get()
+            if kind == "hungry":
+                self.finish()
+            elif kind != "ended":
+                yield kind, value
+
+    def finish(self) -> None:
+        """End the series, once the child has asked for a chunk that is not there; the child stays for another one."""
+        with self._lock:
+            if self._child is not None and self._asked and not self._todo:
+                self._asked = False
+                self._child.send()
+
+    def _feed(self) -> None:
+        """Start the child where there is none, or give it what it waits for; the caller holds the lock."""
+        if not self._todo or self._closed:
             return
-        if kind == "pull":
-            child.send()
-        elif kind == "error" and child in running:
-            raise rebuild(value, rank=child.number, who="worker")
+        if self._child is None:
+            self._ready = self._asked = self._rests = False
+            self._child = self._children.start(self.number, "worker", self._payload, self._environment)
+        elif self._rests:
+            self._rests = False
+            self._child.send(True)
+        elif self._asked:
+            self._asked = False
+            self._pulled.append(self._todo.popleft())
+            self._child.send(self._pulled[-1].value)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                child, kind, value = self._children.events.get(timeout=self._idle_s)
+            except Empty:
+                with self._lock:
+                    if self._child is not None and self._rests:
+                        self._rests = False
+                        self._child.send()
+                continue
+            if kind == "closed":
+                return
+            with self._lock:
+                if child is self._child:
+                    self._hear(kind, value)
+
+    def _hear(self, kind: str, value: Any) -> None:
+        """Take in one event of the child; the caller holds the lock."""
+        if kind == "ready":
+            self._ready = True
+        elif kind == "pull":
+            self._asked = True
+            if self._todo:
+                self._feed()
+            else:
+                self._messages.put((self, "hungry", None))
+        elif kind == "result":
+            self._barren = 0
+            self._pulled.popleft().messages.put((self, "result", value))
+        elif kind == "ended":
+            self._rests = True
+            self._end_series()
+            self._feed()
+        elif kind == "error":
+            self._fail(unpack(value))
         elif kind == "exit":
-            running.discard(child)
+            self._lose(value)
+
+    def _lose(self, code: int) -> None:
+        """The child has ended: run again what it had not finished, unless that has killed too many."""
+        lost, self._child = list(self._pulled), None
+        self._pulled.clear()
+        self._todo.extendleft(reversed(lost))
+        if lost:
+            lost[0].deaths += 1  # results come in order: the first is the one that was worked on
+            if lost[0].deaths > MAX_DEATHS:
+                names = " and ".join(repr(chunk.value)[:300] for chunk in lost)
+                advice = "Take these rows out, or give each process more memory."
+                self._fail(_died(lost[0].deaths, f"while working on {names}", code, advice))
+        elif self._todo:
+            self._barren += 1
+            if self._barren >= (MAX_DEATHS if self._ready else MAX_EARLY_DEATHS):
+                self._fail(_died(self._barren, "before they took a chunk", code, "Their stderr says more."))
+        else:
+            self._end_series()
+        self._feed()
+
+    def _end_series(self) -> None:
+        if self._in_series:
+            self._in_series = False
+            self._messages.put((self, "ended", None))
+
+    def _fail(self, failure: Failure) -> None:
+        """Give up all chunks."""
+        self._in_series = False
+        queues = {id(chunk.messages): chunk.messages for chunk in (*self._pulled, *self._todo)}
+        self._pulled.clear()
+        self._todo.clear()
+        for messages in (queues or {0: self._messages}).values():
+            messages.put((self, "failed", failure))
 
 
-def _deadly_chunk(child: AnyChild, code: int, chunks: list[Any]) -> RankFailed:
-    names = " and ".join(repr(chunk)[:300] for chunk in chunks)
-    return RankFailed(
-        f"{MAX_DEATHS + 1} worker processes died while working on {names}; the last one (worker {child.number}) "
-        f"{ending(code)}. Take these rows out, or give each process more memory.",
-        rank=child.number,
-        signal=signal_of(code),
-    )
+def run_here(
+    payload: bytes, todo: Sequence[Any], environments: Sequence[Mapping[str, str]], children: Callable[[], Children]
+) -> Generator[Any, None, None]:
+    """Run chunks in child processes of this process, one for each environment; a chunk goes to the next that asks."""
+    pending, left = deque(todo), len(todo)
+    messages: SimpleQueue[Message] = SimpleQueue()
+    workers = [ChunkProcess(payload, one, children(), number=number) for number, one in enumerate(environments)]
+    with ExitStack() as stack:
+        for worker in workers[:left]:
+            stack.enter_context(worker).submit([pending.popleft()], messages)
+        running = min(left, len(workers))
+        while running:
+            worker, kind, value = messages.get()
+            if kind == "failed":
+                raise rebuild(value, rank=worker.number, who="worker")
+            if kind == "result":
+                yield unpack(value)
+            elif kind == "ended":
+                running -= 1
+            elif pending:
+                worker.submit([pending.popleft()], messages)
+            else:
+                worker.finish()
 
 
-def _barren_worker(child: AnyChild, code: int, times: int) -> RankFailed:
-    return RankFailed(
-        f"{times} worker processes died before they took a chunk; the last one (worker {child.number}) {ending(code)}. "
-        "What they printed on stderr says more.",
-        rank=child.number,
-        signal=signal_of(code),
+def _died(times: int, when: str, code: int, advice: str) -> Failure:
+    return Failure(
+        kind="RankFailed",
+        message=f"{times} worker processes died {when}; the last one {ending(code)}. {advice}",
+        fields={"rank": 0, "signal": signal_of(code), "traceback": ""},
     )

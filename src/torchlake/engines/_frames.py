@@ -1,34 +1,51 @@
 """Arrow batches through a worker, inside the process that an engine's own frames are computed in.
 
-The worker, with its model, is made once per process and serves every task that the engine runs there.
+The worker, with its model, is made once per process and serves every task that the engine runs there. A task that was
+granted GPUs has its worker in a child process instead: the engine may grant others to the next task of this process,
+and CUDA reads its list of devices once. Price of that: the batches cross a socket, about 1 ms a megabyte.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import pyarrow as pa
 
+from torchlake.engines._chunks import ChunkProcess
+from torchlake.engines._remote import Driver, own_environment
+from torchlake.processes.children import Children
+from torchlake.processes.serialization import pack, rebuild, unpack
+
 MOST_WORKERS = 2
 "Models that a process keeps: a query over two of them must not load each again for every batch."
-_workers: dict[bytes, Callable[[pa.Table], pa.Table]] = {}
+_workers: dict[tuple[bytes, Sequence[str] | None], Callable[[pa.Table], pa.Table]] = {}
+
+MakeWorker = Callable[[], Callable[[pa.Table], pa.Table]]
 
 
-def worker_of(payload: bytes) -> Callable[[pa.Table], pa.Table]:
-    """The worker that the packed `make_worker` makes; the same one for the same bytes."""
-    if payload not in _workers:
+def worker_of(
+    payload: bytes, gpus: Sequence[str] | None = None, driver: Driver | None = None
+) -> Callable[[pa.Table], pa.Table]:
+    """The worker that the packed `make_worker` makes; the same one for the same bytes and GPUs."""
+    key = (payload, gpus)
+    if key not in _workers:
         (make_worker,) = pickle.loads(payload)
         while len(_workers) >= MOST_WORKERS:
-            del _workers[next(iter(_workers))]
-        _workers[payload] = make_worker()
-    worker = _workers.pop(payload)
-    _workers[payload] = worker  # the newest is last
+            old = _workers.pop(next(iter(_workers)))
+            if isinstance(old, _ChildWorker):
+                old.process.__exit__()
+        _workers[key] = _ChildWorker(make_worker, gpus, driver) if gpus and driver is not None else make_worker()
+    worker = _workers.pop(key)
+    _workers[key] = worker  # the newest is last
     return worker
 
 
-def map_batches(payload: bytes, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def map_batches(
+    payload: bytes, batches: Iterable[pa.RecordBatch], gpus: Sequence[str] | None, driver: Driver
+) -> Iterator[pa.RecordBatch]:
     """The batches with what the worker adds to them; without batches no worker is made."""
     for batch in batches:
-        yield from worker_of(payload)(pa.Table.from_batches([batch])).to_batches()
+        yield from worker_of(payload, gpus, driver)(pa.Table.from_batches([batch])).to_batches()
 
 
 def map_table(payload: bytes, batch: pa.Table) -> pa.Table:
@@ -44,3 +61,23 @@ class BatchMapper:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         return self._worker(batch)
+
+
+class _ChildWorker:
+    """A worker in a child process that sees the granted GPUs only."""
+
+    def __init__(self, make_worker: MakeWorker, gpus: Sequence[str], driver: Driver) -> None:
+        children = Children(**driver.setting())
+        payload = pack(partial(_make_chunk_worker, make_worker))
+        self.process = ChunkProcess(payload, own_environment({}, gpus), children).__enter__()
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        ((kind, value),) = self.process.run([table])
+        if kind == "failed":
+            raise rebuild(value, rank=0, who="worker")
+        return unpack(value)
+
+
+def _make_chunk_worker(make_worker: MakeWorker) -> Callable[[Iterator[pa.Table]], Iterator[pa.Table]]:
+    worker = make_worker()
+    return lambda tables: map(worker, tables)

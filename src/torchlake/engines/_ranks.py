@@ -9,18 +9,30 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import Empty
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
 
-from torchlake.engines._crossing import LOST, ending, rebuild, signal_of
-from torchlake.engines._processes import ChildSet
-from torchlake.errors import Interrupted, RankFailed, TorchlakeError
+from torchlake.errors import Interrupted, TorchlakeError
+from torchlake.processes.serialization import LOST, Failure, ending, rebuild, signal_of, unpack
 
 SETTLE_S = 0.2  # after a failure, to hear from a rank that failed earlier but was slower to say so
 DUMP_S = 0.3  # for a rank to write its stacks to stderr, before it is asked to end
 STOP_S = 5.0  # from SIGTERM to SIGKILL for the ranks beside a failed one
 EXIT_S = 60.0  # for ranks that handed in their values: exit handlers may have something to upload
-_CAUSES = (-LOST, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+CAUSES = (-LOST, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+class RankSet(Protocol):
+    """Running ranks, alive inside `with`; `events` yields (rank, kind, value) as `processes.children.Children` does."""
+
+    events: "SimpleQueue[tuple[Any, str, Any]]"
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every running rank (not to the processes that it started)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +46,7 @@ class _Failed:
 class _Group:
     """What is known of the ranks; `listen` keeps it up to date."""
 
-    children: ChildSet
+    children: RankSet
     running: set[int] = field(default_factory=set)
     values: dict[int, Any] = field(default_factory=dict)
     failures: list[_Failed] = field(default_factory=list)
@@ -48,14 +60,16 @@ class _Group:
             return False
         rank = child.number
         if kind == "value":
-            self.values[rank] = value
+            self.values[rank] = unpack(value)
         elif kind == "error":
-            self.values[rank] = None
-            self.failures.append(_Failed(error=rebuild(value, rank=rank, who="rank"), when=value.when))
+            self.values[rank], failure = None, unpack(value)
+            self.failures.append(_Failed(error=rebuild(failure, rank=rank, who="rank"), when=failure.when))
         elif kind == "exit":
             self.running.discard(rank)
             if rank not in self.values:
-                self.failures.append(_death(rank, value))
+                failure = death(rank, value)
+                error = rebuild(failure, rank=rank, who="rank")
+                self.failures.append(_Failed(error=error, when=failure.when, cause=-value in CAUSES))
         return True
 
     def listen_for(self, seconds: float) -> None:
@@ -65,7 +79,7 @@ class _Group:
             pass
 
 
-def run_ranks(start: Callable[[], None], number: int, children: ChildSet, *, grace_s: float) -> Any:
+def run_ranks(start: Callable[[], None], number: int, children: RankSet, *, grace_s: float) -> Any:
     """Let `start` start `number` ranks as `children`; rank 0's value. `Engine.launch` says what this raises."""
     group = _Group(children=children)
     with children:
@@ -88,10 +102,13 @@ def run_ranks(start: Callable[[], None], number: int, children: ChildSet, *, gra
         raise first.error
 
 
-def _death(rank: int, code: int) -> _Failed:
-    """A rank that ended without a value and without an error."""
-    error = RankFailed(f"rank {rank} {ending(code)} before it returned", rank=rank, signal=signal_of(code))
-    return _Failed(error=error, when=time.time(), cause=-code in _CAUSES)
+def death(rank: int, code: int) -> Failure:
+    """The failure of a rank that ended without a value and without an error."""
+    return Failure(
+        kind="RankFailed",
+        message=f"rank {rank} {ending(code)} before it returned",
+        fields={"rank": rank, "signal": signal_of(code), "traceback": ""},
+    )
 
 
 def _interrupted(group: _Group, stop: KeyboardInterrupt | Interrupted) -> Interrupted:

@@ -5,8 +5,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from torchlake.engines._machine import cores, gpus, share_gpus
 from torchlake.errors import UsageError
+from torchlake.processes.environment import thread_variables
+from torchlake.processes.hardware import cores
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,69 +35,68 @@ class Session:
         self._slots_here = max(cores(), processes or 1)
 
     def get(self) -> "SparkSession":
-        """The session given, the running one, or a new one. Raises UsageError for one of Spark Connect."""
+        """The session given, the running one, or a new one."""
         if self._session is None:
             self._session = self._running() or self._made()
-        if not hasattr(self._session, "_jsc"):
-            raise UsageError(
-                "This session is one of Spark Connect, which starts no processes for others. Use a session of the "
-                "cluster itself (on Databricks: a dedicated, also called single-user, cluster). "
-                "Predicting a DataFrame lazily works on Spark Connect too."
-            )
         return self._session
+
+    @property
+    def is_connect(self) -> bool:
+        """Whether the session is one of Spark Connect, which has no SparkContext."""
+        return not hasattr(self.get(), "_jsc")
 
     @property
     def context(self) -> Any:
         return self.get().sparkContext
 
     def conf(self, name: str, default: str) -> str:
+        if self.is_connect:
+            return str(self.get().conf.get(name, default))
         return str(self.context.getConf().get(name, default))
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether processes share this machine with the driver, inside one JVM."""
-        return str(self.context.master).split("[")[0] == "local"
-
-    @property
-    def host(self) -> str:
-        """The address at which executors reach the driver."""
-        return "127.0.0.1" if self.on_this_machine else self.conf("spark.driver.host", "127.0.0.1")
-
-    @property
-    def listen_on(self) -> str:
-        return self.host if self.on_this_machine else self.conf("spark.driver.bindAddress", self.host)
+        """Whether tasks share this machine with the driver, inside one JVM."""
+        return not self.is_connect and str(self.context.master).split("[")[0] == "local"
 
     @property
     def cores_per_slot(self) -> int:
         return int(self.conf("spark.task.cpus", "1"))
 
     @property
+    def cores_per_executor(self) -> int:
+        return int(self.conf("spark.executor.cores", str(self.cores_per_slot)))
+
+    @property
     def grows(self) -> bool:
         """Whether Spark adds executors as they are asked for."""
         return self.conf("spark.dynamicAllocation.enabled", "false") == "true"
 
-    def slots(self, wanted: int | None) -> int:
+    @property
+    def slots(self) -> int:
+        """Tasks that can run at the same time on what is there now; on Spark Connect a guess from its settings."""
+        if self.is_connect:
+            return int(self.conf("spark.sql.leafNodeDefaultParallelism", "0")) or cores()
+        return max(1, int(self.context.defaultParallelism) // self.cores_per_slot)
+
+    def slots_for(self, wanted: int) -> int:
         """Tasks that can run at the same time, waiting a while for executors that are still to come.
 
-        `wanted` are enough; None: all that were asked for when the session was started.
+        PySpark has no public question for this; the one that barrier stages are checked by is asked.
         """
-        if self.grows:
-            executors = self.conf("spark.dynamicAllocation.maxExecutors", "")
-            most = int(executors) * self._executor_cores // self.cores_per_slot if executors.isdigit() else None
-            return wanted or most or int(self.context.defaultParallelism)
-        scheduler, executors_wanted = self.context._jsc.sc(), self._executors_wanted()
+        scheduler = self.context._jsc.sc()
         profile = scheduler.resourceProfileManager().defaultResourceProfile()
         deadline = time.monotonic() + SLOTS_S
         while True:
             found = int(scheduler.maxNumConcurrentTasks(profile))
             here = int(scheduler.getExecutorMemoryStatus().size()) - 1  # the driver is one of those that it names
-            all_here = here >= executors_wanted if executors_wanted is not None else found > 0 and wanted is None
-            enough = wanted is not None and found >= wanted
-            if self.on_this_machine or enough or all_here or time.monotonic() > deadline:
+            asked_for = self._executors_asked_for()
+            all_here = asked_for is not None and here >= asked_for
+            if self.on_this_machine or found >= wanted or all_here or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)
 
-    def _executors_wanted(self) -> int | None:
+    def _executors_asked_for(self) -> int | None:
         """Executors that the session was started with; None where that is not known."""
         master = str(self.context.master)
         if master.startswith("local-cluster["):
@@ -104,37 +104,62 @@ class Session:
         instances = self.conf("spark.executor.instances", "")
         return int(instances) if instances.isdigit() else None
 
-    @property
-    def _executor_cores(self) -> int:
-        return int(self.conf("spark.executor.cores", str(self.cores_per_slot)))
+    def gpus_of(self, whose: str) -> float:
+        """GPUs that Spark grants to each "task" or "executor"; 0 where it grants none."""
+        return float(self.conf(f"spark.{whose}.resource.gpu.amount", "0"))
 
-    def threads(self, processes: int, slots: int) -> int:
-        """Cores for each of `processes` that share all task slots, no more than one executor has."""
-        cores = slots * self.cores_per_slot
-        most = cores if self.on_this_machine else self._executor_cores
-        return max(1, min(cores // processes, most))
+    def thread_variables(self, threads: int) -> dict[str, str]:
+        """The thread counts of a process with so many cores, but for those that the user set for executors.
 
-    def gpu_shares(self, processes: int, gpus_per_process: int | None) -> list[list[str] | None]:
-        """Each process's GPUs; None where Spark itself grants them, or where none are wanted or found.
-
-        There are fewer processes than asked for where `gpus_per_process` is None and this machine has fewer GPUs.
-        Raises UsageError when Spark grants fewer than asked for.
+        Spark itself sets OMP_NUM_THREADS in its Python workers, which therefore does not say what the user wants.
         """
-        granted = int(float(self.conf("spark.task.resource.gpu.amount", "0")))
-        if gpus_per_process == 0 or (gpus_per_process is None and (granted or not self.on_this_machine)):
-            return [None] * processes
-        if gpus_per_process is None:
-            found = len(gpus())
-            shares = share_gpus(min(processes, found), 1) if found else None
-            return [None] * processes if shares is None else list(shares)
-        if self.on_this_machine and not granted:
-            return list(share_gpus(processes, gpus_per_process) or [])
-        if granted < gpus_per_process:
+        counts = thread_variables(threads)
+        return {name: self.conf(f"spark.executorEnv.{name}", value) for name, value in counts.items()}
+
+    def gpus_needed(self, asked: int | None) -> int:
+        """GPUs that a task has to be granted: by default one, where executors have some that no task is granted."""
+        if asked is not None:
+            return asked
+        return int(self.gpus_of("task") == 0 and self.gpus_of("executor") >= 1)
+
+    def profile(self, cpus: int, gpus_per_task: int) -> Any:
+        """The ResourceProfile of tasks with so many cores and GPUs; None where the session's own tasks have them.
+
+        Spark has none in local mode, nor for Spark Connect's RDDs. Raises UsageError for GPUs that no executor has.
+        """
+        has_gpus = self.gpus_of("task") >= gpus_per_task
+        if not has_gpus and (self.is_connect or self.gpus_of("executor") < gpus_per_task):
             raise UsageError(
-                f"{gpus_per_process} GPUs for each process were asked for, and Spark grants {granted} to a task: start "
-                f"the session with spark.task.resource.gpu.amount={gpus_per_process} (and executors that have GPUs)."
+                f"Each process needs {gpus_per_task} GPUs, and a task of this session gets {self.gpus_of('task'):g}. "
+                "Start the session with spark.executor.resource.gpu.amount and spark.task.resource.gpu.amount."
             )
-        return [None] * processes
+        if self.is_connect or (has_gpus and cpus <= self.cores_per_slot):
+            return None
+        from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+        requests = TaskResourceRequests().cpus(max(cpus, self.cores_per_slot))
+        amount = max(float(gpus_per_task), self.gpus_of("task"))
+        return ResourceProfileBuilder().require(requests.resource("gpu", amount) if amount else requests).build
+
+    def describe(self, tag: str, job: str) -> None:
+        """Name the jobs of this thread in Spark's user interface; what the caller has set stays."""
+        if self.is_connect:
+            self.get().addTag(tag)
+            return
+        context = self.context
+        own = context.getLocalProperty("spark.job.description")
+        text = f"{own}: {job}" if own else job
+        group = context.getLocalProperty("spark.jobGroup.id")
+        context.setJobGroup(group or tag, text, interruptOnCancel=True)
+        context.setLocalProperty("callSite.short", job)  # the name of its stages
+        context.addJobTag(tag)
+
+    def cancel(self, tag: str) -> None:
+        """Cancel the jobs of that tag; their tasks are killed."""
+        if self.is_connect:
+            self.get().interruptTag(tag)
+        else:
+            self.context.cancelJobsWithTag(tag)
 
     def _running(self) -> "SparkSession | None":
         from pyspark import SparkContext
@@ -170,3 +195,10 @@ class Session:
         session: SparkSession = builder.getOrCreate()
         session.sparkContext.setLogLevel("ERROR")
         return session
+
+
+def reason_of(error: BaseException) -> str:
+    """Why Spark ended a job, in its own words and without the stack of its JVM."""
+    java = getattr(error, "java_exception", None)
+    text = str(java.getMessage() if java is not None else error) or type(error).__name__
+    return text.split("Driver stacktrace:")[0].split("JVM stacktrace:")[0].strip()

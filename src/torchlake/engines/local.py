@@ -1,32 +1,32 @@
 """The local engine: child processes of this one, on this machine.
 
-    run_chunks   workers pull chunks over a socket each; the k-th result of a worker belongs to the k-th chunk it pulled
+    run_chunks   a chunk goes to the next worker that asks for one
     launch       N ranks, as torchrun would start them on one machine, without its agent and its rendezvous
 
 Price of a process: about 0.1 s to start Python, and what the function imports (torch: seconds). Workers and ranks are
-in sessions of their own: Ctrl-C reaches this process alone, which stops them in order. `_processes.py` says why none
-of them can be left behind.
+in sessions of their own: Ctrl-C reaches this process alone, which stops them in order. `processes/children.py` says why
+none of them is left behind.
 """
 
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
-from torchlake.engines._chunks import hand_out
-from torchlake.engines._crossing import pack
-from torchlake.engines._machine import (
+from torchlake.engines._chunks import run_here
+from torchlake.engines._ranks import run_ranks
+from torchlake.processes.children import Children
+from torchlake.processes.environment import (
     MASTER_FD,
-    cores,
     environment,
-    gpus,
     held_port,
     interface_of,
-    most_processes,
     rank_variables,
     share_gpus,
+    visible_to_all,
 )
-from torchlake.engines._processes import Children
-from torchlake.engines._ranks import run_ranks
+from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.processes.serialization import pack
 
 
 class Local(Engine):
@@ -50,6 +50,8 @@ class Local(Engine):
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
+        name: str = "chunks",
+        label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
         todo = list(chunks)
         threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
@@ -63,20 +65,24 @@ class Local(Engine):
         number = max(1, min(wanted, len(todo)))
         devices = share_gpus(number, gpus_per_process)
         environments = [environment(number, devices[index] if devices else None, {}) for index in range(number)]
-        return hand_out(pack(make_worker), todo, environments, Children(stdout_to_stderr=self.stdout_to_stderr))
+        children = partial(Children, stdout_to_stderr=self.stdout_to_stderr)
+        return run_here(pack(make_worker), todo, environments, children)
 
     def launch(
         self,
         fn: Callable[..., Any],
         *args: Any,
         processes: Span | None = None,
-        gpus_per_process: int = 0,
+        gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
+        name: str = "launch",
+        stop_file: str | None = None,
     ) -> Any:
+        # Without a number ranks see what this process sees, and LOCAL_RANK is the number of each one's device.
+        gpus_per_process = gpus_per_process or 0
         number = self.ranks(processes, gpus_per_process)
         devices = share_gpus(number, gpus_per_process)
-        # All ranks see the GPUs of all, as under torchrun: there LOCAL_RANK is the number of a rank's device.
-        visible = [name for share in devices for name in share] if devices else None
+        visible = visible_to_all(devices).split(",") if devices else None
         payload, children = pack(fn, *args), Children(stdout_to_stderr=self.stdout_to_stderr)
         with held_port("127.0.0.1") as holder:
             port, master = holder.getsockname()[1], holder.fileno()

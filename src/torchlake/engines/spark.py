@@ -1,49 +1,47 @@
-"""The Spark engine: processes on the executors of an Apache Spark cluster, or on this machine's cores by Spark.
+"""The Spark engine: an Apache Spark cluster, or Spark on this machine.
 
-    run_chunks   one task per process; what runs in it pulls chunks from the driver, as on the local engine
-    launch       a barrier stage: all ranks at once or none, with the variables that torchrun sets
+    run_chunks   each chunk, or small bundle of chunks, is a Spark task (`_spark_chunks.py`)
+    launch       a barrier stage: all ranks at once or none, with the variables that torchrun sets (`_spark_launch.py`)
     map_frame    mapInArrow: a lazy DataFrame of the same rows with more columns
 
-Rows never pass through the driver: workers read and write storage, and only chunk names and counts cross. What crosses
-goes over one connection per process from the executor to the driver (`_seats.py`), so a lost executor is a lost
-process: its chunk runs again, and Spark's own retries and speculative twins refill its seat.
-Price: about 1 s for a job's first process, once the session runs.
+Rows never pass through the driver: workers read and write storage, and only chunk names and counts cross, inside
+Spark's own messages. Price: about 1 s for a job's first process, once the session runs.
 """
 
-import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from pyspark import TaskContext
 
 from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
-from torchlake.engines._chunks import hand_out, nothing
-from torchlake.engines._crossing import pack
 from torchlake.engines._frames import map_batches
-from torchlake.engines._machine import most_processes, thread_variables
-from torchlake.engines._ranks import run_ranks
-from torchlake.engines._seats import Seats, group_variables
-from torchlake.engines._shell import Address, sit
+from torchlake.engines._remote import Driver
+from torchlake.engines._spark_chunks import ChunkJob, bundled, run_job
+from torchlake.engines._spark_launch import LaunchJob, launch_on_barrier, launch_with_torch_distributor
 from torchlake.engines._spark_session import Session
+from torchlake.engines._spark_tasks import ChunkTask, granted_gpus
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
+from torchlake.processes.environment import share_gpus, visible_to_all
+from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.processes.serialization import pack
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-SEATS_S = 600.0  # for a busy cluster to give all ranks their places
+Launcher = Literal["barrier", "torch_distributor"]
 
 
 class Spark(Engine):
     """Processes placed by Spark.
 
     `session` is the running one by default; where there is none, one is made with `master` (default: this machine's
-    cores) and `conf`. `processes` is the number for every job of this engine; None means, for chunks, one per task slot
-    but no more than there are chunks, and 1 for launch. `local_mode` launches ranks on the driver's machine instead of
-    the executors, as TorchDistributor's does. `stdout_to_stderr` sends what processes print to this one's stderr.
+    cores) and `conf`. `processes` bounds the processes of every job of this engine; None means, for chunks, one in each
+    task slot, and 1 for launch. `launcher` is what starts ranks: a barrier stage, or pyspark's TorchDistributor.
+    `local_mode` launches ranks on the driver's machine instead of the executors, as TorchDistributor's does.
+    `stdout_to_stderr` sends what processes print to this one's stderr.
     """
 
     def __init__(
@@ -54,10 +52,11 @@ class Spark(Engine):
         master: str | None = None,
         conf: dict[str, str] | None = None,
         local_mode: bool = False,
+        launcher: Launcher = "barrier",
         stdout_to_stderr: bool = False,
     ) -> None:
         self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
-        self.local_mode = local_mode
+        self.local_mode, self.launcher = local_mode, launcher
         self.stdout_to_stderr = stdout_to_stderr
         self.session = Session(session, master=master, conf=conf or {}, processes=self.processes)
 
@@ -70,67 +69,93 @@ class Spark(Engine):
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
+        name: str = "chunks",
+        label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
         todo, payload = list(chunks), pack(make_worker)
         threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
         wanted = self.processes if processes is None else at_least_one(processes)
         if not todo:
-            return nothing()
+            return
         session = self.session
-        slots = max(1, session.slots(wanted))
-        if wanted is None:
-            wanted = max(1, slots * session.cores_per_slot // threads)
-            if session.on_this_machine:
-                wanted = min(wanted, most_processes(memory_per_process))
-        shares = session.gpu_shares(min(wanted, slots, len(todo)), gpus_per_process)
-        counts = thread_variables(session.threads(len(shares), slots))
-        environments = [
-            counts if gpus is None else counts | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for gpus in shares
-        ]
-        return hand_out(payload, todo, environments, self._seats(len(shares), together=False))
+        if session.is_connect:
+            threads = session.cores_per_slot
+        if session.on_this_machine:
+            lanes, threads = _lanes_here(session, wanted, len(todo), gpus_per_process, threads, memory_per_process)
+            profile = None
+        else:
+            fixed = wanted is None or (session.slots <= wanted and not session.grows)
+            lanes = None if fixed or wanted is None else [{"TORCHLAKE_LANE": str(lane)} for lane in range(wanted)]
+            threads = min(session.cores_per_executor, max(threads, session.cores_per_slot))
+            profile = session.profile(threads, session.gpus_needed(gpus_per_process))
+        shared = payload if session.is_connect else session.context.broadcast(payload)
+        job = ChunkJob(
+            session=session,
+            task=ChunkTask(driver=Driver.here(), payload=shared, variables=session.thread_variables(threads)),
+            bundles=bundled(todo, session.slots, len(lanes or [])),
+            name=name,
+            lanes=lanes,
+            profile=profile,
+        )
+        try:
+            yield from run_job(job)
+        finally:
+            if not isinstance(shared, bytes):
+                shared.unpersist()
 
     def launch(
         self,
         fn: Callable[..., Any],
         *args: Any,
         processes: Span | None = None,
-        gpus_per_process: int = 0,
+        gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
+        name: str = "launch",
+        stop_file: str | None = None,
     ) -> Any:
-        number = self.ranks(processes, gpus_per_process)
+        number = self.ranks(processes, gpus_per_process or 0)
         if self.local_mode:
             local = Local(number, stdout_to_stderr=self.stdout_to_stderr)
             return local.launch(fn, *args, gpus_per_process=gpus_per_process, grace_s=grace_s)
-        payload, session = pack(fn, *args), self.session
-        slots = session.slots(number)
-        if session.grows:
+        session, payload = self.session, pack(fn, *args)
+        if not session.is_connect:
+            self._need_slots(number)
+        needed = gpus_per_process or 0 if session.on_this_machine else session.gpus_needed(gpus_per_process)
+        shares = share_gpus(number, needed) if session.on_this_machine else None
+        threads = max(1, cores() // number) if session.on_this_machine else session.cores_per_slot
+        visible = {} if shares is None else {"CUDA_VISIBLE_DEVICES": visible_to_all(shares)}
+        job = LaunchJob(
+            session=session,
+            payload=payload,
+            number=number,
+            variables=session.thread_variables(threads) | visible,
+            profile=session.profile(1, needed) if needed and shares is None else None,
+            name=name,
+            stdout_to_stderr=self.stdout_to_stderr,
+        )
+        if self.launcher == "torch_distributor":
+            return launch_with_torch_distributor(job, needed)
+        return launch_on_barrier(job, grace_s=grace_s, stop_file=stop_file)
+
+    def _need_slots(self, number: int) -> None:
+        """Raise UsageError when so many ranks cannot run at the same time."""
+        if self.session.grows:
             raise UsageError(
                 "Ranks have to start together, and Spark starts no such stage under dynamic allocation: start the "
                 "session with spark.dynamicAllocation.enabled=false and a fixed number of executors."
             )
+        slots = self.session.slots_for(number)
         if slots < number:
             raise UsageError(
                 f"{number} ranks have to run at the same time, and Spark has {slots} task slots (executor cores / "
                 "spark.task.cpus). Ask for fewer processes, or start the session with more executors."
             )
-        shares = session.gpu_shares(number, gpus_per_process)
-        visible = None if shares[0] is None else ",".join(name for share in shares if share for name in share)
-        seats = self._seats(number, together=True)
-
-        def start() -> None:
-            environments = group_variables(seats.taken(SEATS_S), session.threads(number, slots))
-            for rank, variables in enumerate(environments):
-                if visible is not None:
-                    variables["CUDA_VISIBLE_DEVICES"] = visible
-                seats.start(rank, "rank", payload, variables)
-
-        return run_ranks(start, number, seats, grace_s=grace_s)
 
     def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
         """A rank for each task slot of the executors that are there; other jobs in the session do not count."""
         if self.local_mode:
             return Local().room(most, gpus_per_process=gpus_per_process)
-        return min(most, self.session.slots(most))
+        return most if self.session.is_connect else min(most, self.session.slots_for(most))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to a Spark DataFrame: a lazy one, of `schema`; the frame's own columns keep their types.
@@ -143,7 +168,7 @@ class Spark(Engine):
 
         own = {field.name: field for field in frame.schema.fields}
         fields = [own.get(field.name, field) for field in from_arrow_schema(schema).fields]
-        return frame.mapInArrow(partial(map_batches, pack(make_worker)), StructType(fields))
+        return frame.mapInArrow(partial(_map_task, pack(make_worker), Driver.here()), StructType(fields))
 
     def frame_schema(self, frame: Any) -> pa.Schema:
         from pyspark.sql.pandas.types import to_arrow_schema
@@ -154,36 +179,30 @@ class Spark(Engine):
         """Spark's tasks write the files: the folder has to be one that all executors reach, as a file system's."""
         frame.write.parquet(Path(folder).absolute().as_uri())
 
-    def _seats(self, number: int, *, together: bool) -> Seats:
-        return Seats(
-            _Tasks(self.session, number, together=together),
-            host=self.session.host,
-            listen_on=self.session.listen_on,
-            stdout_to_stderr=self.stdout_to_stderr,
-        )
+
+def _map_task(payload: bytes, driver: Driver, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+    """A task of `mapInArrow`, with the GPUs that Spark granted to it."""
+    from pyspark import TaskContext
+
+    return map_batches(payload, batches, granted_gpus(TaskContext.get()), driver)
 
 
-class _Tasks:
-    """Seats as the tasks of one Spark stage, a barrier stage when they have to be taken together."""
-
-    def __init__(self, session: Session, seats: int, *, together: bool) -> None:
-        self.seats, self.together = seats, together
-        self._context = session.context
-        self._group = f"torchlake-{secrets.token_hex(8)}"
-
-    def run(self, address: Address, key: bytes) -> None:
-        self._context.setJobGroup(self._group, f"torchlake: {self.seats} processes", interruptOnCancel=False)
-        tasks = self._context.parallelize(range(self.seats), self.seats)
-        (tasks.barrier() if self.together else tasks).mapPartitions(partial(_sit, address, key)).count()
-
-    def cancel(self) -> None:
-        self._context.cancelJobGroup(self._group)
-
-
-def _sit(address: Address, key: bytes, seats: Iterator[int]) -> Iterator[int]:
-    """A Spark task: the shell of one seat, with the GPUs that Spark gave the task."""
-    context = TaskContext.get()
-    gpus = None if context is None else context.resources().get("gpu")
-    for seat in seats:
-        sit(address, key, seat, None if gpus is None else gpus.addresses)
-        yield seat
+def _lanes_here(
+    session: Session, wanted: int | None, chunks: int, gpus_per_process: int | None, threads: int, memory: int
+) -> tuple[list[dict[str, str]] | None, int]:
+    """The environments of tasks at the same time (None: one in each slot) and their threads, where tasks share this
+    machine and Spark grants no GPUs. Raises UsageError when this machine has too few of them."""
+    here, all_cores = gpus(), session.slots * session.cores_per_slot
+    each = min(1, len(here)) if gpus_per_process is None else gpus_per_process
+    number = min(all_cores // threads, most_processes(memory)) if wanted is None else wanted
+    number = max(
+        1, min(number, session.slots, chunks, *([len(here) // each] if gpus_per_process is None and each else []))
+    )
+    shares = share_gpus(number, each)
+    threads = max(1, all_cores // number)
+    if shares is None and number == min(session.slots, chunks):
+        return None, threads
+    lanes = [{"TORCHLAKE_LANE": str(lane)} for lane in range(number)]
+    for lane, share in zip(lanes, shares or [], strict=False):
+        lane["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+    return lanes, threads

@@ -182,6 +182,11 @@ def cut_text(pieces: Pieces, size: int) -> Iterator[Cut]:
         yield first_row, rows, (0, 0), offset, length
 
 
+def chunk_label(item: tuple[Chunk, str]) -> str:
+    """What an engine's user interface calls a chunk: its number and file, of an item (chunk, part name)."""
+    return f"chunk {item[0].index} {item[0].name}"
+
+
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values, in columns: quick and small for 100,000 chunks."""
     place = {one.name: number for number, one in enumerate(plan.inputs)}

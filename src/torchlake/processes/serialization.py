@@ -7,6 +7,7 @@ not have): they cross as a `Failure` and TorchlakeErrors are rebuilt from it by 
 
 import functools
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ import cloudpickle
 from torchlake import errors
 from torchlake.errors import RankFailed, TorchlakeError, UsageError
 
-_OURS = ("torchlake.engines._child", "torchlake.launching", "runpy")
+_OURS = ("torchlake.processes.child", "torchlake.launching", "runpy")
 LOST = -1000
 "In place of an exit code: the machine or executor that ran the process is gone, and nobody saw its end."
 _registering = threading.Lock()  # cloudpickle's list of modules to pickle by value is one per process
@@ -56,6 +57,18 @@ def pack(*values: Any) -> bytes:
         finally:
             for module in foreign:
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def unpack(message: bytes) -> Any:
+    """A value that a child packed. Raises RankFailed when this process cannot import what it is made of."""
+    try:
+        return pickle.loads(message)
+    except Exception as error:
+        raise RankFailed(
+            f"what a process returned cannot be read here: {type(error).__name__}: {error}. Return plain values, or "
+            "make its class importable on the machine that starts the job.",
+            rank=0,
+        ) from error
 
 
 def _modules(values: Iterable[Any]) -> Iterator[ModuleType]:

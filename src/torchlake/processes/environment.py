@@ -1,21 +1,19 @@
-"""What this machine has (cores, GPUs, a free port) and the environment that a child process starts with.
+"""The environment that a child process starts with, and the port at which ranks meet.
 
 Thread counts and device lists have to be in the environment before the child's interpreter starts: OpenMP, MKL and
 CUDA read them once, when their libraries load.
 """
 
-import math
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 
 from torchlake.errors import UsageError
+from torchlake.processes.hardware import cores, gpus
 
 MASTER_FD = "TORCHLAKE_MASTER_FD"
 RANK_VARIABLES = (
@@ -29,86 +27,6 @@ RANK_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     MASTER_FD,
 )
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def cores() -> int:
-    """The cores this process may run on, and no more than its container's share of time keeps busy."""
-    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = cgroup_cores()
-    return allowed if quota is None else min(allowed, max(1, math.ceil(quota)))
-
-
-def available_memory() -> int:
-    """Bytes that new processes may take: the machine's free memory, or what the container's limit leaves of it."""
-    available = psutil.virtual_memory().available
-    limit = cgroup_memory()
-    return available if limit is None else min(available, max(0, limit - _cgroup_memory_used()))
-
-
-def cgroup_cores() -> float | None:
-    """Cores' worth of time that a container may use (cgroup v2, then v1); None: no limit."""
-    quota, _, period = _cgroup("cpu.max").partition(" ")
-    if not quota:
-        quota, period = _cgroup("cpu/cpu.cfs_quota_us"), _cgroup("cpu/cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def cgroup_memory() -> int | None:
-    """Bytes of memory that a container may use (cgroup v2, then v1); None: no limit."""
-    limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
-    # cgroup v1 writes "no limit" as a number near 2^63.
-    return int(limit) if limit.isdigit() and int(limit) < 2**60 else None
-
-
-def _cgroup_memory_used() -> int:
-    """Bytes that count against the limit, but for cached file pages: the kernel gives those up when asked for more."""
-    used = _cgroup("memory.current") or _cgroup("memory/memory.usage_in_bytes")
-    lines = (_cgroup("memory.stat") or _cgroup("memory/memory.stat")).splitlines()
-    stat = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
-    # cgroup v1 counts the groups below under "total_" names only.
-    cached = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
-    return int(used or 0) - cached
-
-
-def _cgroup(name: str) -> str:
-    """A file of the control group; empty where there is none."""
-    try:
-        return (CGROUP / name).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def most_processes(memory_per_process: int, threads_per_process: int = 1) -> int:
-    """One process for every `threads_per_process` cores, but no more than half of the available memory holds.
-
-    `memory_per_process` is in bytes; 0: any number fits.
-    """
-    wanted = max(1, cores() // threads_per_process)
-    if memory_per_process == 0:
-        return wanted
-    return max(1, min(wanted, available_memory() // 2 // memory_per_process))
-
-
-def gpus() -> list[str]:
-    """The GPUs this process may use, in CUDA's own words; found without torch and without opening a device."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(index) for index in range(_count_gpus())]
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    negative = next((index for index, name in enumerate(names) if name.startswith("-")), len(names))
-    return names[:negative]  # CUDA ignores what follows a negative number
-
-
-def _count_gpus() -> int:
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        folder = Path("/proc/driver/nvidia/gpus")
-        return len(list(folder.iterdir())) if folder.is_dir() else 0
-    return sum(line.startswith("GPU ") for line in listing.splitlines())
 
 
 def share_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None:
@@ -130,6 +48,27 @@ def share_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None:
     return [
         found[first : first + gpus_per_process] for first in range(0, processes * gpus_per_process, gpus_per_process)
     ]
+
+
+def visible_to_all(shares: Sequence[Sequence[str]]) -> str:
+    """CUDA_VISIBLE_DEVICES of a machine's ranks, which see the devices of all, as under torchrun: `shares` are theirs.
+
+    The first devices come first, so that the number LOCAL_RANK is one that was given to this rank. Raises UsageError
+    where two ranks share a device, and for several ranks on the instances of a partitioned GPU (MIG).
+    """
+    names = [share[place] for place in range(max(map(len, shares))) for share in shares if place < len(share)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"GPU {twice} was granted to more than one rank, and ranks cannot talk over a GPU that they share. Grant "
+            "whole GPUs (spark.task.resource.gpu.amount=1, gpus_per_process=1), or ask for fewer processes."
+        )
+    if len(names) > 1 and any(name.startswith("MIG-") for name in names):
+        raise UsageError(
+            f"{len(shares)} rank{'s' * (len(shares) > 1)} on instances of a partitioned GPU ({', '.join(names)}): a "
+            "process sees one instance, and NCCL does not connect them. Train with one process, or on whole GPUs."
+        )
+    return ",".join(names)
 
 
 def environment(processes: int, devices: list[str] | None, ranks: Mapping[str, str]) -> dict[str, str]:
@@ -186,12 +125,14 @@ def interface_of(address: str) -> str | None:
 def held_port(address: str) -> Iterator[socket.socket]:
     """A socket that holds a free port of `address` without listening on it, so that rank 0 can listen there.
 
-    While it is bound the kernel gives the port to nobody who asks for any free one, yet lets a socket that names it,
-    with SO_REUSEADDR as torch's store sets it, listen: there is no moment at which the port could be lost. Rank 0
+    While it is bound the kernel gives the port to no socket that asks for any free one, yet lets a socket that names
+    it, with SO_REUSEADDR as torch's store sets it, listen: there is no moment at which the port could be lost. Rank 0
     inherits the socket as the open file TORCHLAKE_MASTER_FD and may listen on it itself (`master_listen_fd` of torch's
     TCPStore): that store is reached at `address` alone, while the one that `env://` makes listens everywhere.
+    `address` is a name or a number, of IPv4 or IPv6.
     """
-    with socket.socket() as holder:
+    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, 0))
+        holder.bind(place)
         yield holder

@@ -5,8 +5,8 @@ forked, so that thread has to live as long as the child, whichever thread the ca
 Both put events into one queue, so the caller's thread only ever waits on a queue and an exception from a signal handler
 cannot tear a message apart. Price: two threads per child and one watchdog process per set, about 10 ms to start.
 
-Nothing outlives its parent: the set's exit kills every process group; the watchdog does it when this process is killed;
-PR_SET_PDEATHSIG does it, for the child itself, when the watchdog is killed too.
+No child outlives its parent: the set's exit kills every process group; the watchdog does it when this process is
+killed; PR_SET_PDEATHSIG ends the child itself when the watchdog is killed too.
 """
 
 import os
@@ -23,41 +23,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from torchlake.engines._crossing import describe, pack
+from torchlake.processes.serialization import describe, pack
 
 _BOOT = (
-    "import sys; descriptor, parent, *sys.path = sys.argv[1:]; sys.argv[1:] = []; "
-    "from torchlake.engines._child import main; main(int(descriptor), int(parent))"
+    "import sys; *numbers, sys.path[:] = *sys.argv[1:4], sys.argv[4:]; sys.argv[1:] = []; "
+    "from torchlake.processes.child import main; main(*map(int, numbers))"
 )
 _JOIN_S = 5.0  # a killed process is gone in milliseconds, unless the kernel holds it in a system call
-
-
-class AnyChild(Protocol):
-    """A child process, on this machine (`Child`) or on another (`_seats.Seated`)."""
-
-    number: int
-
-    def send(self, *values: Any) -> None:
-        """Send the tuple `values`; a child that is gone is no error here, its exit is an event of its own."""
-
-
-class ChildSet(Protocol):
-    """Children alive inside `with`; `events` yields (child, kind, value) as `Children` says."""
-
-    events: "SimpleQueue[tuple[Any, str, Any]]"
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
-
-    def start(self, number: int, role: str, payload: bytes, environment: Mapping[str, str]) -> AnyChild: ...
-
-    def signal(self, number: int) -> None:
-        """Send a signal to every running child (not to the processes that it started)."""
 
 
 @dataclass(eq=False)
@@ -72,22 +46,18 @@ class Child:
 
     def send(self, *values: Any) -> None:
         """Send the tuple `values`; a child that is gone is no error here, its exit is an event of its own."""
-        self.send_bytes(pack(*values))
-
-    def send_bytes(self, message: bytes) -> None:
-        """Send what `pack` has made of a tuple."""
         with suppress(OSError):
-            self.connection.send_bytes(message)
+            self.connection.send_bytes(pack(*values))
 
 
 class Children:
     """A set of children, alive inside `with`. `events` yields (child, kind, value).
 
-    `kind` is what the child said ("value", "error", "ready", "pull", "result") or, once and last, "exit" with
-    its exit code (negative: the signal that killed it). The error of a child that could not start is an event too.
-    With `relay`, for a process that only passes on, what a child said is not looked into: the kind is "said" and the
-    value the message's bytes. `output` are the open files that children have as stdout and stderr (None: this process's
-    own), `path` what they have as sys.path and `folder` where they run (None: as this process has them).
+    `kind` is what the child said ("value", "error", "ready", "pull", "result"), with a value to `unpack`; or, once and
+    last, "exit" with its exit code (negative: the signal that killed it). The error of a child that could not start is
+    an event too. `output` are the open files that children have as stdout and stderr (None: this process's own), `path`
+    what they have as sys.path and `folder` where they run (None: as this process has them). When this process is
+    killed, children get SIGTERM and `grace_s` seconds before they are killed.
     """
 
     def __init__(
@@ -95,24 +65,24 @@ class Children:
         *,
         stdout_to_stderr: bool = False,
         output: tuple[int, int] | None = None,
-        relay: bool = False,
         path: list[str] | None = None,
         folder: str | None = None,
+        grace_s: float = 0.0,
     ) -> None:
         self.events: SimpleQueue[tuple[Child, str, Any]] = SimpleQueue()
         self._stdout: int | None
         self._stderr: int | None
         self._stdout, self._stderr = output or (2 if stdout_to_stderr else None, None)
-        self._relay = relay
         self._path = sys.path if path is None else path
         self._folder = folder
+        self._grace_s = grace_s
         self._children: list[Child] = []
         self._lock = threading.Lock()  # over `running`, `_closed` and the watchdog's pipe
         self._closed = False
 
     def __enter__(self) -> Self:
         self._watchdog = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("_watchdog.py"))],
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(self._grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -142,8 +112,8 @@ class Children:
         keeper = threading.Thread(
             target=self._keep, args=(child, theirs, role, payload, dict(environment), descriptors), daemon=True
         )
-        child.threads.append(keeper)
         keeper.start()
+        child.threads.append(keeper)
         return child
 
     def signal(self, number: int) -> None:
@@ -170,8 +140,10 @@ class Children:
                     return
                 reader.start()
                 path = [os.path.abspath(entry) for entry in self._path]
+                death_signal = signal.SIGTERM if self._grace_s else signal.SIGKILL
+                numbers = map(str, (theirs.fileno(), os.getpid(), int(death_signal)))
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *path],
+                    [sys.executable, "-c", _BOOT, *numbers, *path],
                     stdin=subprocess.DEVNULL,
                     stdout=self._stdout,
                     stderr=self._stderr,
@@ -182,8 +154,8 @@ class Children:
                 )
                 child.pid, child.running = process.pid, True
                 self._watch(f"+{child.pid}")
-        except Exception as error:  # out of processes, threads or memory: whatever it is, the caller must hear of it
-            self.events.put((child, "error", describe(error)))
+        except Exception as error:  # out of processes, threads or memory: the caller has to see it
+            self.events.put((child, "error", pickle.dumps(describe(error))))
             self.events.put((child, "exit", 1))
             return
         with suppress(OSError):
@@ -209,14 +181,7 @@ class Children:
                 message = child.connection.recv_bytes()
             except (EOFError, OSError):
                 return
-            if self._relay:
-                self.events.put((child, "said", message))
-                continue
-            try:
-                kind, value = pickle.loads(message)
-            except Exception as error:  # a value of a class that this process cannot import
-                kind, value = "error", describe(error)
-            self.events.put((child, kind, value))
+            self.events.put((child, *pickle.loads(message)))
 
     def _watch(self, line: str) -> None:
         assert self._watchdog.stdin is not None

@@ -1,12 +1,14 @@
-"""The other side of the socket: what a child process of the local engine does from its first line to its last.
+"""What a child process does, from its first line to its last.
 
 The child talks only to its parent, over an inherited socket; it never imports the user's `__main__`, so unguarded
-scripts and notebooks work. Messages to the parent are `(kind, value)`:
+scripts and notebooks work. Messages to the parent are `(kind, packed value)`:
 
-    rank      value (rank 0's, None from the others) | error
-    worker    ready, then pull ... result ...        | error
+    rank      value (rank 0's, None from the others)            | error
+    worker    ready, then series of pull ... result ... ended   | error
 
-A worker's `pull` is answered with `(chunk,)`, or with `()` when there is no further chunk.
+A worker's `pull` is answered with `(chunk,)`, or with `()` at the end of the series; `ended` with `(True,)` when
+another series follows, which the same worker runs, or with `()`. The value is packed a second time, so that a parent
+which only passes it on needs neither its class nor the libraries behind it.
 """
 
 import ctypes
@@ -23,14 +25,14 @@ from typing import Any
 
 import cloudpickle
 
-from torchlake.engines._crossing import describe
+from torchlake.processes.serialization import describe
 
 _PR_SET_PDEATHSIG = 1
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, death_signal: int) -> None:
     """Receive one job, do it, hand over its outcome. Exit code 1 when it failed."""
-    _die_with(parent)
+    _die_with(parent, death_signal)
     if sys.stderr is not None:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -41,7 +43,7 @@ def main(descriptor: int, parent: int) -> None:
     sending = threading.Lock()  # a worker may pull from a thread of its own
 
     def send(kind: str, value: Any = None) -> None:
-        message = cloudpickle.dumps((kind, value))
+        message = pickle.dumps((kind, cloudpickle.dumps(value)))
         with sending:
             connection.send_bytes(message)
 
@@ -60,7 +62,7 @@ def main(descriptor: int, parent: int) -> None:
         try:
             send("error", describe(error))
         except OSError:
-            os._exit(1)  # the parent is gone: nobody listens
+            os._exit(1)  # the parent is gone
         sys.exit(1)
 
 
@@ -75,7 +77,18 @@ def _call(function: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def _work(make_worker: Callable[[], Any], connection: "Connection[Any, Any]", send: Callable[..., None]) -> None:
-    """Run the worker over the chunks that the parent hands out, one result per chunk."""
+    """Run the worker over one series of chunks after the other, until the parent has no further series."""
+    worker = make_worker()
+    send("ready")
+    while True:
+        _work_series(worker, connection, send)
+        send("ended")
+        if not connection.recv():
+            return
+
+
+def _work_series(worker: Any, connection: "Connection[Any, Any]", send: Callable[..., None]) -> None:
+    """One result per chunk, in the chunks' order."""
     pulled = yielded = 0
     ended = False
 
@@ -89,8 +102,6 @@ def _work(make_worker: Callable[[], Any], connection: "Connection[Any, Any]", se
                 pulled += 1
                 yield answer[0]
 
-    worker = make_worker()
-    send("ready")
     for result in worker(chunks()):
         yielded += 1
         if yielded > pulled:
@@ -101,16 +112,16 @@ def _work(make_worker: Callable[[], Any], connection: "Connection[Any, Any]", se
 
 
 def _leave() -> None:
-    """End at once: the worker's generator has ended, so what it held is closed; taking torch apart takes a second."""
+    """End at once: what the worker's generator held is closed; taking torch apart takes a second."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
     os._exit(0)
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, and see that it has not yet."""
+def _die_with(parent: int, death_signal: int) -> None:
+    """Ask the kernel for this signal when the thread that started this process ends; exit if it has ended already."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:
         os._exit(1)
