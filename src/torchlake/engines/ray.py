@@ -1,46 +1,39 @@
 """The Ray engine: processes on the nodes of a Ray cluster, or on this machine's cores by Ray.
 
-    run_chunks   one Ray task per process; what runs in it pulls chunks from the driver, as on the local engine
-    launch       a placement group: all ranks at once or none, with the variables that torchrun sets
+    run_chunks   a pool of actors, and a named call of one of them for every bundle of chunks (`_ray_chunks.py`)
+    launch       a placement group with an actor for each rank (`_ray_launch.py`), or Ray Train's own launcher
     map_frame    Dataset.map_batches: a lazy Dataset of the same rows with more columns
 
-Rows never pass through the driver or the object store: workers read and write storage, and only chunk names and counts
-cross, over one connection per process to the driver (`_seats.py`). A process that Ray lost comes back as Ray's own
-retry of its task, and takes its seat again. Tasks, not actors: nobody but the driver asks a seat for anything.
+Ray places, counts and shows everything; in an actor a child process does the work, so that a row that kills costs no
+actor. Rows never pass through the driver or the object store: workers read and write storage, and only chunk names and
+counts cross. A process takes as many CPUs of Ray's count as it has threads.
 Price: about 1 s for a job's first process, once Ray runs.
 """
 
-import math
 import os
-import socket
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import ray
 import ray.data
-import ray.util.client
-from ray._private import ray_constants
-from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
-from torchlake.engines._chunks import hand_out, nothing
-from torchlake.engines._crossing import pack
 from torchlake.engines._frames import BatchMapper, map_table
-from torchlake.engines._machine import cores, most_processes, thread_variables
 from torchlake.engines._ranks import run_ranks
-from torchlake.engines._seats import Seats, group_variables
-from torchlake.engines._shell import Address, sit
+from torchlake.engines._ray_chunks import ChunkJob, Demand
+from torchlake.engines._ray_cluster import FREED_S, Share, free_for, free_nodes, join, total_nodes, widest
+from torchlake.engines._ray_launch import ActorRanks, RankJob
 from torchlake.errors import UsageError
+from torchlake.processes.environment import thread_variables
+from torchlake.processes.hardware import most_processes
+from torchlake.processes.serialization import pack
 
-SEATS_S = 600.0  # for a busy cluster to give all ranks their places
-FREED_S = 5.0  # for Ray to free what a group held that has just ended
-GROW_S = 60.0  # for a cluster that grows by itself to have room for all ranks
+CHUNK_STRATEGIES = ("DEFAULT", "SPREAD")
+LAUNCH_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+LAUNCHERS = ("placement_group", "torch_trainer")
 
 _BATCHES: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": 4096, "zero_copy_batch": True}
 
@@ -50,9 +43,15 @@ class Ray(Engine):
 
     `address` is that of a running cluster ("auto": the one of this machine); by default the one that this process has
     joined already or that RAY_ADDRESS names, else Ray is started on this machine's cores, reached from this machine
-    alone. `processes` is the number for every job of this engine; None means, for chunks, one per CPU but no more than
-    there are chunks, and 1 for launch. `gpus_per_process` is what each process of a job gets where the job does not
-    say, also a part of a GPU (0.5) for chunks. `stdout_to_stderr` sends what processes print to this one's stderr.
+    alone. `processes` is the number for every job of this engine; None means, for chunks, as many as Ray has room for
+    and comes to have, but no more than there are chunks, and 1 for launch.
+
+    Each process reserves `gpus_per_process` where the job does not say, also a part of a GPU (0.5) for chunks;
+    `cpus_per_process`, which are its threads too (None: what the job asks for, or its part of the cluster where the
+    number of processes is given); `memory` in bytes and custom `resources` where they are given. `placement_strategy`
+    is DEFAULT or SPREAD for chunks, PACK, SPREAD, STRICT_PACK or STRICT_SPREAD for ranks. `launcher` starts the ranks:
+    a placement group, or TorchTrainer of Ray Train. `stdout_to_stderr` sends what ranks print to this process's
+    stderr.
     """
 
     def __init__(
@@ -61,11 +60,19 @@ class Ray(Engine):
         processes: Span | None = None,
         *,
         gpus_per_process: float | None = None,
+        cpus_per_process: float | None = None,
+        memory: int | None = None,
+        resources: dict[str, float] | None = None,
+        placement_strategy: str | None = None,
+        launcher: Literal["placement_group", "torch_trainer"] = "placement_group",
         stdout_to_stderr: bool = False,
     ) -> None:
         self.address = address
         self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
-        self.gpus_per_process = gpus_per_process
+        self.gpus_per_process, self.cpus_per_process = gpus_per_process, cpus_per_process
+        self.memory, self.resources = memory, resources or {}
+        self.placement_strategy = _one_of(placement_strategy, {*CHUNK_STRATEGIES, *LAUNCH_STRATEGIES})
+        self.launcher = _one_of(launcher, LAUNCHERS)
         self.stdout_to_stderr = stdout_to_stderr
 
     def run_chunks(
@@ -77,49 +84,53 @@ class Ray(Engine):
         gpus_per_process: int | None = 0,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
+        name: str = "chunks",
+        label: Callable[[Any], str] = str,
     ) -> Generator[Any, None, None]:
         todo, payload = list(chunks), pack(make_worker)
         threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
-        wanted = self.processes if processes is None else at_least_one(processes)
-        if not todo:
-            return nothing()
+        number = self.processes if processes is None else at_least_one(processes)
+        strategy = _one_of(self.placement_strategy, CHUNK_STRATEGIES, "chunks run as") or "DEFAULT"
         started = self.join()
-        resources = ray.cluster_resources()
-        share = self._gpu_share(gpus_per_process, resources)
-        slots = max(1, int(resources.get("CPU", 1)))
-        if wanted is None:
-            wanted = max(1, slots // threads)
-            if started:
-                wanted = min(wanted, most_processes(memory_per_process))
-        if share:
-            wanted = min(wanted, max(1, int(resources.get("GPU", 0) / share)))
-        number = min(wanted, len(todo))
-        environments = [thread_variables(_threads(number, slots))] * number
-        return hand_out(payload, todo, environments, self._seats(number, share, together=False))
+        share, nodes = self._share(self._gpus(gpus_per_process)), total_nodes()
+        if number is None:
+            share = replace(share, cpus=self.cpus_per_process or min(threads, widest(share, 1, nodes).cpus))
+            at_once = max(1, share.times(nodes))
+        if number is None and started:
+            number = max(1, min(at_once, most_processes(memory_per_process), len(todo)))
+        if number is not None:
+            share, at_once = self._even(share, number), number
+        demand = Demand(share=share, most=number or len(todo), at_once=at_once, strategy=strategy)
+        return ChunkJob(payload, todo, demand, name, label).run()
 
     def launch(
         self,
         fn: Callable[..., Any],
         *args: Any,
         processes: Span | None = None,
-        gpus_per_process: int = 0,
+        gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
+        name: str = "launch",
+        stop_file: str | None = None,
     ) -> Any:
         payload = pack(fn, *args)
-        number = self.ranks(processes, gpus_per_process)
-        share = self._gpu_share(gpus_per_process, None)
-        if share != int(share):
-            raise UsageError(f"gpus_per_process is {share}; a rank needs whole GPUs.")
-        wait_s = 0.0 if self.join() else GROW_S
-        _need_room({"CPU": number, "GPU": number * share}, number, wait_s)
-        seats = self._seats(number, share, together=True)
-
-        def start() -> None:
-            slots = int(ray.cluster_resources().get("CPU", 1))
-            for rank, variables in enumerate(group_variables(seats.taken(SEATS_S), _threads(number, slots))):
-                seats.start(rank, "rank", payload, variables)
-
-        return run_ranks(start, number, seats, grace_s=grace_s)
+        fewest, most = bounds(self.span or 1 if processes is None else processes)
+        started = self.join()
+        gpus = self._gpus(gpus_per_process, fewest)
+        if gpus != int(gpus):
+            raise UsageError(f"gpus_per_process is {gpus}; a rank needs whole GPUs.")
+        number = self.ranks((fewest, most), int(gpus))
+        job = RankJob(
+            payload=payload,
+            number=number,
+            share=self._even(self._share(gpus), number, most),
+            strategy=_one_of(self.placement_strategy, LAUNCH_STRATEGIES, "ranks are placed by") or "PACK",
+            grows=not started,
+            name=name,
+            stdout_to_stderr=self.stdout_to_stderr,
+        )
+        ranks = ActorRanks(job)
+        return run_ranks(ranks.start, number, ranks, grace_s=grace_s)
 
     def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
         """Ranks that the nodes have free CPUs and GPUs for, besides the `held` ones.
@@ -127,34 +138,33 @@ class Ray(Engine):
         Waits some seconds before it says fewer than `most`, since what a group leaves behind is freed after its end.
         """
         self.join()
-        share = self._gpu_share(gpus_per_process, None)
-        deadline = time.monotonic() + (0.0 if held else FREED_S)
-        while True:
-            found = held + sum(_fitting(free, share) for free in _free_nodes())
-            if found >= most or time.monotonic() >= deadline:
-                return min(most, found)
-            time.sleep(0.2)
+        share = self._share(self._gpus(gpus_per_process))
+        return free_for(most, share, held=held, wait_s=0.0 if held else FREED_S)
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to a Ray Dataset: a lazy one, in the order that Ray Data gives.
 
-        Actors, up to `processes` (default: one per CPU), keep the worker; a batch is what Ray Data makes of 4,096 rows.
-        A Dataset of one block keeps one actor busy, and Ray reads small files into one: `repartition` such a one.
+        Actors, up to `processes` (default: as many as there is room for now), keep the worker, with one GPU each where
+        there are any; a batch is what Ray Data makes of 4,096 rows. A Dataset of one block keeps one actor busy, and
+        Ray reads small files into one: `repartition` such a one.
         """
         self.join()
-        most = self.processes or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        share = self._share(self._gpus(None))
+        most = self.processes or max(1, share.times(total_nodes()))
         return frame.map_batches(
             BatchMapper,
-            fn_constructor_args=(pack(make_worker),),
+            fn_constructor_args=(pack(partial(_with_threads, share.variables, make_worker)),),
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
-            num_gpus=self.gpus_per_process or None,
+            **share.options,
             **_BATCHES,
         )
 
     def map_in_tasks(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]]) -> Any:
-        """The same in Ray tasks, as many as there is room for, for a worker that is quick to make."""
+        """The same in Ray tasks of one CPU, as many as there is room for, for a worker that is quick to make."""
         self.join()
-        return frame.map_batches(partial(map_table, pack(make_worker)), **_BATCHES)
+        return frame.map_batches(
+            partial(map_table, pack(partial(_with_threads, thread_variables(1), make_worker))), **_BATCHES
+        )
 
     def frame_schema(self, frame: Any) -> pa.Schema:
         self.join()
@@ -168,127 +178,35 @@ class Ray(Engine):
 
     def join(self) -> bool:
         """Join the cluster, or start one; whether it is this machine alone."""
-        address = self.address or os.environ.get("RAY_ADDRESS")  # Ray sets it for what `ray job submit` runs
-        if not ray.is_initialized():
-            if address is not None:
-                ray.init(address=address, log_to_driver=False)
-            else:
-                _start_here(max(cores(), self.processes or 1))
-        if ray.util.client.ray.is_connected():
-            raise UsageError(
-                "This is a Ray Client connection (ray://), which workers cannot answer. Run the job on the cluster: "
-                "as a Ray job (ray job submit), or from a notebook on its head node with address='auto'."
-            )
-        return address is None and len(ray.nodes()) == 1
+        return join(self.address, self.processes)
 
-    def _gpu_share(self, asked: int | None, resources: dict[str, float] | None) -> float:
-        """GPUs of each process: the job's number, else the engine's, else one where there are any (asked is None)."""
+    def _gpus(self, asked: int | None, fewest: int = 1) -> float:
+        """GPUs of each process: the job's number, else the engine's, else (asked is None) one where there are any."""
         if asked:
             return float(asked)
         if self.gpus_per_process is not None:
             return self.gpus_per_process
-        return 1.0 if asked is None and resources and resources.get("GPU") else 0.0
+        return 1.0 if asked is None and ray.cluster_resources().get("GPU", 0) >= fewest else 0.0
 
-    def _seats(self, number: int, gpus: float, *, together: bool) -> Seats:
-        placement = _Tasks(number, gpus, together=together)
-        host = ray.util.get_node_ip_address()
-        return Seats(placement, host=host, stdout_to_stderr=self.stdout_to_stderr)
+    def _share(self, gpus: float) -> Share:
+        return Share(cpus=self.cpus_per_process or 1.0, gpus=gpus, memory=self.memory, resources=self.resources)
 
-
-class _Tasks:
-    """Seats as Ray tasks of one CPU each, in a placement group when they have to be taken together."""
-
-    def __init__(self, seats: int, gpus: float, *, together: bool) -> None:
-        self.seats, self.together = seats, together
-        self._gpus = gpus
-        self._refs: list[Any] = []
-
-    def run(self, address: Address, key: bytes) -> None:
-        task, needs = ray.remote(_sit), {"num_cpus": 1, "num_gpus": self._gpus}
-        if not self.together:
-            self._refs = [task.options(**needs, max_retries=-1).remote(address, key, n) for n in range(self.seats)]
-            ray.get(self._refs)
-            return
-        group: PlacementGroup = placement_group([{"CPU": 1, "GPU": self._gpus}] * self.seats, strategy="PACK")
-        try:
-            if not group.wait(SEATS_S):
-                raise TimeoutError(f"Ray had no room for {self.seats} processes within {SEATS_S:.0f} s")
-            self._refs = [
-                task.options(
-                    **needs,
-                    max_retries=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n),
-                ).remote(address, key, n)
-                for n in range(self.seats)
-            ]
-            ray.get(self._refs)
-        finally:
-            remove_placement_group(group)
-
-    def cancel(self) -> None:
-        for ref in self._refs:
-            ray.cancel(ref, force=True)
+    def _even(self, share: Share, number: int, most: int | None = None) -> Share:
+        """What each of `number` processes gets of a cluster that holds `most`; less where others hold some of it."""
+        nodes = total_nodes()
+        if self.cpus_per_process is not None or share.times(nodes) < number:
+            return share
+        even = widest(share, most or number, nodes)
+        return even if free_for(number, even) == number else widest(share, number, free_nodes())
 
 
-def _start_here(cpus: int) -> None:
-    """Start Ray on this machine, listening to nobody else.
-
-    That takes the switch by which Ray keeps to itself on laptops with macOS and Windows; on Linux its processes listen
-    to the whole network, whatever address `ray.init` is given.
-    """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        ray.init(
-            "local",  # not one that somebody else started on this machine
-            num_cpus=cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-            _system_config={"worker_niceness": 0},  # 15 by default: the job would yield to everything else
-        )
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+def _with_threads(variables: dict[str, str], make_worker: Callable[[], Any]) -> Any:
+    """The worker, in a process whose libraries start no more threads than it has CPUs."""
+    os.environ.update(variables)
+    return make_worker()
 
 
-def _sit(address: Address, key: bytes, seat: int) -> None:
-    """A Ray task: the shell of one seat, with the GPUs that Ray gave the task."""
-    granted = os.environ.get("CUDA_VISIBLE_DEVICES") if ray.get_gpu_ids() else None
-    sit(address, key, seat, None if granted is None else granted.split(","))
-
-
-def _threads(processes: int, cpus: int) -> int:
-    """Cores for each of `processes` that share the cluster, no more than its largest node has."""
-    largest = max((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]), default=1)
-    return max(1, min(cpus // processes, largest))
-
-
-def _free_nodes() -> Iterator[dict[str, float]]:
-    """What is free on each node that answers. Ray counts a node that is lost for half a minute longer."""
-    free = available_resources_per_node()
-    for node in ray.nodes():
-        if node["Alive"] and node["NodeID"] in free:
-            with suppress(OSError), socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), 2):
-                yield free[node["NodeID"]]
-
-
-def _fitting(free: dict[str, float], gpus: float) -> int:
-    """Ranks of one CPU and so many GPUs that fit into what is free."""
-    return int(min(free.get("CPU", 0.0), free.get("GPU", 0.0) / gpus if gpus else math.inf))
-
-
-def _need_room(wanted: dict[str, float], number: int, wait_s: float) -> None:
-    """Wait that long for a cluster that holds `wanted`; raises UsageError when there is none."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        found = ray.cluster_resources()
-        lacking = [name for name, amount in wanted.items() if amount > found.get(name, 0)]
-        if not lacking:
-            return
-        if time.monotonic() >= deadline:
-            name = lacking[0]
-            raise UsageError(
-                f"{number} ranks have to run at the same time and need {wanted[name]:g} {name}s; Ray has "
-                f"{found.get(name, 0):g}. Ask for fewer processes, or start a larger cluster."
-            )
-        time.sleep(0.5)
+def _one_of(given: str | None, known: Iterable[str], what: str = "there are") -> str | None:
+    if given is not None and given not in known:
+        raise UsageError(f"{given!r}: {what} {', '.join(sorted(known))}.")
+    return given

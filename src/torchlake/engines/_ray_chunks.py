@@ -1,0 +1,281 @@
+"""Chunk jobs on Ray: a pool of actors with a child process each; a bundle of chunks is one named call of an actor.
+
+An actor gets a bundle when it has nothing to do, and one more when its child asks for a chunk beyond that, so the next
+chunk is read beside the model and none waits behind a slow one. The call is a generator: results come one by one.
+The pool grows as Ray finds places (actors that wait for one are the demand that an autoscaler sees) and shrinks when
+no chunk is left. What an actor that is lost had not finished runs again first, in another one.
+Price: about 1 s to start an actor, then 1 ms a call; while there are many chunks they travel in bundles.
+"""
+
+import logging
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from torchlake.engines._chunks import MAX_DEATHS, MAX_EARLY_DEATHS, ChunkProcess, Message
+from torchlake.engines._ray_cluster import Share, granted_gpus, in_words
+from torchlake.engines._remote import Driver, own_environment
+from torchlake.errors import RankFailed
+from torchlake.processes.children import Children
+from torchlake.processes.serialization import Failure, describe, pack, rebuild, unpack
+
+MOST_BUNDLED = 64
+BUNDLES_PER_ACTOR = 16  # that are left before chunks travel alone: enough to even out slow ones
+WARN_S = 30.0  # without a place for any actor
+STOP_S = 5.0  # for actors to end their children, before they are killed with them
+
+log = logging.getLogger(__name__)
+
+
+class ChunkActor:
+    """The actor: one child process, restarted here when a chunk kills it."""
+
+    def __init__(self, driver: Driver, payload: bytes, variables: Mapping[str, str]) -> None:
+        environment = own_environment(variables, granted_gpus())
+        self._driver = driver
+        self._messages, self._calls, self._ended = SimpleQueue[Message](), 0, True
+        self._process = ChunkProcess(payload, environment, Children(**driver.setting())).__enter__()
+
+    def ready(self) -> Failure | None:
+        """Why the driver's functions cannot run here."""
+        try:
+            self._driver.check()
+        except RankFailed as error:
+            return describe(error)
+        return None
+
+    @ray.method(num_returns="streaming")
+    def run(self, bundle: bytes) -> Iterator[list[tuple[str, Any]]]:
+        """Run the chunks in their order; yields what the child said, see `_chunks.Message`."""
+        chunks, before, messages = pickle.loads(bundle), self._messages, SimpleQueue[Message]()
+        self._messages, self._ended = messages, False
+        self._calls += 1
+        self._process.submit(chunks, messages)
+        while not before.empty():
+            message = before.get()
+            if message[1] == "failed":  # after the last call had all its results
+                messages.put(message)
+        left = len(chunks)
+        while left > 0:
+            said = [messages.get()[1:]]
+            while not messages.empty():
+                said.append(messages.get()[1:])
+            kinds = [kind for kind, _ in said]
+            self._ended = "ended" in kinds or "failed" in kinds
+            left = 0 if "failed" in kinds else left - kinds.count("result")
+            yield said
+        self._calls -= 1
+
+    def finish(self) -> Failure | None:
+        """Let the child end its generator; why it could not."""
+        while not self._ended:
+            self._process.finish()
+            if self._calls:  # which listen themselves
+                time.sleep(0.01)
+                continue
+            with suppress(Empty):
+                _, kind, value = self._messages.get(timeout=0.01)
+                if kind == "failed":
+                    return value  # type: ignore[no-any-return]
+                self._ended = kind == "ended"
+        return None
+
+    def stop(self) -> None:
+        """End the child."""
+        self._process.__exit__()
+
+
+@dataclass(eq=False)
+class _Chunk:
+    number: int
+    value: Any
+    deaths: int = 0
+
+
+@dataclass(eq=False)
+class _Actor:
+    """An actor as the driver knows it; `calls` are its bundles that run, the oldest first."""
+
+    number: int
+    handle: Any
+    ready: bool = False
+    asked: bool = False
+    ending: bool = False
+    ended: bool = False
+    calls: list[deque[_Chunk]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a chunk job asks for."""
+
+    share: Share
+    most: int
+    "Processes."
+    at_once: int
+    "Of them, those that are asked for before any has its place."
+    strategy: str
+
+
+class ChunkJob:
+    """The driver's side of a chunk job: `run` yields the results."""
+
+    def __init__(
+        self, payload: bytes, chunks: Sequence[Any], demand: Demand, name: str, label: Callable[[Any], str]
+    ) -> None:
+        self._payload = payload
+        self._demand, self._name, self._label = demand, name, label
+        self._todo = deque(_Chunk(number, value) for number, value in enumerate(chunks))
+        self._left = len(chunks)
+        self._actors: list[_Actor] = []
+        self._made = self._early_deaths = 0
+        self._calls: dict[Any, tuple[_Actor, deque[_Chunk] | None]] = {}  # by the generator or the reference
+        self._waiting_since: float | None = time.monotonic()  # for a place; None: some actor has one, or it was said
+
+    def run(self) -> Generator[Any, None, None]:
+        """Run all chunks, and end what was started."""
+        share, strategy = self._demand.share, self._demand.strategy
+        self._actor_class = ray.remote(ChunkActor).options(
+            **share.options, scheduling_strategy=strategy, max_concurrency=3
+        )
+        self._arguments = (Driver.here(), ray.put(self._payload), share.variables)
+        try:
+            while self._left or self._calls:
+                self._hand_out()
+                self._resize()
+                for call in self._wait():
+                    if call in self._calls:  # else its actor was lost a moment ago
+                        yield from self._listen(call)
+        finally:
+            self._stop()
+
+    def _hand_out(self) -> None:
+        """Give a bundle to every actor that asked for one, and end those for which there is none."""
+        for actor in self._actors:
+            if not actor.ready or actor.ending:
+                continue
+            if self._todo and (actor.asked or not actor.calls):
+                size = len(self._todo) // (max(len(self._actors), self._demand.at_once) * BUNDLES_PER_ACTOR)
+                bundle = deque(self._todo.popleft() for _ in range(max(1, min(MOST_BUNDLED, size))))
+                call = actor.handle.run.options(name=self._title(bundle))
+                packed = pack(*(chunk.value for chunk in bundle))
+                actor.calls.append(bundle)
+                actor.asked = False
+                self._calls[call.remote(packed)] = (actor, bundle)
+            elif not self._todo and (actor.asked or not actor.calls):
+                actor.ending = True
+                self._calls[actor.handle.finish.options(name=f"{self._name}: end").remote()] = (actor, None)
+
+    def _title(self, bundle: Sequence[_Chunk]) -> str:
+        what = f"chunk {bundle[0].number}" if len(bundle) == 1 else f"{len(bundle)} chunks from {bundle[0].number}"
+        return f"{self._name}: {what} {self._label(bundle[0].value)[:100]}".rstrip()
+
+    def _resize(self) -> None:
+        """Have an actor on its way for every chunk that waits, as far as the demand allows, and no more."""
+        starting = [actor for actor in self._actors if not actor.ready]
+        others = sum(actor.ready and not actor.ending for actor in self._actors)
+        for actor in starting[len(self._todo) :]:
+            self._remove(actor)
+        most = min(len(self._todo), self._demand.most - others, max(1, others, self._demand.at_once - others))
+        for _ in range(most - len(starting)):
+            actor = _Actor(self._made, self._actor_class.remote(*self._arguments))
+            self._made += 1
+            self._actors.append(actor)
+            self._calls[actor.handle.ready.options(name=f"{self._name}: start").remote()] = (actor, None)
+
+    def _wait(self) -> list[Any]:
+        """The calls that have something to say."""
+        calls = list(self._calls)
+        wait_s = None
+        if self._waiting_since is not None:
+            wait_s = max(0.0, self._waiting_since + WARN_S - time.monotonic())
+        found, _ = ray.wait(calls, num_returns=1, timeout=wait_s)
+        if found:
+            return list(ray.wait(calls, num_returns=len(calls), timeout=0)[0])
+        self._waiting_since = None
+        log.warning(
+            "%s has waited %.0f s for a place on Ray. Each process asks for %s; the cluster has %s, free: %s.",
+            *(self._name, WARN_S, in_words(self._demand.share.amounts)),
+            *(in_words(ray.cluster_resources()), in_words(ray.available_resources())),
+        )
+        return []
+
+    def _listen(self, call: Any) -> Iterator[Any]:
+        """Take in what a call says; yields results."""
+        actor, bundle = self._calls[call]
+        try:
+            said = ray.get(call if bundle is None else next(call))
+        except StopIteration:
+            del self._calls[call]
+        except RayTaskError as error:
+            raise RankFailed(f"worker {actor.number} failed: {error}", rank=actor.number) from error
+        except RayError as error:
+            self._lose(actor, error)
+        else:
+            if bundle is not None:
+                yield from self._results(actor, bundle, said)
+            else:
+                del self._calls[call]
+                if said is not None:
+                    raise rebuild(said, rank=actor.number, who="worker")
+                actor.ended = actor.ready
+                actor.ready, self._early_deaths, self._waiting_since = True, 0, None
+            if actor.ended and not actor.calls:
+                self._remove(actor)
+
+    def _results(self, actor: _Actor, bundle: deque[_Chunk], said: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+        for kind, value in said:
+            if kind == "failed":
+                raise rebuild(value, rank=actor.number, who="worker")
+            if kind == "ended":
+                continue
+            if kind == "hungry":
+                actor.asked = bool(actor.calls) and bundle is actor.calls[-1]  # else it has had its answer
+                continue
+            bundle.popleft()
+            if not bundle:
+                actor.calls.remove(bundle)
+            self._left -= 1
+            yield unpack(value)
+
+    def _lose(self, actor: _Actor, error: RayError) -> None:
+        """Put back what a lost actor had not finished; raises RankFailed where that has happened too often."""
+        self._remove(actor)
+        lost = [chunk for bundle in actor.calls for chunk in bundle]
+        self._todo.extendleft(reversed(lost))
+        log.info("%s: the actor of worker %d was lost: %s", self._name, actor.number, error)
+        if not actor.ready:
+            self._early_deaths += 1
+            if self._early_deaths >= MAX_EARLY_DEATHS + len(self._actors):
+                raise RankFailed(f"{self._early_deaths} actors died before they were ready; the last: {error}", rank=0)
+        if lost:
+            lost[0].deaths += 1  # results come in order: the first is the one that was worked on
+            if lost[0].deaths > MAX_DEATHS:
+                what = f"{lost[0].deaths} actors died while working on {self._label(lost[0].value)[:300]}"
+                raise RankFailed(f"{what}; the last: {error}", rank=actor.number)
+        if self._waiting_since is None and not any(one.ready for one in self._actors):
+            self._waiting_since = time.monotonic()
+
+    def _remove(self, actor: _Actor) -> None:
+        self._actors.remove(actor)
+        self._calls = {call: whose for call, whose in self._calls.items() if whose[0] is not actor}
+        ray.kill(actor.handle)
+
+    def _stop(self) -> None:
+        """End all children, then all actors, also those that have no place yet."""
+        try:
+            ends = [actor.handle.stop.remote() for actor in self._actors if actor.ready]
+            if ends:
+                ray.wait(ends, num_returns=len(ends), timeout=STOP_S)
+        finally:
+            self._calls.clear()
+            for actor in self._actors:
+                ray.kill(actor.handle)
