@@ -3,16 +3,22 @@
     [{role: "user", content: "..."}, ...]  ->  "<|user|>...<|assistant|>"
 
 A template is a Jinja program of the model's authors. transformers runs it in Jinja's immutable sandbox: it sees the
-messages and the special tokens, and no attribute of a Python object that could lead out. Price: Python per row.
+messages and the special tokens, and no attribute of a Python object that could lead out; `_rendering.py` limits its
+time and memory. A conversation for which it takes too much is an error row, `chat_limit: ...`.
 """
 
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
+
+from torchlake.errors import TorchlakeError
+from torchlake.tasks._rendering import TooMuch, render
+
+GIVE_UP_AFTER = 5
+"Conversations in a row for which the template took too much; it is not tried on the rest of their column."
 
 
 def is_chat(kind: pa.DataType) -> bool:
@@ -29,8 +35,7 @@ def rendered(tokenizer: Any, column: pa.Array, *, asking: bool) -> tuple[pa.Arra
 
     `asking` lets each text end where the assistant's answer begins. A null, or a blank string, becomes null.
     """
-    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=asking)
-    texts, errors = _each(column, render)
+    texts, errors = _each(column, lambda messages: render(tokenizer, messages, asking=asking)[0])
     return pa.array(texts, pa.string()), errors
 
 
@@ -47,10 +52,15 @@ def answers(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | None], d
     """
 
     def ids_of(messages: list[dict[str, str]]) -> list[int]:
-        tokens = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-        )
-        ids, learned = tokens["input_ids"], tokens["assistant_masks"]
+        text, spans = render(tokenizer, messages, asking=False, spans=True)
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False)
+        ids = tokens["input_ids"]
+        learned = [False] * len(ids)
+        for start, end in spans:
+            first, last = tokens.char_to_token(start), tokens.char_to_token(end - 1)
+            if first is not None:  # the text ends before it
+                after = len(ids) if last is None else last + 1
+                learned[first:after] = [True] * (after - first)
         if not any(learned):
             raise ValueError("it has no turn of the assistant to learn")
         if ids[-1] != tokenizer.eos_token_id:
@@ -64,13 +74,24 @@ def _each(column: pa.Array, make: Callable[[list[dict[str, str]]], Any]) -> tupl
     """`make` of every conversation, None where there is none, and {row: reason} where it is wrong."""
     made: list[Any] = []
     errors: dict[int, str] = {}
+    exceeded = 0
     for row, value in enumerate(column.to_pylist()):
         made.append(None)
-        if value is not None and not (isinstance(value, str) and not value.strip()):
-            try:
-                made[row] = make(_messages(json.loads(value) if isinstance(value, str) else value))
-            except Exception as error:  # a template may raise anything
-                errors[row] = f"bad_chat: {error}"[:500]
+        if value is None or (isinstance(value, str) and not value.strip()):
+            continue
+        if exceeded == GIVE_UP_AFTER:
+            errors[row] = f"chat_limit: not tried after {exceeded} rows in a row for which the template took too much"
+            continue
+        try:
+            made[row] = make(_messages(json.loads(value) if isinstance(value, str) else value))
+            exceeded = 0
+        except TooMuch as error:
+            errors[row] = f"chat_limit: {error}"[:500]
+            exceeded += 1
+        except TorchlakeError:
+            raise
+        except Exception as error:  # what is no conversation, and what a template raises
+            errors[row] = f"bad_chat: {error}"[:500]
     return made, errors
 
 

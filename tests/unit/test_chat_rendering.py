@@ -1,0 +1,178 @@
+"""Chat templates have limits of time, memory and size, and within them they render as transformers does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+import tiny
+import torchlake as tl
+from torchlake.engines.local import Local
+from torchlake.tasks import _chat, _rendering
+
+CHAT = [{"role": "user", "content": "good ?"}, {"role": "assistant", "content": "yes , all"}]
+LONG = "range(99999)"
+TIME, MEMORY, SIZE = "computed for more than 2 s", "more than 1,024 MiB of memory", "more than 16,777,216 characters"
+HOSTILE = {
+    "loops": (f"{{% for i in {LONG} %}}{{% for j in {LONG} %}}{{% endfor %}}{{% endfor %}}", TIME),
+    "calls": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        TIME,
+    ),
+    "one power": ("{% set n = 9 %}{{ n ** (n ** n) % 7 }}", TIME),
+    "one product": ("{% set n = 10 %}{{ 'x' * n ** 10 }}", MEMORY),
+    "one product of constants": ("{{ 'x' * 10 ** 10 }}", MEMORY),
+    "one call of a method": ("{{ 'x'.ljust(10 ** 10) }}", MEMORY),
+    "one filter": (f"{{{{ ({LONG} | list * 1000) | join('x' * 99999) }}}}", MEMORY),
+    "doubling": (
+        "{% set it = namespace(x='ab') %}{% for i in range(60) %}{% set it.x = it.x ~ it.x %}{% endfor %}",
+        MEMORY,
+    ),
+    "output": (f"{{% for i in {LONG} %}}{{{{ 'x' * 1000 }}}}{{% endfor %}}", SIZE),
+}
+MARKING = (
+    "{% for message in messages %}{{ '<' + message.role + '>\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '\n' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '\n' }}{% endif %}{% endfor %}"
+)
+HONEST = [
+    tiny.CHAT_TEMPLATE,
+    MARKING,
+    "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
+    "{% for m in messages %}{{ m.name is defined }}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}",
+    "{{ messages[0].content.split(' ') | join('|') }} ü \U0001f600",
+]
+
+
+def tokenizer(template: str) -> Any:
+    made = tiny.language_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def column(*chats: Any) -> pa.Array:
+    return pa.array(list(chats))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
+    """In a thread, as workers tokenise: nothing of this process is touched, and the next template renders."""
+    template, limit = HOSTILE[name]
+    with ThreadPoolExecutor(1) as pool:
+        texts, errors = pool.submit(_chat.rendered, tokenizer(template), column(CHAT, None), asking=True).result()
+        assert texts.to_pylist() == [None, None]
+        assert errors.keys() == {0}
+        assert limit in errors[0]
+        texts, errors = pool.submit(_chat.rendered, tokenizer("fine"), column(CHAT), asking=True).result()
+    assert (texts.to_pylist(), errors) == (["fine"], {})
+
+
+@pytest.mark.parametrize("template", HONEST)
+def test_texts_are_those_of_transformers(template: str) -> None:
+    made = tokenizer(template)
+    chats = [CHAT, CHAT[:1], [{"role": "system", "content": " \U0001f600 \n", "name": "one"}, *CHAT]]
+    for asking in (False, True):
+        texts, errors = _chat.rendered(made, column(*chats), asking=asking)
+        assert errors == {}
+        assert texts.to_pylist() == [
+            made.apply_chat_template(chat, tokenize=False, add_generation_prompt=asking) for chat in chats
+        ]
+
+
+def test_what_the_assistant_says_is_what_transformers_marks() -> None:
+    made = tokenizer(MARKING)
+    chats = [CHAT, CHAT * 3, [*CHAT, {"role": "user", "content": "a film"}]]
+    rows, errors = _chat.answers(made, column(*chats))
+    assert errors == {}
+    for row, chat in zip(rows, chats, strict=True):
+        assert row is not None
+        theirs = made.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids = [token if marked else ~token for token, marked in zip(*_columns(theirs), strict=True)]
+        assert row[: len(ids)] == ids
+        assert [token if token >= 0 else ~token for token in row[len(ids) :]] == [made.eos_token_id]
+
+
+def _columns(tokens: Any) -> tuple[list[int], list[int]]:
+    return tokens["input_ids"], tokens["assistant_masks"]
+
+
+def test_the_templates_own_error_is_told() -> None:
+    _, errors = _chat.rendered(tokenizer("{{ raise_exception('roles must alternate') }}"), column(CHAT), asking=True)
+    assert errors == {0: "bad_chat: roles must alternate"}
+
+
+def test_a_template_that_never_fits_is_given_up() -> None:
+    """Five rows in a row; a row that renders begins the count anew."""
+    template = "{% if 'evil' in messages[0].content %}{{ 'x' * 10 ** 10 }}{% else %}fine{% endif %}"
+    evil, good = ([{"role": "user", "content": word}] for word in ("evil", "good"))
+    texts, errors = _chat.rendered(tokenizer(template), column(*[evil] * 4, good, *[evil] * 6, good), asking=True)
+    assert texts.to_pylist() == [*[None] * 4, "fine", *[None] * 7]
+    assert all(MEMORY in errors[row] for row in (0, 1, 2, 3, 5, 6, 7, 8, 9))
+    assert all("not tried after 5 rows" in errors[row] for row in (10, 11))
+
+
+def test_a_renderer_that_something_else_ended_is_started_again() -> None:
+    made = tokenizer("fine")
+    _chat.rendered(made, column(CHAT), asking=True)
+    assert _rendering._renderer is not None
+    first = _rendering._renderer.process
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert _chat.rendered(made, column(CHAT), asking=True)[0].to_pylist() == ["fine"]
+    assert _rendering._renderer.process.pid != first.pid
+    assert os.getsid(_rendering._renderer.process.pid) != os.getsid(0)  # a signal to this session does not end it
+    _rendering.close()
+    assert _rendering._renderer is None
+
+
+@pytest.mark.parametrize("template", ["fine", HOSTILE["loops"][0]])
+def test_a_renderer_ends_with_its_worker(template: str) -> None:
+    """Also in the midst of a template that never ends."""
+    program = (
+        "import json, os, sys\n"
+        "sys.path[:0] = sys.argv[2:]\n"
+        "from torchlake.tasks import _rendering\n"
+        "process = _rendering._running(json.dumps([sys.argv[1], {}])).process\n"
+        "request = {'messages': [{'role': 'user', 'content': 'x'}], 'asking': True, 'spans': False}\n"
+        "process.stdin.write(json.dumps(request).encode() + b'\\n')\n"
+        "process.stdin.flush()\n"
+        "print(process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    source = str(Path(tl.__file__).parents[1])
+    with subprocess.Popen([sys.executable, "-c", program, template, source], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        pid = int(worker.stdout.readline())
+        assert worker.wait() == -signal.SIGKILL
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout=60)
+
+
+def test_a_bad_conversation_costs_itself(tmp_path: Path, tiny_gpt2: Path) -> None:
+    """In workers, which tokenise beside the model: the other rows have their answers."""
+    base = tmp_path / "model"
+    made = AutoTokenizer.from_pretrained(tiny_gpt2)
+    made.chat_template = (
+        "{% if 'evil' in messages[0].content %}" + HOSTILE["loops"][0] + "{% endif %}" + tiny.CHAT_TEMPLATE
+    )
+    tiny.build_language_model(base)
+    made.save_pretrained(base)
+    words = ["good ?", "evil", "bad ?"]
+    chats = [json.dumps([{"role": "user", "content": word}]) for word in words]
+    pq.write_table(pa.table({"text": chats}), tmp_path / "chats.parquet")
+    tl.predict(
+        base, tmp_path / "chats.parquet", tmp_path / "out", chat=True, max_new_tokens=2, engine=Local(processes=1)
+    )
+    errors = [row["error"] for row in pq.read_table(tmp_path / "out").to_pylist()]
+    assert errors == [None, f"chat_limit: the template {TIME}", None]
