@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from torchlake.config_types import STRICT, Float, Name, Ranks
+from torchlake.config_types import STRICT, Float, Int, Name, Ranks
 
 
 class SparkOptions(BaseModel):
@@ -32,6 +32,17 @@ class RayOptions(BaseModel):
     this machine's cores."""
     gpus_per_process: Float | None = Field(default=None, ge=0)
     """GPUs of each process; null: one where there are any, for scoring."""
+    cpus_per_process: Float | None = Field(default=None, gt=0)
+    """CPUs that each process reserves, and its threads; null: as many as the job asks for, or an even part of the
+    cluster where the number of processes is given."""
+    memory: Int | None = Field(default=None, gt=0)
+    """Bytes of memory that each process reserves by Ray's count."""
+    resources: dict[str, Float] = {}
+    """Custom resources that each process reserves."""
+    placement_strategy: Literal["DEFAULT", "SPREAD", "PACK", "STRICT_PACK", "STRICT_SPREAD"] | None = None
+    """How Ray spreads processes over nodes: DEFAULT or SPREAD for scoring, PACK, SPREAD or STRICT_... for ranks."""
+    launcher: Literal["placement_group", "torch_trainer"] = "placement_group"
+    """What starts ranks: a placement group, or TorchTrainer of Ray Train."""
 
 
 class EngineConfig(BaseModel):

@@ -1,5 +1,6 @@
 """What the Ray engine does beyond the promise of every engine: Datasets, stages, refusals, output."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from transformers import AutoTokenizer
 import tiny
 import torchlake as tl
 import training_runs as runs
-from remote_work import print_bytes
+from pids import wait_for
+from remote_work import own_pid, print_bytes
 from torchlake.errors import TableError, UsageError
 
 pytestmark = [
@@ -99,13 +101,83 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
     with pytest.raises(TableError, match="there is no text column 'review'"):
         tl.predict(tiny_model, dataset, text="review")
     began = time.monotonic()
-    with pytest.raises(UsageError, match="9 ranks have to run at the same time and need 9 CPUs; Ray has 2"):
+    with pytest.raises(UsageError, match="Ray has room for 2 of 9 ranks that run at the same time and need 1 CPU each"):
         tl.Ray(processes=9).launch(os.getpid)
-    with pytest.raises(UsageError, match="need 2 GPUs; Ray has 0"):
+    with pytest.raises(UsageError, match="Ray has room for 0 of 2 ranks .* need 1 CPU, 1 GPU each"):
         tl.Ray(processes=2, gpus_per_process=1).launch(os.getpid)
     with pytest.raises(UsageError, match="a rank needs whole GPUs"):
         tl.Ray(gpus_per_process=0.5).launch(os.getpid)
+    with pytest.raises(UsageError, match="room for 1 of 2 ranks"):
+        tl.Ray(processes=2, placement_strategy="STRICT_SPREAD").launch(os.getpid)
+    with pytest.raises(UsageError, match="'STRICT_PACK': chunks run as DEFAULT, SPREAD"):
+        tl.Ray(placement_strategy="STRICT_PACK").run_chunks(own_pid, [0])
+    with pytest.raises(UsageError, match="'DEFAULT': ranks are placed by PACK"):
+        tl.Ray(placement_strategy="DEFAULT").launch(os.getpid)
+    with pytest.raises(UsageError, match="'horovod'"):
+        tl.Ray(launcher="horovod")
     assert time.monotonic() - began < 5
+
+
+def test_every_chunk_is_a_named_call_with_its_time() -> None:
+    """Ray's timeline is made of the events that `ray list tasks` and the dashboard show."""
+    engine = tl.Ray(processes=2)
+    list(engine.run_chunks(own_pid, range(50), name="predict reviews", label=lambda chunk: f"part-{chunk}.parquet"))
+    wanted = {f"task::predict reviews: chunk {chunk} part-{chunk}.parquet" for chunk in range(50)}
+
+    def found() -> bool:
+        events = [event for event in ray_library.timeline() if event["cat"] in wanted]
+        return {event["cat"] for event in events if event["dur"] > 0} == wanted
+
+    wait_for(found)
+
+
+def test_many_chunks_travel_in_bundles() -> None:
+    numbers = list(tl.Ray(processes=2).run_chunks(_same, range(3000), name="many"))
+    assert sorted(numbers) == list(range(3000))
+
+
+def _same() -> Any:
+    return lambda chunks: (chunk for chunk in chunks)
+
+
+RESERVED = """
+import json, os, ray
+from ray._private import ray_constants
+from ray.util import placement_group_table
+import pyarrow as pa
+import ray.data
+import torchlake as tl
+
+ray_constants.ENABLE_RAY_CLUSTER = False
+ray.init("local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+NAMES = ("LOCAL_RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+see = lambda: {name: os.environ.get(name) for name in NAMES}
+done = {"rank": tl.Ray(processes=2).launch(see, gpus_per_process=None)}
+done["bundles"] = [list(group["bundles"].values()) for group in placement_group_table().values()]
+make_worker = lambda: lambda chunks: (see() for _ in chunks)
+done["chunks"] = list(tl.Ray(processes=2).run_chunks(make_worker, [0, 1], gpus_per_process=None))
+frame = ray.data.from_arrow(pa.table({"x": [1]}))
+worker = lambda: lambda table: table.append_column("saw", pa.array([json.dumps(see())]))
+done["frame"] = json.loads(tl.Ray().map_frame(frame, worker, None).take_all()[0]["saw"])
+print(json.dumps(done))
+"""
+
+
+def test_processes_reserve_the_gpus_and_cpus_that_they_use() -> None:
+    """On a Ray that counts two GPUs, which nobody opens."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RAY_ADDRESS")}
+    done = subprocess.run(
+        [sys.executable, "-c", RESERVED], env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    saw = json.loads(done.stdout.splitlines()[-1])
+    assert saw["rank"]["CUDA_VISIBLE_DEVICES"] in ("0,1", "1,0"), "as under torchrun: LOCAL_RANK is the device's number"
+    assert saw["rank"]["OMP_NUM_THREADS"] == "2"
+    assert saw["bundles"] == [[{"CPU": 2.0, "GPU": 1.0}] * 2]
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in saw["chunks"]} <= {"0", "1"}
+    assert {one["OMP_NUM_THREADS"] for one in saw["chunks"]} == {"2"}
+    assert saw["frame"]["CUDA_VISIBLE_DEVICES"] in ("0", "1")
+    assert saw["frame"]["OMP_NUM_THREADS"] == "1"
 
 
 def test_what_processes_print_comes_to_the_driver(capsys: pytest.CaptureFixture[str]) -> None:

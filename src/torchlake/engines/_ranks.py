@@ -67,7 +67,7 @@ class _Group:
         elif kind == "exit":
             self.running.discard(rank)
             if rank not in self.values:
-                failure = death(rank, value)
+                failure = death(rank, value, getattr(child, "node", None))
                 error = rebuild(failure, rank=rank, who="rank")
                 self.failures.append(_Failed(error=error, when=failure.when, cause=-value in CAUSES))
         return True
@@ -102,11 +102,11 @@ def run_ranks(start: Callable[[], None], number: int, children: RankSet, *, grac
         raise first.error
 
 
-def death(rank: int, code: int) -> Failure:
-    """The failure of a rank that ended without a value and without an error."""
+def death(rank: int, code: int, node: str | None = None) -> Failure:
+    """The failure of a rank that ended, on that node, without a value and without an error."""
     return Failure(
         kind="RankFailed",
-        message=f"rank {rank} {ending(code)} before it returned",
+        message=f"rank {rank} {ending(code)}{f' on {node}' if node else ''} before it returned",
         fields={"rank": rank, "signal": signal_of(code), "traceback": ""},
     )
 

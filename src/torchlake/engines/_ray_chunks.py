@@ -86,6 +86,7 @@ class ChunkActor:
                 if kind == "failed":
                     return value  # type: ignore[no-any-return]
                 self._ended = kind == "ended"
+        self.stop()
         return None
 
     def stop(self) -> None:
@@ -267,7 +268,10 @@ class ChunkJob:
     def _remove(self, actor: _Actor) -> None:
         self._actors.remove(actor)
         self._calls = {call: whose for call, whose in self._calls.items() if whose[0] is not actor}
-        ray.kill(actor.handle)
+        if actor.ended:
+            actor.handle.__ray_terminate__.remote()  # ends in order, and so reports its last calls
+        else:
+            ray.kill(actor.handle)
 
     def _stop(self) -> None:
         """End all children, then all actors, also those that have no place yet."""

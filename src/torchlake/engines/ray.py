@@ -26,6 +26,7 @@ from torchlake.engines._ranks import run_ranks
 from torchlake.engines._ray_chunks import ChunkJob, Demand
 from torchlake.engines._ray_cluster import FREED_S, Share, free_for, free_nodes, join, total_nodes, widest
 from torchlake.engines._ray_launch import ActorRanks, RankJob
+from torchlake.engines._ray_train import launch_with_torch_trainer
 from torchlake.errors import UsageError
 from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import most_processes
@@ -50,8 +51,8 @@ class Ray(Engine):
     `cpus_per_process`, which are its threads too (None: what the job asks for, or its part of the cluster where the
     number of processes is given); `memory` in bytes and custom `resources` where they are given. `placement_strategy`
     is DEFAULT or SPREAD for chunks, PACK, SPREAD, STRICT_PACK or STRICT_SPREAD for ranks. `launcher` starts the ranks:
-    a placement group, or TorchTrainer of Ray Train. `stdout_to_stderr` sends what ranks print to this process's
-    stderr.
+    a placement group, or TorchTrainer of Ray Train, which cannot do all of it (`_ray_train.NEVER`).
+    `stdout_to_stderr` sends what ranks print to this process's stderr.
     """
 
     def __init__(
@@ -129,6 +130,8 @@ class Ray(Engine):
             name=name,
             stdout_to_stderr=self.stdout_to_stderr,
         )
+        if self.launcher == "torch_trainer":
+            return launch_with_torch_trainer(job)
         ranks = ActorRanks(job)
         return run_ranks(ranks.start, number, ranks, grace_s=grace_s)
 
