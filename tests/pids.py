@@ -21,10 +21,10 @@ def wait_for(condition: Callable[[], object], *, seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def pid(folder: Path, name: str) -> int:
+def pid(folder: Path, name: str, *, seconds: float = 30.0) -> int:
     """The pid that `name` left in `folder`, waiting for it."""
     path = folder / f"{name}.pid"
-    wait_for(path.exists)
+    wait_for(path.exists, seconds=seconds)
     return int(path.read_text())
 
 

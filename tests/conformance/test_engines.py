@@ -16,17 +16,38 @@ import pytest
 
 from pids import wait_for
 from torchlake import plugins
-from torchlake.engines import Engine
+from torchlake.engines import Engine, _ray_train, _spark_launch
 from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, UsageError
 from torchlake.processes import hardware
+
+LAUNCHERS = {"torch_distributor": "spark", "torch_trainer": "ray"}
+"The engines' own launchers of groups; what one cannot do is said in `NEVER` of its module."
 
 
 @pytest.fixture(params=plugins.names("engines"))
 def engine(request: pytest.FixtureRequest) -> Engine:
     """The engine under test, with two processes."""
-    if request.param != "local":
-        request.getfixturevalue(request.param)
-    made: Engine = getattr(plugins.load("engines", request.param), request.param.title())(processes=2)
+    return _made(request, request.param)
+
+
+@pytest.fixture(params=[*plugins.names("engines"), *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS)])
+def launcher(request: pytest.FixtureRequest) -> Engine:
+    """The same, with each way of an engine to launch ranks."""
+    name = LAUNCHERS.get(request.param)
+    if name is None:
+        return _made(request, request.param)
+    made = _made(request, name, launcher=request.param)
+    never = _spark_launch.NEVER if name == "spark" else _ray_train.NEVER
+    reason = never.get(request.function.__name__.removeprefix("test_"))
+    if reason is not None:
+        pytest.skip(reason)
+    return made
+
+
+def _made(request: pytest.FixtureRequest, name: str, **options: Any) -> Engine:
+    if name != "local":
+        request.getfixturevalue(name)
+    made: Engine = getattr(plugins.load("engines", name), name.title())(processes=2, **options)
     return made
 
 
@@ -136,12 +157,12 @@ def test_one_result_per_chunk_is_enforced(engine: Engine, spoil: str) -> None:
         list(engine.run_chunks(partial(_miscounting, spoil), range(3), processes=1))
 
 
-def test_launch_returns_the_value_of_rank_0(engine: Engine) -> None:
-    assert engine.launch(lambda a, b: (os.environ["RANK"], a + b), 2, 3) == ("0", 5)
+def test_launch_returns_the_value_of_rank_0(launcher: Engine) -> None:
+    assert launcher.launch(lambda a, b: (os.environ["RANK"], a + b), 2, 3) == ("0", 5)
 
 
-def test_ranks_have_the_variables_of_torchrun(engine: Engine, tmp_path: Path) -> None:
-    engine.launch(_write_environment, tmp_path)
+def test_ranks_have_the_variables_of_torchrun(launcher: Engine, tmp_path: Path) -> None:
+    launcher.launch(_write_environment, tmp_path)
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in "01")
     for rank, variables in enumerate((zero, one)):
         assert variables["RANK"] == str(rank)
@@ -153,51 +174,51 @@ def test_ranks_have_the_variables_of_torchrun(engine: Engine, tmp_path: Path) ->
     assert zero["MASTER_PORT"] == one["MASTER_PORT"]
 
 
-def test_of_a_range_as_many_ranks_start_as_there_is_room_for(engine: Engine) -> None:
-    assert engine.launch(_world_size, processes=(1, 2)) == engine.ranks((1, 2)) <= engine.room(2) <= 2
-    assert engine.ranks((5, 6)) in (5, 6)
+def test_of_a_range_as_many_ranks_start_as_there_is_room_for(launcher: Engine) -> None:
+    assert launcher.launch(_world_size, processes=(1, 2)) == launcher.ranks((1, 2)) <= launcher.room(2) <= 2
+    assert launcher.ranks((5, 6)) in (5, 6)
     with pytest.raises(UsageError, match="the fewest come first"):
-        engine.launch(_world_size, processes=(3, 2))
+        launcher.launch(_world_size, processes=(3, 2))
 
 
-def test_ranks_run_at_the_same_time(engine: Engine, tmp_path: Path) -> None:
-    assert engine.launch(_meet, tmp_path) == "met"
+def test_ranks_run_at_the_same_time(launcher: Engine, tmp_path: Path) -> None:
+    assert launcher.launch(_meet, tmp_path) == "met"
 
 
-def test_the_first_rank_to_fail_is_the_error(engine: Engine, tmp_path: Path) -> None:
+def test_the_first_rank_to_fail_is_the_error(launcher: Engine, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 failed with KeyError: 'the cause'") as caught:
-        engine.launch(_rank_1_fails_first, tmp_path)
+        launcher.launch(_rank_1_fails_first, tmp_path)
     assert caught.value.rank == 1
     assert "in _rank_1_fails_first" in caught.value.traceback
 
 
-def test_a_rank_that_fails_stops_those_that_wait_for_it(engine: Engine) -> None:
+def test_a_rank_that_fails_stops_those_that_wait_for_it(launcher: Engine) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 failed"):
-        engine.launch(_rank_0_fails)
+        launcher.launch(_rank_0_fails)
     assert time.monotonic() - began < 60
 
 
-def test_a_killed_rank_is_named_with_its_signal(engine: Engine) -> None:
+def test_a_killed_rank_is_named_with_its_signal(launcher: Engine) -> None:
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL") as caught:
-        engine.launch(_rank_1_is_killed)
+        launcher.launch(_rank_1_is_killed)
     assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
 
 
-def test_an_error_of_ours_in_a_rank_comes_back_as_itself(engine: Engine) -> None:
+def test_an_error_of_ours_in_a_rank_comes_back_as_itself(launcher: Engine) -> None:
     with pytest.raises(Diverged, match=r"^the loss is not finite$"):
-        engine.launch(_raises, Diverged("the loss is not finite"))
+        launcher.launch(_raises, Diverged("the loss is not finite"))
     with pytest.raises(Interrupted) as caught:
-        engine.launch(_raises, Interrupted("saved", signum=signal.SIGINT))
+        launcher.launch(_raises, Interrupted("saved", signum=signal.SIGINT))
     assert caught.value.exit_code == 130
 
 
-def test_functions_that_cannot_travel_are_refused(engine: Engine) -> None:
+def test_functions_that_cannot_travel_are_refused(launcher: Engine) -> None:
     lock = threading.Lock()
     with pytest.raises(UsageError, match="cannot be sent to another process"):
-        engine.launch(lambda: lock)
+        launcher.launch(lambda: lock)
     with pytest.raises(UsageError, match="cannot be sent to another process"):
-        list(engine.run_chunks(partial(_holding, lock), range(3)))
+        list(launcher.run_chunks(partial(_holding, lock), range(3)))
 
 
 def test_a_number_of_processes_below_one_is_refused(engine: Engine) -> None:

@@ -43,7 +43,7 @@ def _listening_in_a_group() -> list[list[str]]:
         return every
 
 
-def test_two_ranks_listen_on_thishardware_alone() -> None:
+def test_two_ranks_listen_on_this_machine_alone() -> None:
     addresses = Local().launch(_listening_in_a_group, processes=2)
     assert any(addresses), "the oracle sees the store of rank 0"
     assert {address for rank in addresses for address in rank} == {"0100007F"}

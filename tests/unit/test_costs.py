@@ -262,7 +262,7 @@ def test_hiding_lies_between_all_and_nothing(
     assert spent.overlapped <= spent.summed * (1 + 1e-9)
 
 
-def test_beyond_ahardware_the_slower_link_counts() -> None:
+def test_beyond_a_machine_the_slower_link_counts() -> None:
     assert CLUSTER.link(8) is CLUSTER.within
     assert CLUSTER.link(9) is CLUSTER.across
     seconds = Exchange(bytes=1e10, calls=1).seconds(16, CLUSTER.across)

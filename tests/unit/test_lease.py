@@ -60,7 +60,7 @@ def test_an_expired_lease_is_taken_over_and_its_holder_is_refused(staging: Path)
     lease.release()
 
 
-def test_a_dead_process_on_thishardware_holds_nothing(staging: Path) -> None:
+def test_a_dead_process_on_this_machine_holds_nothing(staging: Path) -> None:
     script = (
         "import os; from pathlib import Path; from torchlake.tables.lease import acquire; "
         f"acquire(Path({str(staging)!r}), 600); os._exit(0)"
@@ -80,7 +80,7 @@ def test_a_process_id_that_was_given_to_another_process_holds_nothing(staging: P
     acquire(staging, 60).release()
 
 
-def test_a_lease_of_anotherhardware_holds_until_it_expires(staging: Path) -> None:
+def test_a_lease_of_another_machine_holds_until_it_expires(staging: Path) -> None:
     acquire(staging, 60).stop()
     edit(staging, machine="elsewhere", host="elsewhere", pid=2**22 + 1)
     with pytest.raises(Locked, match="on elsewhere"):

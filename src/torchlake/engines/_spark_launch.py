@@ -36,7 +36,7 @@ from torchlake.engines._spark_session import Session, reason_of
 from torchlake.engines._spark_tasks import granted_gpus
 from torchlake.errors import Interrupted, RankFailed, TorchlakeError
 from torchlake.processes.children import Children
-from torchlake.processes.serialization import Failure, rebuild, unpack
+from torchlake.processes.serialization import Failure, describe, rebuild, unpack
 
 GRACE_S = 5.0  # for ranks whose task Spark has killed
 SETTLE_S = 2.0  # after a failure, for peers to report one that came earlier
@@ -46,6 +46,14 @@ MOST_OUTPUT = 1 << 20  # bytes of each rank that come back when it ends
 FOLLOW_S = 0.1  # between two looks at files that grow
 LAST_LINES = 50  # pieces of output that come with a failure
 _MARK = "torchlake-failure:"
+_UNSAID = "TorchDistributor says that a process failed, not how; its output has the traceback"
+NEVER = {
+    "the_first_rank_to_fail_is_the_error": _UNSAID,
+    "a_rank_that_fails_stops_those_that_wait_for_it": _UNSAID,
+    "a_killed_rank_is_named_with_its_signal": _UNSAID,
+    "an_error_of_ours_in_a_rank_comes_back_as_itself": _UNSAID,
+}
+"What the launcher torch_distributor does not keep of the engines' contract, by its test, and why."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +221,21 @@ def _rank_task(task: _Task, rows: Iterator[Any]) -> Iterator[_End]:
     """A task of the stage. Raises an error that carries the first rank's failure in its message."""
     for _ in rows:
         pass
-    task.driver.check()
     context = BarrierTaskContext.get()
+    try:
+        end, ends = _run_in_group(task, context)
+    except TorchlakeError as error:
+        end = _End(rank=context.partitionId(), failure=describe(error))
+        ends = [end]
+    failed = [(not one.cause, one.failure.when, one) for one in ends if one.failure is not None]
+    if failed:
+        raise RuntimeError(_message_of(min(failed, key=lambda one: one[:2])[2]))
+    yield end
+
+
+def _run_in_group(task: _Task, context: BarrierTaskContext) -> tuple[_End, list[_End]]:
+    """Meet the other ranks and run this one: its end, and all ends that are known a moment later."""
+    task.driver.check()
     place = context.partitionId()
     address = task.here or context.getTaskInfos()[place].address.rpartition(":")[0].strip("[]")
     with held_node(address, granted_gpus(context)) as (own, holder):
@@ -224,11 +245,7 @@ def _rank_task(task: _Task, rows: Iterator[Any]) -> Iterator[_End]:
         rank = order.index(place)
         variables = group_variables([nodes[one] for one in order], 1)[rank] | dict(task.variables)
         end = _run_rank(task, rank, *rank_environment(variables, holder))
-        ends = _all_ends(context, end)
-    failed = [(not one.cause, one.failure.when, one) for one in ends if one.failure is not None]
-    if failed:
-        raise RuntimeError(_message_of(min(failed, key=lambda one: one[:2])[2]))
-    yield end
+        return end, _all_ends(context, end)
 
 
 def _run_rank(task: _Task, rank: int, environment: dict[str, str], descriptors: tuple[int, ...]) -> _End:

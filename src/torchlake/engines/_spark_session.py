@@ -12,6 +12,7 @@ from torchlake.processes.hardware import cores
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+SLOTS_OF_CONNECT = 16  # assumed when many chunks are bundled
 SLOTS_S = 20.0  # for executors that are just starting to appear
 # A session that torchlake makes on this machine listens to nobody else, retries lost tasks and says little.
 _ON_THIS_MACHINE = {
@@ -74,15 +75,16 @@ class Session:
 
     @property
     def slots(self) -> int:
-        """Tasks that can run at the same time on what is there now; on Spark Connect a guess from its settings."""
+        """Tasks that can run at the same time on what is there now; Spark Connect does not say."""
         if self.is_connect:
-            return int(self.conf("spark.sql.leafNodeDefaultParallelism", "0")) or cores()
+            return SLOTS_OF_CONNECT
         return max(1, int(self.context.defaultParallelism) // self.cores_per_slot)
 
-    def slots_for(self, wanted: int) -> int:
+    def slots_for(self, wanted: int, gpus_each: int = 0) -> int:
         """Tasks that can run at the same time, waiting a while for executors that are still to come.
 
-        PySpark has no public question for this; the one that barrier stages are checked by is asked.
+        PySpark has no public question for this; the one that barrier stages are checked by is asked. `gpus_each` are
+        those of a ResourceProfile, where the session's own tasks are granted fewer.
         """
         scheduler = self.context._jsc.sc()
         profile = scheduler.resourceProfileManager().defaultResourceProfile()
@@ -90,6 +92,8 @@ class Session:
         while True:
             found = int(scheduler.maxNumConcurrentTasks(profile))
             here = int(scheduler.getExecutorMemoryStatus().size()) - 1  # the driver is one of those that it names
+            if gpus_each > self.gpus_of("task"):
+                found = min(found, max(1, here) * int(self.gpus_of("executor") / gpus_each))
             asked_for = self._executors_asked_for()
             all_here = asked_for is not None and here >= asked_for
             if self.on_this_machine or found >= wanted or all_here or time.monotonic() > deadline:
@@ -151,7 +155,6 @@ class Session:
         text = f"{own}: {job}" if own else job
         group = context.getLocalProperty("spark.jobGroup.id")
         context.setJobGroup(group or tag, text, interruptOnCancel=True)
-        context.setLocalProperty("callSite.short", job)  # the name of its stages
         context.addJobTag(tag)
 
     def cancel(self, tag: str) -> None:

@@ -118,9 +118,9 @@ class Spark(Engine):
             local = Local(number, stdout_to_stderr=self.stdout_to_stderr)
             return local.launch(fn, *args, gpus_per_process=gpus_per_process, grace_s=grace_s)
         session, payload = self.session, pack(fn, *args)
-        if not session.is_connect:
-            self._need_slots(number)
         needed = gpus_per_process or 0 if session.on_this_machine else session.gpus_needed(gpus_per_process)
+        if not session.is_connect:
+            self._need_slots(number, 0 if session.on_this_machine else needed)
         shares = share_gpus(number, needed) if session.on_this_machine else None
         threads = max(1, cores() // number) if session.on_this_machine else session.cores_per_slot
         visible = {} if shares is None else {"CUDA_VISIBLE_DEVICES": visible_to_all(shares)}
@@ -137,18 +137,19 @@ class Spark(Engine):
             return launch_with_torch_distributor(job, needed)
         return launch_on_barrier(job, grace_s=grace_s, stop_file=stop_file)
 
-    def _need_slots(self, number: int) -> None:
+    def _need_slots(self, number: int, gpus_each: int) -> None:
         """Raise UsageError when so many ranks cannot run at the same time."""
         if self.session.grows:
             raise UsageError(
                 "Ranks have to start together, and Spark starts no such stage under dynamic allocation: start the "
                 "session with spark.dynamicAllocation.enabled=false and a fixed number of executors."
             )
-        slots = self.session.slots_for(number)
+        slots = self.session.slots_for(number, gpus_each)
         if slots < number:
+            each = f", with {gpus_each} GPUs each" if gpus_each else ""
             raise UsageError(
                 f"{number} ranks have to run at the same time, and Spark has {slots} task slots (executor cores / "
-                "spark.task.cpus). Ask for fewer processes, or start the session with more executors."
+                f"spark.task.cpus{each}). Ask for fewer processes, or start the session with more executors."
             )
 
     def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
@@ -168,7 +169,11 @@ class Spark(Engine):
 
         own = {field.name: field for field in frame.schema.fields}
         fields = [own.get(field.name, field) for field in from_arrow_schema(schema).fields]
-        return frame.mapInArrow(partial(_map_task, pack(make_worker), Driver.here()), StructType(fields))
+        session = self.session
+        local = session.is_connect or session.on_this_machine
+        profile = None if local else session.profile(session.cores_per_slot, session.gpus_needed(None))
+        options = {} if profile is None else {"profile": profile}
+        return frame.mapInArrow(partial(_map_task, pack(make_worker), Driver.here()), StructType(fields), **options)
 
     def frame_schema(self, frame: Any) -> pa.Schema:
         from pyspark.sql.pandas.types import to_arrow_schema
