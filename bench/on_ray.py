@@ -3,10 +3,11 @@
 On one Ray of this machine, warm: `map_batches` with a class that pads rows to 128, the same with transformers'
 pipeline as Ray's documentation shows it, torchlake inside a pipeline (`predict` of a Dataset) and as a chunk job, and
 that job on the local engine with as many cores. From stored table to stored table, in turn, best of the rounds. Then
-the seconds from a call until its ranks run, beside TorchTrainer. The file is not called ray.py because `import ray`
-would find it.
+the seconds from a call until its ranks run, beside TorchTrainer, and how many empty chunks a second go through a chunk
+job. The file is not called ray.py because `import ray` would find it.
 """
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def contenders_of(model: Path, source: Path, processes: int) -> dict[str, Conten
         "map_batches, padded to 128": partial(by_class, Padded),
         "map_batches, pipeline": partial(by_class, Pipeline),
         "torchlake, Dataset": by_dataset,
-        "torchlake, chunk job": partial(by_chunks, tl.Ray(processes=processes)),
+        "torchlake, chunk job": partial(by_chunks, tl.Ray(processes=processes, cpus_per_process=1)),
         "torchlake, chunk job, local": partial(by_chunks, tl.Local(processes=processes)),
     }
 
@@ -85,6 +86,15 @@ def by_trainer(folder: str, ranks: int) -> None:
         scaling_config=ScalingConfig(num_workers=ranks, use_gpu=False),
         run_config=RunConfig(storage_path=str(SCRATCH / "on-ray-train")),
     ).fit()
+
+
+def empty_chunks_row(chunks: int, processes: int) -> dict[str, Any]:
+    """What a chunk costs by itself: seconds for a job of chunks without work, with its start, and chunks per second."""
+    began = time.perf_counter()
+    done = sum(1 for _ in tl.Ray(processes=processes).run_chunks(lambda: iter, range(chunks), name="empty chunks"))
+    seconds = time.perf_counter() - began
+    assert done == chunks
+    return {"name": f"{chunks:,} empty chunks: torchlake", "seconds": seconds, "chunks_per_s": chunks / seconds}
 
 
 def main() -> None:
@@ -107,6 +117,7 @@ def main() -> None:
     rows += [
         launch_row("launch: TorchTrainer", partial(by_trainer, ranks=ranks), options.launches, ranks),
         launch_row("launch: torchlake", launch, options.launches, ranks),
+        empty_chunks_row(10_000, ranks),
     ]
     ray.shutdown()
     note = (

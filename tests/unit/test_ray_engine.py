@@ -2,9 +2,13 @@
 
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +142,23 @@ def test_many_chunks_travel_in_bundles() -> None:
 
 def _same() -> Any:
     return lambda chunks: (chunk for chunk in chunks)
+
+
+def test_a_chunk_is_not_read_ahead_that_another_process_can_begin_with(tmp_path: Path) -> None:
+    """Both chunks have to be worked on at the same time."""
+    assert sorted(tl.Ray(processes=2).run_chunks(partial(_meeting_ahead, tmp_path), [0, 1])) == [0, 1]
+
+
+def _meeting_ahead(folder: Path) -> Any:
+    def worker(chunks: Iterator[int]) -> Iterator[int]:
+        ahead: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        threading.Thread(target=lambda: [ahead.put(chunk) for chunk in chunks] + [ahead.put(None)]).start()
+        while (chunk := ahead.get()) is not None:
+            (folder / str(chunk)).touch()
+            wait_for(lambda: len(list(folder.iterdir())) == 2)
+            yield chunk
+
+    return worker
 
 
 RESERVED = """

@@ -159,11 +159,15 @@ class ChunkJob:
             self._stop()
 
     def _hand_out(self) -> None:
-        """Give a bundle to every actor that asked for one, and end those for which there is none."""
+        """Give a bundle to every actor that asked for one, and end those for which there is none.
+
+        One that still works gets no chunk that an actor on its way could begin with.
+        """
+        starting = sum(not actor.ready for actor in self._actors)
         for actor in self._actors:
             if not actor.ready or actor.ending:
                 continue
-            if self._todo and (actor.asked or not actor.calls):
+            if self._todo and (not actor.calls or (actor.asked and len(self._todo) > starting)):
                 size = len(self._todo) // (max(len(self._actors), self._demand.at_once) * BUNDLES_PER_ACTOR)
                 bundle = deque(self._todo.popleft() for _ in range(max(1, min(MOST_BUNDLED, size))))
                 call = actor.handle.run.options(name=self._title(bundle))

@@ -40,10 +40,22 @@ class RankJob:
     number: int
     share: Share
     strategy: str
-    grows: bool
-    "Whether nodes may be added to the cluster."
     name: str
     stdout_to_stderr: bool
+
+    @property
+    def text(self) -> str:
+        return f"{self.number} ranks that run at the same time and need {in_words(self.share.amounts)} each"
+
+    def lacking(self) -> str | None:
+        """Why the cluster, as large as it is now, can never hold the ranks."""
+        nodes = total_nodes()
+        room = self.share.times(nodes)
+        if self.strategy == "STRICT_SPREAD":
+            room = sum(self.share.times([node]) > 0 for node in nodes)
+        elif self.strategy == "STRICT_PACK":
+            room = max((self.share.times([node]) for node in nodes), default=0)
+        return None if room >= self.number else f"Ray has room for {room} of {self.text}."
 
 
 class RankActor:
@@ -117,6 +129,7 @@ class ActorRanks:
         """End all ranks, then all actors, and give their places back."""
         try:
             ends = [rank.handle.stop.remote() for rank in self._ranks]
+            ends += [rank.handle.__ray_terminate__.remote() for rank in self._ranks]  # so their last calls are shown
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=STOP_S)
         finally:
@@ -131,7 +144,6 @@ class ActorRanks:
         """Wait for room for all ranks and start them. Raises UsageError where there is none, RankFailed where ranks
         cannot run."""
         job = self._job
-        self._refuse_too_many()
         self._group = placement_group([job.share.amounts] * job.number, strategy=job.strategy, name=job.name)
         self._wait_for_room(self._group)
         place = ray.remote(RankActor)
@@ -165,32 +177,12 @@ class ActorRanks:
     def _wait_for_room(self, group: PlacementGroup) -> None:
         began, ready, warned = time.monotonic(), group.ready(), False
         while not ray.wait([ready], timeout=1.0)[0]:
-            waited_s, lacking = time.monotonic() - began, self._lacking()
+            waited_s, lacking = time.monotonic() - began, self._job.lacking()
             if waited_s > (GROW_S if lacking else PLACES_S):
-                raise UsageError(lacking or f"Ray had no room for {self._text} within {PLACES_S:.0f} s.")
+                raise UsageError(lacking or f"Ray had no room for {self._job.text} within {PLACES_S:.0f} s.")
             if lacking and not warned:
                 log.warning("%s Waiting %.0f s for it to grow.", lacking, GROW_S)
                 warned = True
-
-    def _refuse_too_many(self) -> None:
-        """On a Ray that cannot grow."""
-        lacking = self._lacking()
-        if lacking and not self._job.grows:
-            raise UsageError(f"{lacking} Ask for fewer processes, or start a larger cluster.")
-
-    @property
-    def _text(self) -> str:
-        return f"{self._job.number} ranks that run at the same time and need {in_words(self._job.share.amounts)} each"
-
-    def _lacking(self) -> str | None:
-        """Why the cluster, as large as it is now, can never hold the ranks."""
-        nodes, number = total_nodes(), self._job.number
-        room = self._job.share.times(nodes)
-        if self._job.strategy == "STRICT_SPREAD":
-            room = sum(self._job.share.times([node]) > 0 for node in nodes)
-        elif self._job.strategy == "STRICT_PACK":
-            room = max((self._job.share.times([node]) for node in nodes), default=0)
-        return None if room >= number else f"Ray has room for {room} of {self._text}."
 
     def _places(self) -> list[Node]:
         try:

@@ -5,6 +5,7 @@ its rank as plain values, so the first one is found as for any launch. `NEVER` s
 Price: Ray Train's own workers import torch and form a process group too, about 20 s for two on two cores.
 """
 
+import signal
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from torchlake.processes.serialization import Failure, rebuild, unpack
 
 NEVER = {
     "output": "Ray Train keeps what workers print in their log files, `ray logs` shows them",
+    "giving up": "where another Ray runs than the one that was started here, Ray Train waits for room without end",
     "grace": "Ray Train ends workers of an interrupted run without asking them",
     "several GPUs for a rank": "Ray Train shows every worker all GPUs of its machine, and LOCAL_RANK numbers them",
 }
@@ -54,8 +56,9 @@ def launch_with_torch_trainer(job: RankJob) -> Any:
         )
         try:
             return unpack(trainer.fit().return_value)
-        except (KeyboardInterrupt, Interrupted) as stop:
-            raise Interrupted(str(stop) or "stopped by SIGINT", signum=getattr(stop, "exit_code", 130) - 128) from stop
+        except (KeyboardInterrupt, Interrupted, SystemExit) as stop:  # Ray Train leaves by sys.exit at SIGINT
+            signum = stop.exit_code - 128 if isinstance(stop, Interrupted) else int(signal.SIGINT)
+            raise Interrupted(f"stopped by {signal.Signals(signum).name}", signum=signum) from stop
         except TrainingFailedError as error:
             raise _first_of(error) from error
 

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -337,13 +338,15 @@ def launch_with_torch_distributor(job: LaunchJob, gpus_per_process: int) -> Any:
 
     distributor = TorchDistributor(job.number, local_mode=False, use_gpu=gpus_per_process > 0)
     try:
-        return distributor.run(_call_packed, job.payload)
+        return distributor.run(_call_packed, Driver.here(), job.payload)
     except (KeyboardInterrupt, Interrupted):
         raise
     except Exception as error:
         raise RankFailed(f"TorchDistributor: {reason_of(error)}", rank=0) from error
 
 
-def _call_packed(payload: bytes) -> Any:
+def _call_packed(driver: Driver, payload: bytes) -> Any:
+    driver.check()
+    sys.path[:] = driver.setting()["path"]
     function, *args = pickle.loads(payload)
     return function(*args)

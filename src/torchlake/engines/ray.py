@@ -92,6 +92,8 @@ class Ray(Engine):
         threads = 1 if threads_per_process is None else at_least_one(threads_per_process, "threads_per_process")
         number = self.processes if processes is None else at_least_one(processes)
         strategy = _one_of(self.placement_strategy, CHUNK_STRATEGIES, "chunks run as") or "DEFAULT"
+        if not todo:
+            return (chunk for chunk in todo)  # none: Ray is not needed
         started = self.join()
         share, nodes = self._share(self._gpus(gpus_per_process)), total_nodes()
         if number is None:
@@ -126,10 +128,11 @@ class Ray(Engine):
             number=number,
             share=self._even(self._share(gpus), number, most),
             strategy=_one_of(self.placement_strategy, LAUNCH_STRATEGIES, "ranks are placed by") or "PACK",
-            grows=not started,
             name=name,
             stdout_to_stderr=self.stdout_to_stderr,
         )
+        if started and (lacking := job.lacking()):
+            raise UsageError(f"{lacking} Ask for fewer processes, or start a larger cluster.")
         if self.launcher == "torch_trainer":
             return launch_with_torch_trainer(job)
         ranks = ActorRanks(job)
