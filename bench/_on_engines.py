@@ -105,6 +105,44 @@ def compare(answers: pa.Table, reference: pa.Table) -> dict[str, float]:
     }
 
 
+def beyond_start(name: str, engines: Mapping[str, Any], model: Path, rows: int, rounds: int) -> dict[str, Any]:
+    """What the first engine's job takes over the second's beyond start-up: each less its seconds for 64 rows."""
+    import torchlake as tl
+
+    best: dict[tuple[str, int], float] = {}
+    for _ in range(rounds):
+        for number in (64, rows):
+            source = table_of(number)
+            for which, engine in engines.items():
+                output = SCRATCH / "on-engines-out"
+                shutil.rmtree(output, ignore_errors=True)
+                began = time.monotonic()
+                tl.predict(model, source, output, key="id", engine=engine)
+                seconds = time.monotonic() - began
+                best[which, number] = min(seconds, best.get((which, number), seconds))
+    first, second = (best[which, rows] - best[which, 64] for which in engines)
+    return {
+        "name": name,
+        "seconds": best[next(iter(engines)), rows],
+        "local_seconds": best[list(engines)[1], rows],
+        "beyond_start_over_local": first / second - 1,
+    }
+
+
+def empty_chunks(name: str, engine: Any, rounds: int, chunks: int = 10_000) -> dict[str, Any]:
+    """Chunks a second to a worker that does nothing, once the engine's workers run."""
+    times = []
+    for number in (100, *[chunks] * rounds):
+        began = time.monotonic()
+        assert sum(1 for _ in engine.run_chunks(_no_work, range(number))) == number
+        times.append(time.monotonic() - began)
+    return {"name": name, "seconds": min(times[1:]), "chunks_per_s": chunks / min(times[1:])}
+
+
+def _no_work() -> Callable[[Any], Any]:
+    return lambda chunks: (chunk for chunk in chunks)
+
+
 def ranks_begin(folder: str) -> None:
     """What is launched: each rank notes when its first line ran, and when it had found the others."""
     first = time.monotonic()

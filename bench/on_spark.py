@@ -1,9 +1,11 @@
 """What does scoring a table on Spark cost, by hand and by torchlake, and how soon does a launched rank run?
 
-On one session of this machine, warm: the seed's notebook (a pandas UDF over rows padded to 128), Spark's own
-`predict_batch_udf` and MLflow's `spark_udf` with batches padded to their longest row, torchlake inside a query
-(`predict` of a DataFrame) and as a chunk job, and that job on the local engine with as many cores. From stored table to
-stored table, in turn, best of the rounds. Then the seconds from a call until its ranks run, beside TorchDistributor.
+On one session of this machine, warm: the seed's notebook (a pandas UDF over rows padded to 128), the same as an Arrow
+UDF, Spark's own `predict_batch_udf` and MLflow's `spark_udf` with batches padded to their longest row, torchlake inside
+a query (`predict` of a DataFrame) and as a chunk job, and that job on the local engine with as many cores. From stored
+table to stored table, in turn, best of the rounds. Then the chunk job against the local engine on four times the rows,
+each less its own seconds for a table of 64 rows; 10,000 chunks without work; and the seconds from a call until its
+ranks run, beside TorchDistributor.
 The file is not called spark.py because its neighbour could not be ray.py, which `import ray` would find.
 """
 
@@ -15,8 +17,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from _common import SCRATCH, finish, parser
-from _on_engines import Contender, in_turn, launch_row, model_of, peer, ranks_begin, set_up, table_of
+from _on_engines import (
+    Contender,
+    beyond_start,
+    empty_chunks,
+    in_turn,
+    launch_row,
+    model_of,
+    peer,
+    ranks_begin,
+    set_up,
+    table_of,
+)
 from pyspark.ml.functions import predict_batch_udf
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
@@ -25,6 +39,7 @@ from pyspark.sql.types import DoubleType, StringType, StructField, StructType
 
 import torchlake as tl
 
+NAMES = ["label", "score"]
 PREDICTED = StructType([StructField("label", StringType()), StructField("score", DoubleType())])
 
 
@@ -37,6 +52,19 @@ def pandas_udf_of(model: str) -> Any:
             yield pd.DataFrame(score(texts.tolist()))
 
     return pandas_udf(classify, PREDICTED)
+
+
+def arrow_udf_of(model: str) -> Any:
+    """The same function over Arrow arrays, without pandas."""
+    from pyspark.sql.functions import arrow_udf
+
+    def classify(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        score = peer("seed", model)
+        for texts in batches:
+            yield pa.StructArray.from_arrays([pa.array(column) for column in score(texts.to_pylist()).values()], NAMES)
+
+    classify.__annotations__ = {"batches": Iterator[pa.Array], "return": Iterator[pa.Array]}
+    return arrow_udf(classify, PREDICTED)
 
 
 def batch_udf_of(model: str) -> Any:
@@ -84,6 +112,7 @@ def contenders_of(session: SparkSession, model: Path, source: Path, processes: i
 
     contenders: dict[str, Contender] = {
         "pandas UDF, padded to 128": partial(by_udf, partial(pandas_udf_of, str(model))),
+        "Arrow UDF, padded to 128": partial(by_udf, partial(arrow_udf_of, str(model))),
         "predict_batch_udf": partial(by_udf, partial(batch_udf_of, str(model))),
     }
     try:
@@ -112,6 +141,11 @@ def main() -> None:
     session = engine.session.get()
     session.range(ranks).count()  # the first job of a session is slower
     rows = in_turn(contenders_of(session, model, source, ranks), options.rounds, options.rows)
+    jobs = {"torchlake, chunk job": tl.Spark(session, processes=ranks), "local": tl.Local(processes=ranks)}
+    rows += [
+        beyond_start("torchlake, chunk job, 4 x the rows", jobs, model, 4 * options.rows, options.rounds),
+        empty_chunks("10,000 chunks without work", tl.Spark(session), options.rounds),
+    ]
     distributor = TorchDistributor(num_processes=ranks, local_mode=False, use_gpu=False)
     rows += [
         launch_row("launch: TorchDistributor", partial(distributor.run, ranks_begin), options.launches, ranks),

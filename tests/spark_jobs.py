@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,44 @@ def kills_its_parent(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
             yield chunk
 
     return worker
+
+
+def preempted(folder: str) -> list[int]:
+    """Two Python workers are killed while their children load the model."""
+    made = session("local[2,4]")
+    results = sorted(spark_engine(made).run_chunks(lambda: killed_while_it_loads(Path(folder)), range(8)))
+    made.stop()
+    return results
+
+
+def killed_while_it_loads(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
+    for once in ("first", "second"):
+        with suppress(FileExistsError):
+            (folder / once).touch(exist_ok=False)
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+    return lambda chunks: chunks
+
+
+def grown(folder: str) -> dict[str, Any]:
+    """A cluster that starts with no executor and adds them as tasks wait."""
+    conf = {
+        "spark.executor.memory": "512m",
+        "spark.dynamicAllocation.enabled": "true",
+        "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+        "spark.dynamicAllocation.minExecutors": "0",
+        "spark.dynamicAllocation.executorIdleTimeout": "1s",
+    }
+    with cluster(Path(folder)) as (url, _):
+        made = session(url, **conf)
+        before = made.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+        results = sorted(spark_engine(made).run_chunks(slow_squares_at_once, range(20)))
+        made.stop()
+    return {"executors": before, "results": results}
+
+
+def slow_squares_at_once() -> Callable[[Iterator[int]], Iterator[int]]:
+    return slow_squares(Path("/"))
 
 
 def hopeless(folder: str) -> str:

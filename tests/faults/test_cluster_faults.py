@@ -148,22 +148,6 @@ def test_the_driver_is_killed_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-def test_a_speculative_twin_changes_nothing(job: dict[str, Any], tmp_path: Path) -> None:
-    conf = {
-        "spark.speculation": "true",
-        "spark.speculation.interval": "100ms",
-        "spark.speculation.multiplier": "1.1",
-        "spark.speculation.quantile": "0.1",
-        "spark.speculation.task.duration.threshold": "1s",
-    }
-    job |= {"engine": "spark", "engine_options": {"master": "local[4,4]", "conf": conf}}
-    log = tmp_path / "scored"
-    done = scoring_runs.predict(job, SCORED_LOG=str(log), SLOW_FORWARD_S="0.5")
-    assert assert_done(job, done.returncode, done.stdout, done.stderr, log)["rows_scored"] == len(TEXTS)
-    assert log.read_text().count("row\n") == len(TEXTS), "a twin waits; it scores nothing again"
-
-
-@pytest.mark.slow
 @ENGINES
 def test_too_many_bad_rows_end_the_job_in_words(job: dict[str, Any], tmp_path: Path, engine: str) -> None:
     scoring_runs.write_rows(job["table"], [None] * 40 + TEXTS[:20])

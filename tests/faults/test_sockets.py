@@ -1,11 +1,13 @@
-"""Case 54h: training on two ranks listens on 127.0.0.1 and nowhere else; one rank, and scoring, listen on nothing."""
+"""Case 54h: training on two ranks listens on 127.0.0.1 only; one rank, and chunk jobs, listen on nothing."""
 
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from torchlake import plugins
 from torchlake.engines.local import Local
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
@@ -53,8 +55,18 @@ def test_one_rank_listens_on_nothing() -> None:
     assert Local().launch(_listening_in_a_group) == [[]]
 
 
-def test_workers_listen_on_nothing() -> None:
-    assert list(Local().run_chunks(_make_listener, [0, 1], processes=2)) == [[], []]
+@pytest.mark.parametrize("name", plugins.names("engines"))
+def test_a_chunk_job_listens_on_nothing(name: str, request: pytest.FixtureRequest) -> None:
+    """Neither its workers nor the driver, besides what the engine itself had before."""
+    if name != "local":
+        request.getfixturevalue(name)
+    engine = getattr(plugins.load("engines", name), name.title())(processes=2)
+    assert list(engine.run_chunks(_make_listener, [0, 1])) == [[], []], "Ray's and Spark's own sockets are made first"
+    before = sorted(listening())
+    with closing(engine.run_chunks(_make_listener, range(4))) as results:
+        assert next(results) == []
+        assert sorted(listening()) == before
+        assert list(results) == [[]] * 3
 
 
 def _make_listener():

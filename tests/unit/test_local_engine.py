@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ import pytest
 
 from pids import gone, note, pid, wait_for
 from torchlake.engines import _chunks
+from torchlake.engines._remote import Node, group_variables, held_node
 from torchlake.engines.local import Local
 from torchlake.errors import RankFailed, UsageError
 from torchlake.processes import environment, hardware, serialization
@@ -164,6 +166,48 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_master_port_is_held_and_rank_0_may_listen_on_it() -> None:
     assert Local().launch(_listen_on_the_held_port)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_ranks_may_meet_at_an_address_of_either_kind(address: str) -> None:
+    with held_node(address, None) as (node, descriptor), socket.socket(fileno=os.dup(descriptor)) as holder:
+        holder.listen()
+        assert node.address == address
+        with socket.create_connection((node.address, node.port), timeout=10):
+            pass
+
+
+def test_two_gpus_for_each_rank_start_with_its_own() -> None:
+    def node(*gpus: str) -> Node:
+        return Node(address="10.0.0.1", port=9, interface=None, gpus=gpus)
+
+    for rank, variables in enumerate(group_variables([node("0", "1"), node("2", "3")], 1)):
+        own = variables["CUDA_VISIBLE_DEVICES"].split(",")[int(variables["LOCAL_RANK"])]
+        assert own == ["0", "2"][rank]
+    for shared in ([node("0"), node("0")], [node("MIG-1"), node("MIG-2")], [node("MIG-1", "MIG-2")]):
+        with pytest.raises(UsageError, match="GPU"):
+            group_variables(shared, 1)
+    (alone,) = group_variables([node("MIG-1")], 1)
+    assert alone["CUDA_VISIBLE_DEVICES"] == "MIG-1"
+
+
+def test_output_whose_reader_has_left_stops_nothing(tmp_path: Path) -> None:
+    """As in `torchlake launch ... | head`, where the driver prints what ranks on other machines said."""
+    source = """
+        import os, sys
+        from torchlake.engines._output import show
+
+        read, write = os.pipe()
+        os.close(read)
+        sys.stdout = open(write, "w")
+        for _ in range(3):
+            show(1, b"a line\\n" * 10_000)
+        sys.stdout = None
+        show(1, b"a line\\n")
+        os.write(1, b"went on")
+        os._exit(0)
+        """
+    assert _run_script(tmp_path, source) == "went on"
 
 
 def test_the_number_of_processes_is_the_engines_own_unless_the_call_says(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def test_what_spark_gives_up_is_submitted_again(tmp_path: Path) -> None:
     assert spark_jobs.answer("resubmitted", folder=tmp_path) == list(range(12))
 
 
+def test_workers_that_are_preempted_while_models_load_are_replaced(tmp_path: Path) -> None:
+    assert spark_jobs.answer("preempted", folder=tmp_path) == list(range(8))
+
+
 def test_a_chunk_that_ends_every_worker_ends_the_job_with_sparks_reason(tmp_path: Path) -> None:
     said = spark_jobs.answer("hopeless", folder=tmp_path)
     assert "1 of 3 tasks of chunks did not end" in said
@@ -81,6 +85,17 @@ def test_a_machine_that_is_lost_at_the_tail_costs_only_its_chunk(tmp_path: Path)
 @pytest.mark.slow
 def test_ranks_of_two_executors_find_each_other(tmp_path: Path) -> None:
     assert spark_jobs.answer("two_machines", folder=tmp_path) == 3.0
+
+
+@pytest.mark.slow
+def test_a_cluster_without_executors_adds_them(tmp_path: Path) -> None:
+    said = spark_jobs.answer("grown", folder=tmp_path)
+    assert said == {"executors": 0, "results": [number * number for number in range(20)]}
+
+
+@pytest.mark.slow
+def test_a_speculative_twin_may_win(tmp_path: Path) -> None:
+    assert spark_jobs.answer("twins", folder=tmp_path) == {"results": list(range(6)), "attempts": 2}
 
 
 @pytest.fixture
