@@ -1,42 +1,47 @@
-"""A launch by TorchTrainer keeps the launch part of the promise of an engine, but for what `_ray_train.NEVER` lists."""
+"""A launch by TorchTrainer, beyond what `tests/conformance/test_engines.py` holds it to."""
 
-import importlib.util
-import inspect
-from collections.abc import Callable
+import os
+import signal
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
+import ray as ray_library
 
 import torchlake as tl
-from torchlake.engines._ray_train import NEVER
-from torchlake.errors import UsageError
-
-pytestmark = [
-    pytest.mark.usefixtures("ray"),
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # Ray Train sets deprecated options of Ray Data
-]
-_spec = importlib.util.spec_from_file_location(
-    "launch_conformance", Path(__file__).parents[1] / "conformance" / "test_engines.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-_suite = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_suite)
-_tests = {name: test for name, test in vars(_suite).items() if name.startswith("test_")}
-LAUNCHES = [test for name, test in _tests.items() if "rank" in name or "launch" in name]
+from pids import gone, note, pid, wait_for
+from torchlake.engines._ray_cluster import Share
+from torchlake.engines._ray_launch import RankJob
+from torchlake.engines._ray_train import NEVER, launch_with_torch_trainer
+from torchlake.errors import Interrupted, UsageError
 
 
-@pytest.mark.parametrize("test", LAUNCHES, ids=lambda test: test.__name__)
-def test_the_promise_of_a_launch(test: Callable[..., None], request: pytest.FixtureRequest) -> None:
-    fixtures: dict[str, Any] = {
-        name: request.getfixturevalue(name) for name in inspect.signature(test).parameters if name != "engine"
-    }
-    test(engine=tl.Ray(processes=2, launcher="torch_trainer"), **fixtures)
-
-
-def test_what_it_never_does_is_said() -> None:
-    assert "several GPUs for a rank" in NEVER
+def test_several_gpus_for_a_rank_are_refused() -> None:
+    assert "several_gpus_for_a_rank" in NEVER
+    job = RankJob(payload=b"", number=1, share=Share(gpus=2.0), strategy="PACK", name="launch", stdout_to_stderr=False)
     with pytest.raises(UsageError, match="TorchTrainer gives a rank one GPU"):
-        tl.Ray(launcher="torch_trainer", gpus_per_process=2).launch(int)
+        launch_with_torch_trainer(job)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Train sets deprecated options of Ray Data
+def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        for rank in "01":
+            wait_for((tmp_path / f"{rank}.pid").exists, seconds=100)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Interrupted) as caught:
+        tl.Ray(processes=2, launcher="torch_trainer").launch(_wait, tmp_path)
+    thread.join()
+    assert caught.value.exit_code == 130
+    wait_for(lambda: all(gone(pid(tmp_path, rank)) for rank in "01"))
+    wait_for(lambda: ray_library.available_resources().get("CPU") == 2)
+
+
+def _wait(folder: Path) -> None:
+    note(folder, os.environ["RANK"])
+    threading.Event().wait()

@@ -23,9 +23,9 @@ from torchlake.processes.serialization import Failure, rebuild, unpack
 
 NEVER = {
     "output": "Ray Train keeps what workers print in their log files, `ray logs` shows them",
-    "giving up": "where another Ray runs than the one that was started here, Ray Train waits for room without end",
+    "giving_up": "where another Ray runs than the one that was started here, Ray Train waits for room without end",
     "grace": "Ray Train ends workers of an interrupted run without asking them",
-    "several GPUs for a rank": "Ray Train shows every worker all GPUs of its machine, and LOCAL_RANK numbers them",
+    "several_gpus_for_a_rank": "Ray Train shows every worker all GPUs of its machine, and LOCAL_RANK numbers them",
 }
 GRACE_S = 5.0  # for a rank whose worker Ray Train has ended
 
