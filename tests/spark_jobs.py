@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -345,6 +346,32 @@ def sum_of_ranks() -> float:
     dist.all_reduce(total)
     dist.destroy_process_group()
     return total.item()
+
+
+def ranks(folder: str) -> str:
+    """Ranks that never end by themselves, and save when they are asked to stop."""
+    from torchlake.errors import Interrupted
+
+    made = session("local[2,4]")
+    try:
+        spark_engine(made).launch(saves_when_stopped, folder, processes=2)
+        said = "ended"
+    except Interrupted as error:
+        said = f"interrupted: {error}"
+    made.stop()
+    return said
+
+
+def saves_when_stopped(folder: str) -> None:
+    from torchlake.errors import Interrupted
+
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    note(Path(folder), f"rank{os.environ['RANK']}")
+    while not asked.wait(0.1):
+        pass
+    (Path(folder) / f"saved{os.environ['RANK']}").touch()
+    raise Interrupted("saved at step 7")
 
 
 def gpu_session(discovery: str, amount: str) -> Any:

@@ -63,7 +63,7 @@ def train_to_the_end(
         for problem in problems:
             log.warning("%s", problem)
         where = "the beginning" if newest is None else f"step {step:,}"
-        number = engine.ranks(processes)
+        number = engine.ranks(processes, None)
         log.info("training on %d rank%s from %s", number, "s" * (number > 1), where)
         start = {
             **settings,
@@ -141,7 +141,7 @@ def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -
     def look() -> None:
         while not done.wait(LOOK_S):
             try:
-                found = engine.ranks(processes, held=number)
+                found = engine.ranks(processes, None, held=number)
             except Exception as error:  # whatever an engine's library raises: training goes on as it is
                 log.warning("cannot tell whether there is room for more ranks: %s", error)
                 continue

@@ -31,7 +31,7 @@ class RayOptions(BaseModel):
     """Cluster to join, "auto" for this machine's; null: the one joined already or that RAY_ADDRESS names, else one on
     this machine's cores."""
     gpus_per_process: Float | None = Field(default=None, ge=0)
-    """GPUs of each process; null: one where there are any, for scoring."""
+    """GPUs of each process; null: one where there are any."""
     cpus_per_process: Float | None = Field(default=None, gt=0)
     """CPUs that each process reserves, and its threads; null: as many as the job asks for, or an even part of the
     cluster where the number of processes is given."""

@@ -81,13 +81,13 @@ def killed_midway(job: dict[str, Any], scored: Path, victim: str) -> tuple[int, 
 
 
 def _is(process: psutil.Process, victim: str) -> bool:
-    """Whether it is the process meant; for a shell, the one that has a child of ours below it."""
+    """Whether it is the process meant; the engine's worker is the one that has a child of ours below it."""
     try:
         words = " ".join(process.cmdline())
         ours = any("torchlake.processes.child" in " ".join(child.cmdline()) for child in process.children())
     except psutil.NoSuchProcess:
         return False
-    return ours if victim == "shell" else victim in words
+    return ours if victim == "worker" else victim in words
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_an_executor_is_killed_while_it_writes(job: dict[str, Any], tmp_path: Pa
 
 @ENGINES
 def test_the_process_that_an_engine_gave_is_killed(job: dict[str, Any], tmp_path: Path, engine: str) -> None:
-    done = killed_midway({**job, "engine": engine}, tmp_path / "scored", "shell")
+    done = killed_midway({**job, "engine": engine}, tmp_path / "scored", "worker")
     assert assert_done(job, *done, tmp_path / "scored")["rows_scored"] == len(TEXTS)
 
 

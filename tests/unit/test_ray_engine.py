@@ -126,7 +126,7 @@ def test_every_chunk_is_a_named_call_with_its_time() -> None:
     """Ray's timeline is made of the events that `ray list tasks` and the dashboard show."""
     engine = tl.Ray(processes=2)
     list(engine.run_chunks(own_pid, range(50), name="predict reviews", label=lambda chunk: f"part-{chunk}.parquet"))
-    wanted = {f"task::predict reviews: chunk {chunk} part-{chunk}.parquet" for chunk in range(50)}
+    wanted = {f"task::predict reviews: part-{chunk}.parquet" for chunk in range(50)}
 
     def found() -> bool:
         events = [event for event in ray_library.timeline() if event["cat"] in wanted]

@@ -66,6 +66,19 @@ def test_a_driver_that_is_stopped_or_killed_leaves_no_child(tmp_path: Path, numb
     wait_for(lambda: all(map(gone, numbers)))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_of_a_driver_that_is_stopped_save_and_those_of_a_killed_one_end(tmp_path: Path, number: int) -> None:
+    job = spark_jobs.start("ranks", folder=tmp_path)
+    numbers = [pid(tmp_path, f"rank{rank}", seconds=120) for rank in range(2)]
+    job.send_signal(number)
+    out, _ = job.communicate(timeout=120)
+    wait_for(lambda: all(map(gone, numbers)))
+    if number == signal.SIGINT:
+        assert "interrupted: saved at step 7" in out
+        assert (tmp_path / "saved0").exists()
+        assert (tmp_path / "saved1").exists()
+
+
 def test_spark_connect_predicts_tables_and_frames_and_launches(tmp_path: Path, tiny_model: Path) -> None:
     pytest.importorskip("grpc")
     table = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film", "a bad plot"] * 10)

@@ -86,7 +86,8 @@ class Engine(ABC):
         """Run `fn(*args)` as that many ranks at the same time and return rank 0's value.
 
         Of a range of `processes` (fewest, most) as many start as there is room for now, never fewer than the fewest.
-        `gpus_per_process=None` asks the engine for one GPU for each rank where its machines have any.
+        `gpus_per_process=None` asks the engine for one GPU for each rank where its machines have any; ranks for which
+        there are too few are refused, as CPUs would train a hundred times slower.
         The first rank to fail (in time) is the error: the TorchlakeError it raised as itself, else RankFailed with its
         traceback or the signal that killed it; the other ranks are stopped. Interrupted or KeyboardInterrupt in the
         calling thread asks every rank to stop, leaves them `grace_s` seconds to finish, and raises Interrupted. It
@@ -101,14 +102,14 @@ class Engine(ABC):
         Lazy where the engine's frames are. The worker adds columns and rows stay as they are.
         """
 
-    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+    def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
         """Ranks, up to `most`, that a group can have now; `held` of them are its own already. 0 where there are none.
 
         By default there is room for all.
         """
         return most
 
-    def ranks(self, processes: Span | None, gpus_per_process: int = 0, *, held: int = 0) -> int:
+    def ranks(self, processes: Span | None, gpus_per_process: int | None = 0, *, held: int = 0) -> int:
         """How many ranks a group of so many `processes` (None: the engine's own number, else 1) gets now."""
         fewest, most = bounds(self.span or 1 if processes is None else processes)
         return most if fewest == most else max(fewest, self.room(most, gpus_per_process=gpus_per_process, held=held))

@@ -16,6 +16,7 @@ from torchlake.engines._remote import Driver, own_environment
 from torchlake.processes.children import Children
 from torchlake.processes.serialization import pack, rebuild, unpack
 
+IDLE_S = 60.0  # before a child gives its GPU back
 MOST_WORKERS = 2
 "Models that a process keeps: a query over two of them must not load each again for every batch."
 _workers: dict[tuple[bytes, Sequence[str] | None], Callable[[pa.Table], pa.Table]] = {}
@@ -69,7 +70,7 @@ class _ChildWorker:
     def __init__(self, make_worker: MakeWorker, gpus: Sequence[str], driver: Driver) -> None:
         children = Children(**driver.setting())
         payload = pack(partial(_make_chunk_worker, make_worker))
-        self.process = ChunkProcess(payload, own_environment({}, gpus), children).__enter__()
+        self.process = ChunkProcess(payload, own_environment({}, gpus), children, idle_s=IDLE_S).__enter__()
 
     def __call__(self, table: pa.Table) -> pa.Table:
         ((kind, value),) = self.process.run([table])

@@ -92,7 +92,8 @@ def run_ranks(start: Callable[[], None], number: int, children: RankSet, *, grac
         except (KeyboardInterrupt, Interrupted) as stop:
             children.signal(signal.SIGTERM)
             group.listen_for(grace_s)
-            raise _interrupted(group, stop) from stop
+            words = (str(failed.error) for failed in group.failures if isinstance(failed.error, Interrupted))
+            raise interrupted(stop, next(words, None)) from stop
         if not group.failures:
             return group.values[0]
         first = min(group.failures, key=lambda failed: (not failed.cause, failed.when))
@@ -111,9 +112,7 @@ def death(rank: int, code: int, node: str | None = None) -> Failure:
     )
 
 
-def _interrupted(group: _Group, stop: KeyboardInterrupt | Interrupted) -> Interrupted:
-    """The signal that stopped this process, in the words of a rank that had some (what it saved, how to go on)."""
+def interrupted(stop: KeyboardInterrupt | Interrupted, said: str | None = None) -> Interrupted:
+    """The signal that stopped this process, in the words of a rank that `said` some (what it saved, how to go on)."""
     signum = stop.exit_code - 128 if isinstance(stop, Interrupted) else int(signal.SIGINT)
-    said = next((str(failed.error) for failed in group.failures if isinstance(failed.error, Interrupted)), None)
-    own = str(stop) or f"stopped by {signal.Signals(signum).name}"
-    return Interrupted(said or own, signum=signum)
+    return Interrupted(said or str(stop) or f"stopped by {signal.Signals(signum).name}", signum=signum)

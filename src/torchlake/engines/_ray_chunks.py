@@ -180,8 +180,8 @@ class ChunkJob:
                 self._calls[actor.handle.finish.options(name=f"{self._name}: end").remote()] = (actor, None)
 
     def _title(self, bundle: Sequence[_Chunk]) -> str:
-        what = f"chunk {bundle[0].number}" if len(bundle) == 1 else f"{len(bundle)} chunks from {bundle[0].number}"
-        return f"{self._name}: {what} {self._label(bundle[0].value)[:100]}".rstrip()
+        more = f" and {len(bundle) - 1} more" if len(bundle) > 1 else ""
+        return f"{self._name}: {self._label(bundle[0].value)[:100]}{more}"
 
     def _resize(self) -> None:
         """Have an actor on its way for every chunk that waits, as far as the demand allows, and no more."""

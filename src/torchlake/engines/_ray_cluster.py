@@ -18,6 +18,8 @@ from torchlake.errors import UsageError
 from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import cores
 
+_started: list[str] = []
+"The addresses of the Rays that were started here."
 FREED_S = 5.0  # for Ray to free what a job held that has just ended
 
 
@@ -66,10 +68,10 @@ def join(address: str | None, processes: int | None) -> bool:
             _start_here(max(cores(), processes or 1))
     if ray.util.client.ray.is_connected():
         raise UsageError(
-            "This is a Ray Client connection (ray://), which workers cannot answer. Run the job on the cluster: "
+            "This is a Ray Client connection (ray://), whose driver is not on the cluster. Run the job there: "
             "as a Ray job (ray job submit), or from a notebook on its head node with address='auto'."
         )
-    return address is None and len(ray.nodes()) == 1
+    return ray.get_runtime_context().gcs_address in _started
 
 
 def total_nodes() -> list[dict[str, float]]:
@@ -131,5 +133,6 @@ def _start_here(cpus: int) -> None:
             _node_ip_address="127.0.0.1",
             _system_config={"worker_niceness": 0},  # 15 by default: the job would yield to everything else
         )
+        _started.append(ray.get_runtime_context().gcs_address)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from pyspark import BarrierTaskContext
 from pyspark.util import InheritableThread
 
 from torchlake.engines._output import captured, show
-from torchlake.engines._ranks import CAUSES, death
+from torchlake.engines._ranks import CAUSES, death, interrupted
 from torchlake.engines._remote import Driver, group_variables, held_node, rank_environment
 from torchlake.engines._spark_session import Session, reason_of
 from torchlake.engines._spark_tasks import granted_gpus
@@ -53,6 +53,8 @@ NEVER = {
     "a_rank_that_fails_stops_those_that_wait_for_it": _UNSAID,
     "a_killed_rank_is_named_with_its_signal": _UNSAID,
     "an_error_of_ours_in_a_rank_comes_back_as_itself": _UNSAID,
+    "grace": "TorchDistributor's tasks are killed by Spark, and ranks are not asked to stop before",
+    "threads": "torchrun sets OMP_NUM_THREADS of its ranks",
 }
 "What the launcher torch_distributor does not keep of the engines' contract, by its test, and why."
 
@@ -106,18 +108,11 @@ def launch_on_barrier(job: LaunchJob, *, grace_s: float, stop_file: str | None) 
             here="127.0.0.1" if session.on_this_machine else None,
             folder=str(folder),
         )
-        stage = InheritableThread(partial(_run_stage, job, task, tag, ends), session=session.get())
-        stage.daemon = True
-        stage.start()
-        try:
-            end = ends.get()
-        except (KeyboardInterrupt, Interrupted) as stop:
-            raise _stopped(ends, folder, stop_file, grace_s, stop) from stop
-        finally:
-            if stage.is_alive():
-                with suppress(Exception):  # a session that has been stopped runs nothing
-                    session.cancel(tag)
-                stage.join(GRACE_S)
+        with _in_thread(partial(_run_stage, job, task, tag, ends), session, tag):
+            try:
+                end = ends.get()
+            except (KeyboardInterrupt, Interrupted) as stop:
+                raise _stopped(ends, folder, stop_file, grace_s, stop) from stop
     return _value_of(end, job)
 
 
@@ -147,11 +142,10 @@ def _value_of(ends: "list[_End] | Exception", job: LaunchJob) -> Any:
 
 
 def _stopped(
-    ends: "SimpleQueue[Any]", folder: Path, stop_file: str | None, grace_s: float, stop: BaseException
+    ends: "SimpleQueue[Any]", folder: Path, stop_file: str | None, grace_s: float, stop: KeyboardInterrupt | Interrupted
 ) -> Interrupted:
     """Ask the ranks to stop and leave them their time; the signal that stopped this process, in a rank's words."""
-    signum = stop.exit_code - 128 if isinstance(stop, Interrupted) else int(signal.SIGINT)
-    said = str(stop) or f"stopped by {signal.Signals(signum).name}"
+    said: str | None = None
     (folder / "stop").touch()
     if stop_file is not None:
         Path(stop_file).touch()
@@ -166,7 +160,7 @@ def _stopped(
     finally:
         if stop_file is not None:
             Path(stop_file).unlink(missing_ok=True)
-    return Interrupted(said, signum=signum)
+    return interrupted(stop, said)
 
 
 def _error_of(error: Exception, job: LaunchJob) -> TorchlakeError:
@@ -254,7 +248,10 @@ def _run_rank(task: _Task, rank: int, environment: dict[str, str], descriptors: 
     folder = Path(task.folder) if os.path.isdir(task.folder) else None
     end = _End(rank=rank)
     if folder is not None:
-        (folder / f"seen-{rank}").touch()
+        try:
+            (folder / f"seen-{rank}").touch()
+        except OSError:  # of another user, or of another machine that has one of the same name
+            folder = None
 
     def send(stream: int, lines: bytes) -> None:
         if folder is not None:
@@ -333,16 +330,43 @@ def _failure_in(text: str) -> tuple[int, Failure, list[tuple[int, str]]] | None:
 
 
 def launch_with_torch_distributor(job: LaunchJob, gpus_per_process: int) -> Any:
-    """Rank 0's value, by pyspark's own launcher; it says of a failure only that there was one, and prints the rest."""
-    from pyspark.ml.torch.distributor import TorchDistributor
+    """Rank 0's value, by pyspark's own launcher; `NEVER` says what is missing."""
+    session, tag = job.session, f"torchlake-{secrets.token_hex(6)}"
+    ends: SimpleQueue[Any] = SimpleQueue()
 
-    distributor = TorchDistributor(job.number, local_mode=False, use_gpu=gpus_per_process > 0)
-    try:
-        return distributor.run(_call_packed, Driver.here(), job.payload)
-    except (KeyboardInterrupt, Interrupted):
-        raise
-    except Exception as error:
+    def run() -> None:
+        from pyspark.ml.torch.distributor import TorchDistributor
+
+        try:
+            session.describe(tag, f"torchlake {job.name}: {job.number} ranks")
+            distributor = TorchDistributor(job.number, local_mode=False, use_gpu=gpus_per_process > 0)
+            ends.put((distributor.run(_call_packed, Driver.here(), job.payload), None))
+        except Exception as error:
+            ends.put((None, error))
+
+    with _in_thread(run, session, tag):
+        try:
+            value, error = ends.get()
+        except (KeyboardInterrupt, Interrupted) as stop:
+            raise interrupted(stop) from stop
+    if error is not None:
         raise RankFailed(f"TorchDistributor: {reason_of(error)}", rank=0) from error
+    return value
+
+
+@contextmanager
+def _in_thread(run: Callable[[], None], session: Session, tag: str) -> Iterator[None]:
+    """Run Spark's job beside this thread, which may be interrupted; the job is cancelled where it still runs then."""
+    thread = InheritableThread(run, session=session.get())
+    thread.daemon = True
+    thread.start()
+    try:
+        yield
+    finally:
+        if thread.is_alive():
+            with suppress(Exception):  # a session that has been stopped runs nothing
+                session.cancel(tag)
+            thread.join(GRACE_S)
 
 
 def _call_packed(driver: Driver, payload: bytes) -> Any:

@@ -78,19 +78,17 @@ class Session:
         """Tasks that can run at the same time on what is there now; Spark Connect does not say."""
         if self.is_connect:
             return SLOTS_OF_CONNECT
-        return max(1, int(self.context.defaultParallelism) // self.cores_per_slot)
+        return max(1, self._concurrent())
 
     def slots_for(self, wanted: int, gpus_each: int = 0) -> int:
         """Tasks that can run at the same time, waiting a while for executors that are still to come.
 
-        PySpark has no public question for this; the one that barrier stages are checked by is asked. `gpus_each` are
-        those of a ResourceProfile, where the session's own tasks are granted fewer.
+        `gpus_each` are those of a ResourceProfile, where the session's own tasks are granted fewer.
         """
         scheduler = self.context._jsc.sc()
-        profile = scheduler.resourceProfileManager().defaultResourceProfile()
         deadline = time.monotonic() + SLOTS_S
         while True:
-            found = int(scheduler.maxNumConcurrentTasks(profile))
+            found = self._concurrent()
             here = int(scheduler.getExecutorMemoryStatus().size()) - 1  # the driver is one of those that it names
             if gpus_each > self.gpus_of("task"):
                 found = min(found, max(1, here) * int(self.gpus_of("executor") / gpus_each))
@@ -99,6 +97,11 @@ class Session:
             if self.on_this_machine or found >= wanted or all_here or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)
+
+    def _concurrent(self) -> int:
+        """PySpark has no public question for this; the one that barrier stages are checked by is asked."""
+        scheduler = self.context._jsc.sc()
+        return int(scheduler.maxNumConcurrentTasks(scheduler.resourceProfileManager().defaultResourceProfile()))
 
     def _executors_asked_for(self) -> int | None:
         """Executors that the session was started with; None where that is not known."""
@@ -188,7 +191,7 @@ class Session:
         if self._master is not None:
             conf["spark.master"] = self._master
         elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has settled where to run
-            # The second number: a task that holds a process may be lost three times, and comes back.
+            # The second number: a task may be lost three times, and Spark starts it again.
             conf.setdefault("spark.master", f"local[{self._slots_here},4]")
         if conf.get("spark.master", "").startswith("local["):
             conf = {**_ON_THIS_MACHINE, **conf}
@@ -196,7 +199,8 @@ class Session:
         for name, value in conf.items():
             builder = builder.config(name, value)
         session: SparkSession = builder.getOrCreate()
-        session.sparkContext.setLogLevel("ERROR")
+        if conf.get("spark.master", "").startswith("local["):
+            session.sparkContext.setLogLevel("ERROR")  # a cluster's session also says that it waits for resources
         return session
 
 

@@ -99,9 +99,10 @@ class Local(Engine):
 
             return run_ranks(start, number, children, grace_s=grace_s)
 
-    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+    def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
         """A rank for each core and, where it has some, for each so many GPUs, whatever else this machine does."""
-        return min(most, cores(), *([len(gpus()) // gpus_per_process] if gpus_per_process else []))
+        each = min(1, len(gpus())) if gpus_per_process is None else gpus_per_process
+        return min(most, cores(), *([len(gpus()) // each] if each else []))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to the Arrow table `frame`, in this process and at once."""

@@ -119,7 +119,7 @@ class Ray(Engine):
         payload = pack(fn, *args)
         fewest, most = bounds(self.span or 1 if processes is None else processes)
         started = self.join()
-        gpus = self._gpus(gpus_per_process, fewest)
+        gpus = self._gpus(gpus_per_process)
         if gpus != int(gpus):
             raise UsageError(f"gpus_per_process is {gpus}; a rank needs whole GPUs.")
         number = self.ranks((fewest, most), int(gpus))
@@ -138,7 +138,7 @@ class Ray(Engine):
         ranks = ActorRanks(job)
         return run_ranks(ranks.start, number, ranks, grace_s=grace_s)
 
-    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+    def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
         """Ranks that the nodes have free CPUs and GPUs for, besides the `held` ones.
 
         Waits some seconds before it says fewer than `most`, since what a group leaves behind is freed after its end.
@@ -186,13 +186,13 @@ class Ray(Engine):
         """Join the cluster, or start one; whether it is this machine alone."""
         return join(self.address, self.processes)
 
-    def _gpus(self, asked: int | None, fewest: int = 1) -> float:
+    def _gpus(self, asked: int | None) -> float:
         """GPUs of each process: the job's number, else the engine's, else (asked is None) one where there are any."""
         if asked:
             return float(asked)
         if self.gpus_per_process is not None:
             return self.gpus_per_process
-        return 1.0 if asked is None and ray.cluster_resources().get("GPU", 0) >= fewest else 0.0
+        return 1.0 if asked is None and ray.cluster_resources().get("GPU", 0) else 0.0
 
     def _share(self, gpus: float) -> Share:
         return Share(cpus=self.cpus_per_process or 1.0, gpus=gpus, memory=self.memory, resources=self.resources)

@@ -84,8 +84,7 @@ class Spark(Engine):
             lanes, threads = _lanes_here(session, wanted, len(todo), gpus_per_process, threads, memory_per_process)
             profile = None
         else:
-            fixed = wanted is None or (session.slots <= wanted and not session.grows)
-            lanes = None if fixed or wanted is None else [{"TORCHLAKE_LANE": str(lane)} for lane in range(wanted)]
+            lanes = None if wanted is None else [{"TORCHLAKE_LANE": str(lane)} for lane in range(wanted)]
             threads = min(session.cores_per_executor, max(threads, session.cores_per_slot))
             profile = session.profile(threads, session.gpus_needed(gpus_per_process))
         shared = payload if session.is_connect else session.context.broadcast(payload)
@@ -113,7 +112,7 @@ class Spark(Engine):
         name: str = "launch",
         stop_file: str | None = None,
     ) -> Any:
-        number = self.ranks(processes, gpus_per_process or 0)
+        number = self.ranks(processes, gpus_per_process)
         if self.local_mode:
             local = Local(number, stdout_to_stderr=self.stdout_to_stderr)
             return local.launch(fn, *args, gpus_per_process=gpus_per_process, grace_s=grace_s)
@@ -152,11 +151,16 @@ class Spark(Engine):
                 f"spark.task.cpus{each}). Ask for fewer processes, or start the session with more executors."
             )
 
-    def room(self, most: int, *, gpus_per_process: int = 0, held: int = 0) -> int:
+    def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
         """A rank for each task slot of the executors that are there; other jobs in the session do not count."""
         if self.local_mode:
             return Local().room(most, gpus_per_process=gpus_per_process)
-        return most if self.session.is_connect else min(most, self.session.slots_for(most))
+        session = self.session
+        if session.is_connect:
+            return most
+        if session.on_this_machine:
+            return min(most, session.slots_for(most), Local().room(most, gpus_per_process=gpus_per_process or 0))
+        return min(most, session.slots_for(most, session.gpus_needed(gpus_per_process)))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to a Spark DataFrame: a lazy one, of `schema`; the frame's own columns keep their types.

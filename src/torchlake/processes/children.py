@@ -53,11 +53,11 @@ class Child:
 class Children:
     """A set of children, alive inside `with`. `events` yields (child, kind, value).
 
-    `kind` is what the child said ("value", "error", "ready", "pull", "result"), with a value to `unpack`; or, once and
-    last, "exit" with its exit code (negative: the signal that killed it). The error of a child that could not start is
-    an event too. `output` are the open files that children have as stdout and stderr (None: this process's own), `path`
-    what they have as sys.path and `folder` where they run (None: as this process has them). When this process is
-    killed, children get SIGTERM and `grace_s` seconds before they are killed.
+    `kind` is what the child said ("value", "error", "ready", "pull", "result", "ended"), with a value to `unpack`; or,
+    once and last, "exit" with its exit code (negative: the signal that killed it). The error of a child that could not
+    start is an event too. `output` are the open files that children have as stdout and stderr (None: this process's
+    own), `path` what they have as sys.path and `folder` where they run (None: as this process has them). When this
+    process is killed, children get SIGTERM and `grace_s` seconds before they are killed.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Children:
     def start(
         self, number: int, role: str, payload: bytes, environment: Mapping[str, str], descriptors: tuple[int, ...] = ()
     ) -> Child:
-        """Start child `number` on `payload` (see `_crossing.pack`); `descriptors` are open files that it inherits."""
+        """Start child `number` on what `serialization.pack` made; `descriptors` are open files that it inherits."""
         ours, theirs = socket.socketpair()
         child = Child(number=number, connection=Connection(ours.detach()))
         self._children.append(child)

@@ -1,4 +1,4 @@
-"""What crosses between processes: functions by cloudpickle, failures as plain text, both over a private socket.
+"""What crosses between processes: functions by cloudpickle, failures as plain text.
 
 A function of a module that the other process can import crosses by name, one of a script, a notebook or a module
 loaded from elsewhere by value. Exceptions never cross as objects (unpickling one runs its class, which the parent may
