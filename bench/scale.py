@@ -1,9 +1,9 @@
 """What grows with rows, files and processes, before any model does work?
 
-Chunks of one row each through the house's own functions, so that nothing but their number counts: planning, beginning
-a write, handing the chunks out on every engine to a worker that does nothing, committing, the same command again. Then
+Chunks of one row each through torchlake's own functions, so that nothing but their number counts: planning, beginning
+a write, running the chunks on every engine with a worker that does nothing, committing, the same command again. Then
 as many files instead of chunks, more processes, and what depends on bytes and rows. Every measurement is a process of
-its own; memory is its peak over what it held before. At full size the tables of docs/scale.md are written anew.
+its own; memory is its peak over what it held before. At full size the tables of docs/scale.md are replaced.
 """
 
 import os
@@ -150,13 +150,7 @@ def handing_out(name: str, chunks: int, processes: int) -> dict[str, Any]:
 
 def slots(name: str, processes: int) -> dict[str, Any]:
     """Start the engine with as many task slots as processes, on however few cores; what `make_engine` has to know."""
-    if name == "spark":
-        return {"master": f"local[{processes},4]"}
-    if name == "ray":
-        import ray
-
-        ray.init(num_cpus=processes, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    return {}
+    return {"master": f"local[{processes},4]"} if name == "spark" else {}  # Ray starts with as many by itself
 
 
 def files(count: int) -> dict[str, Any]:
