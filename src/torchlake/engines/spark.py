@@ -84,7 +84,7 @@ class Spark(Engine):
             lanes, threads = _lanes_here(session, wanted, len(todo), gpus_per_process, threads, memory_per_process)
             profile = None
         else:
-            lanes = None if wanted is None else [{"TORCHLAKE_LANE": str(lane)} for lane in range(wanted)]
+            lanes = None if wanted is None else _lanes(min(wanted, len(todo)))
             threads = min(session.cores_per_executor, max(threads, session.cores_per_slot))
             profile = session.profile(threads, session.gpus_needed(gpus_per_process))
         shared = payload if session.is_connect else session.context.broadcast(payload)
@@ -196,6 +196,10 @@ def _map_task(payload: bytes, driver: Driver, batches: Iterable[pa.RecordBatch])
     return map_batches(payload, batches, granted_gpus(TaskContext.get()), driver)
 
 
+def _lanes(number: int) -> list[dict[str, str]]:
+    return [{"TORCHLAKE_LANE": str(lane)} for lane in range(number)]
+
+
 def _lanes_here(
     session: Session, wanted: int | None, chunks: int, gpus_per_process: int | None, threads: int, memory: int
 ) -> tuple[list[dict[str, str]] | None, int]:
@@ -211,7 +215,7 @@ def _lanes_here(
     threads = max(1, all_cores // number)
     if shares is None and number == min(session.slots, chunks):
         return None, threads
-    lanes = [{"TORCHLAKE_LANE": str(lane)} for lane in range(number)]
+    lanes = _lanes(number)
     for lane, share in zip(lanes, shares or [], strict=False):
         lane["CUDA_VISIBLE_DEVICES"] = ",".join(share)
     return lanes, threads
