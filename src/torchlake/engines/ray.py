@@ -75,6 +75,7 @@ class Ray(Engine):
         self.placement_strategy = _one_of(placement_strategy, {*CHUNK_STRATEGIES, *LAUNCH_STRATEGIES})
         self.launcher = _one_of(launcher, LAUNCHERS)
         self.stdout_to_stderr = stdout_to_stderr
+        self._placing = False  # ranks that have no places yet
 
     def run_chunks(
         self,
@@ -123,6 +124,8 @@ class Ray(Engine):
         if gpus != int(gpus):
             raise UsageError(f"gpus_per_process is {gpus}; a rank needs whole GPUs.")
         number = self.ranks((fewest, most), int(gpus))
+        if self.fewest != self.processes:  # a group of some of the engine's range leaves room for more ranks
+            most = max(most, self.processes or 1)
         job = RankJob(
             payload=payload,
             number=number,
@@ -134,9 +137,15 @@ class Ray(Engine):
         if started and (lacking := job.lacking()):
             raise UsageError(f"{lacking} Ask for fewer processes, or start a larger cluster.")
         if self.launcher == "torch_trainer":
+            self._placing = False
             return launch_with_torch_trainer(job)
         ranks = ActorRanks(job)
-        return run_ranks(ranks.start, number, ranks, grace_s=grace_s)
+
+        def start() -> None:
+            ranks.start()
+            self._placing = False
+
+        return run_ranks(start, number, ranks, grace_s=grace_s)
 
     def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
         """Ranks that the nodes have free CPUs and GPUs for, besides the `held` ones.
@@ -144,6 +153,8 @@ class Ray(Engine):
         Waits some seconds before it says fewer than `most`, since what a group leaves behind is freed after its end.
         """
         self.join()
+        if held and self._placing:
+            return held  # what is free now is for them
         share = self._share(self._gpus(gpus_per_process))
         return free_for(most, share, held=held, wait_s=0.0 if held else FREED_S)
 
