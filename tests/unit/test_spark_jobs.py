@@ -40,10 +40,12 @@ def test_what_spark_gives_up_is_submitted_again(tmp_path: Path) -> None:
     assert spark_jobs.answer("resubmitted", folder=tmp_path) == list(range(12))
 
 
+@pytest.mark.slow
 def test_workers_that_are_preempted_while_models_load_are_replaced(tmp_path: Path) -> None:
     assert spark_jobs.answer("preempted", folder=tmp_path) == list(range(8))
 
 
+@pytest.mark.slow
 def test_a_chunk_that_ends_every_worker_ends_the_job_with_sparks_reason(tmp_path: Path) -> None:
     said = spark_jobs.answer("hopeless", folder=tmp_path)
     assert "1 of 3 tasks of chunks did not end" in said
@@ -56,7 +58,7 @@ def test_a_closed_iterator_cancels_the_job_and_leaves_no_child(tmp_path: Path) -
     wait_for(lambda: all(map(gone, numbers)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_driver_that_is_stopped_or_killed_leaves_no_child(tmp_path: Path, number: int) -> None:
     job = spark_jobs.start("stuck", folder=tmp_path)
     numbers = [pid(tmp_path, "stuck1", seconds=120)]
@@ -66,7 +68,7 @@ def test_a_driver_that_is_stopped_or_killed_leaves_no_child(tmp_path: Path, numb
     wait_for(lambda: all(map(gone, numbers)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_ranks_of_a_driver_that_is_stopped_save_and_those_of_a_killed_one_end(tmp_path: Path, number: int) -> None:
     job = spark_jobs.start("ranks", folder=tmp_path)
     numbers = [pid(tmp_path, f"rank{rank}", seconds=120) for rank in range(2)]
