@@ -24,7 +24,7 @@ from torchlake.progress import progress
 from torchlake.scoring import check_prompts, string_column
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.commit import Part, known_inputs, part_name, write_part, writing
-from torchlake.tables.parts import TABLE, read_part
+from torchlake.tables.parts import part_of_lost_attempt
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
 from torchlake.task_spec import TaskSpec
@@ -147,9 +147,9 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
         for chunk, name in items:
-            written = Path(settings.staging) / TABLE / name
-            part = read_part(written, chunk) if written.exists() else None  # its result was lost on its way
-            yield part or write_part(Path(settings.staging), name, tokenise(chunk), chunk=chunk.index)
+            staging = Path(settings.staging)
+            part = part_of_lost_attempt(staging, name, chunk)
+            yield part or write_part(staging, name, tokenise(chunk), chunk=chunk.index)
 
     return worker
 

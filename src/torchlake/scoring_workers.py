@@ -22,7 +22,7 @@ from torchlake.scoring import Scorer, ScoringSettings, TextReader, Work, prepare
 from torchlake.strikes import Strikes
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.commit import Part, write_part
-from torchlake.tables.parts import TABLE, read_part
+from torchlake.tables.parts import part_of_lost_attempt
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 from torchlake.task_spec import TaskSpec
 
@@ -50,9 +50,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def read(item: tuple[Chunk, str]) -> Callable[[], ScoredChunk]:
         chunk, name = item
-        written = staging / TABLE / name
-        part = read_part(written, chunk) if written.exists() else None
-        if part is not None:  # by an attempt of this job whose result was lost on its way
+        part = part_of_lost_attempt(staging, name, chunk)
+        if part is not None:
             return partial(ScoredChunk, part=part, tokens=0, padded_tokens=0, seconds=0.0, examples=())
         table, unreadable = reader.read(chunk)
         work = scorer.tokenize(string_column(table[settings.text]), unreadable)

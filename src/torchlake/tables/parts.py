@@ -63,6 +63,12 @@ def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part
     return _part(name, chunk, table, content)
 
 
+def part_of_lost_attempt(staging: Path, name: str, chunk: Chunk) -> Part | None:
+    """The sound part that an earlier attempt of this job wrote, whose result was lost on its way; None without one."""
+    path = staging / TABLE / name
+    return read_part(path, chunk) if path.exists() else None
+
+
 def read_part(path: Path, chunk: Chunk) -> Part | None:
     """The part in `path`, every page verified; None when it is damaged or has not the chunk's rows."""
     content = path.read_bytes()
