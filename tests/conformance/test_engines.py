@@ -16,7 +16,7 @@ import pytest
 
 from pids import wait_for
 from torchlake import plugins
-from torchlake.engines import Engine, _ray_train, _spark_launch
+from torchlake.engines import Engine, _ray_train, _spark_distributor
 from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, UsageError
 from torchlake.processes import hardware
 
@@ -37,7 +37,7 @@ def launcher(request: pytest.FixtureRequest) -> Engine:
     if name is None:
         return _made(request, request.param)
     made = _made(request, name, launcher=request.param)
-    never = _spark_launch.NEVER if name == "spark" else _ray_train.NEVER
+    never = _spark_distributor.NEVER if name == "spark" else _ray_train.NEVER
     reason = never.get(request.function.__name__.removeprefix("test_"))
     if reason is not None:
         pytest.skip(reason)

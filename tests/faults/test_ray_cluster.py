@@ -253,6 +253,20 @@ def _noting(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
     return worker
 
 
+def _first_waits_for_second(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
+    """A worker whose chunk 0 ends once chunk 1 is in work, which never ends."""
+
+    def worker(chunks: Iterator[int]) -> Iterator[int]:
+        for chunk in chunks:
+            if chunk == 1:
+                note(folder, "1")
+                threading.Event().wait()
+            pid(folder, "1")
+            yield chunk
+
+    return worker
+
+
 @pytest.mark.usefixtures("ray")
 def test_an_actor_killed_with_its_chunk_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "1.pid").touch()  # only chunk 0 waits
@@ -271,8 +285,7 @@ def test_an_actor_killed_with_its_chunk_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ray")
 def test_a_job_that_is_closed_leaves_no_child_and_nothing_pending(tmp_path: Path) -> None:
-    (tmp_path / "0.pid").touch()
-    with closing(tl.Ray(processes=2).run_chunks(partial(_noting, tmp_path), range(2))) as results:
+    with closing(tl.Ray(processes=2).run_chunks(partial(_first_waits_for_second, tmp_path), range(2))) as results:
         assert next(results) == 0
         child = pid(tmp_path, "1")
     assert gone(child), "it ends before the call returns"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -19,11 +20,11 @@ import pyarrow as pa
 import pytest
 
 from pids import gone, note, pid, wait_for
-from torchlake.engines import _chunks
-from torchlake.engines._remote import Node, group_variables, held_node
 from torchlake.engines.local import Local
 from torchlake.errors import RankFailed, UsageError
-from torchlake.processes import environment, hardware, serialization
+from torchlake.processes import chunk_process, environment, hardware, serialization
+from torchlake.processes.children import Children
+from torchlake.processes.remote import Node, group_variables, held_node
 
 ROOT = Path(__file__).parents[2]
 Chunks = Iterator[Any]
@@ -195,7 +196,7 @@ def test_output_whose_reader_has_left_stops_nothing(tmp_path: Path) -> None:
     """As in `torchlake launch ... | head`, where the driver prints what ranks on other machines said."""
     source = """
         import os, sys
-        from torchlake.engines._output import show
+        from torchlake.processes.output import show
 
         read, write = os.pipe()
         os.close(read)
@@ -371,7 +372,7 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_workers_that_ended_in_order_are_not_counted_as_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_chunks, "MAX_DEATHS", 1)
+    monkeypatch.setattr(chunk_process, "MAX_DEATHS", 1)
     make_worker = partial(_zero_dies_when_others_ended, tmp_path, 2)
     assert sorted(Local(processes=3).run_chunks(make_worker, range(3))) == [0, 1, 2]
 
@@ -506,3 +507,14 @@ def _fork_and_die(folder: Path) -> None:
         threading.Event().wait()
     wait_for((folder / "forked.pid").exists)
     os._exit(9)
+
+
+def test_a_signal_to_a_child_that_is_not_started_yet_reaches_it() -> None:
+    with Children() as children:
+        children._lock.acquire()  # holds back the thread that starts the process
+        children.start(0, "rank", serialization.pack(time.sleep, 60), {**os.environ, "RANK": "0"})
+        thread = threading.Thread(target=children.signal, args=(signal.SIGTERM,))
+        thread.start()
+        children._lock.release()
+        thread.join()
+        assert children.events.get(timeout=30)[1:] == ("exit", -signal.SIGTERM)

@@ -11,9 +11,9 @@ from functools import partial
 
 import pyarrow as pa
 
-from torchlake.engines._chunks import ChunkProcess
-from torchlake.engines._remote import Driver, own_environment
 from torchlake.processes.children import Children
+from torchlake.processes.chunk_process import ChunkProcess
+from torchlake.processes.remote import Driver, own_environment
 from torchlake.processes.serialization import pack, rebuild, unpack
 
 IDLE_S = 60.0  # before a child gives its GPU back

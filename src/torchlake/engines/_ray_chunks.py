@@ -20,11 +20,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from torchlake.engines._chunks import MAX_DEATHS, MAX_EARLY_DEATHS, ChunkProcess, Message
 from torchlake.engines._ray_cluster import Share, granted_gpus, in_words
-from torchlake.engines._remote import Driver, own_environment
 from torchlake.errors import RankFailed
 from torchlake.processes.children import Children
+from torchlake.processes.chunk_process import MAX_DEATHS, MAX_EARLY_DEATHS, ChunkProcess, Message
+from torchlake.processes.remote import Driver, own_environment
 from torchlake.processes.serialization import Failure, describe, pack, rebuild, unpack
 
 MOST_BUNDLED = 64
@@ -54,7 +54,7 @@ class ChunkActor:
 
     @ray.method(num_returns="streaming")
     def run(self, bundle: bytes) -> Iterator[list[tuple[str, Any]]]:
-        """Run the chunks in their order; yields what the child said, see `_chunks.Message`."""
+        """Run the chunks in their order; yields what the child said, see `chunk_process.Message`."""
         chunks, before, messages = pickle.loads(bundle), self._messages, SimpleQueue[Message]()
         self._messages, self._ended = messages, False
         self._calls += 1

@@ -18,11 +18,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from torchlake.engines._output import captured, show
 from torchlake.engines._ray_cluster import Share, granted_gpus, in_words, total_nodes
-from torchlake.engines._remote import Driver, Node, group_variables, held_node, rank_environment
 from torchlake.errors import RankFailed, UsageError
 from torchlake.processes.children import Children
+from torchlake.processes.output import captured, show
+from torchlake.processes.remote import Driver, Node, group_variables, held_node, rank_environment
 from torchlake.processes.serialization import LOST, Failure, describe, rebuild
 
 PLACES_S = 600.0  # for a busy cluster to give all ranks their places
@@ -112,7 +112,7 @@ class _Rank:
 
 
 class ActorRanks:
-    """The driver's side of a launch, as `_ranks.run_ranks` takes it: alive inside `with`."""
+    """The driver's side of a launch, as `processes.ranks.run_ranks` takes it: alive inside `with`."""
 
     def __init__(self, job: RankJob) -> None:
         self.events: SimpleQueue[tuple[Any, str, Any]] = SimpleQueue()

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import ray
 
-from torchlake.engines._ranks import CAUSES, death
 from torchlake.engines._ray_launch import RankJob
-from torchlake.engines._remote import Driver, held_node, rank_environment
 from torchlake.errors import Interrupted, RankFailed, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.environment import rank_variables, thread_variables
+from torchlake.processes.ranks import CAUSES, death
+from torchlake.processes.remote import Driver, held_node, rank_environment
 from torchlake.processes.serialization import Failure, rebuild, unpack
 
 NEVER = {

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 from pyspark import TaskContext
 
-from torchlake.engines._chunks import ChunkProcess
-from torchlake.engines._remote import Driver, own_environment
 from torchlake.processes.children import Children
+from torchlake.processes.chunk_process import ChunkProcess
+from torchlake.processes.remote import Driver, own_environment
 from torchlake.processes.serialization import Failure, describe
 
 IDLE_S = 10.0

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
-from torchlake.engines._chunks import run_here
-from torchlake.engines._ranks import run_ranks
 from torchlake.processes.children import Children
+from torchlake.processes.chunk_process import run_here
 from torchlake.processes.environment import (
     MASTER_FD,
     environment,
@@ -26,6 +25,7 @@ from torchlake.processes.environment import (
     visible_to_all,
 )
 from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.processes.ranks import run_ranks
 from torchlake.processes.serialization import pack
 
 

@@ -22,7 +22,6 @@ import ray.data
 
 from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
 from torchlake.engines._frames import BatchMapper, map_table
-from torchlake.engines._ranks import run_ranks
 from torchlake.engines._ray_chunks import ChunkJob, Demand
 from torchlake.engines._ray_cluster import FREED_S, Share, free_for, free_nodes, join, total_nodes, widest
 from torchlake.engines._ray_launch import ActorRanks, RankJob
@@ -30,6 +29,7 @@ from torchlake.engines._ray_train import launch_with_torch_trainer
 from torchlake.errors import UsageError
 from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import most_processes
+from torchlake.processes.ranks import run_ranks
 from torchlake.processes.serialization import pack
 
 CHUNK_STRATEGIES = ("DEFAULT", "SPREAD")

@@ -17,15 +17,16 @@ import pyarrow as pa
 
 from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
 from torchlake.engines._frames import map_batches
-from torchlake.engines._remote import Driver
 from torchlake.engines._spark_chunks import ChunkJob, bundled, run_job
-from torchlake.engines._spark_launch import LaunchJob, launch_on_barrier, launch_with_torch_distributor
+from torchlake.engines._spark_distributor import launch_with_torch_distributor
+from torchlake.engines._spark_launch import LaunchJob, launch_on_barrier
 from torchlake.engines._spark_session import Session
 from torchlake.engines._spark_tasks import ChunkTask, granted_gpus
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.environment import share_gpus, visible_to_all
 from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.processes.remote import Driver
 from torchlake.processes.serialization import pack
 
 if TYPE_CHECKING:

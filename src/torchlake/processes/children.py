@@ -42,6 +42,8 @@ class Child:
     connection: "Connection[Any, Any]"
     pid: int = 0
     running: bool = False
+    signals: list[int] = field(default_factory=list)
+    "Sent before it was started."
     threads: list[threading.Thread] = field(default_factory=list)
 
     def send(self, *values: Any) -> None:
@@ -117,11 +119,13 @@ class Children:
         return child
 
     def signal(self, number: int) -> None:
-        """Send a signal to every running child (not to the processes that it started)."""
+        """Send a signal to every child (not to the processes that it started); one that starts now gets it then."""
         with self._lock:
             for child in self._children:
                 if child.running:
                     os.kill(child.pid, number)
+                elif child.pid == 0:
+                    child.signals.append(number)
 
     def _keep(
         self,
@@ -154,6 +158,8 @@ class Children:
                 )
                 child.pid, child.running = process.pid, True
                 self._watch(f"+{child.pid}")
+                for number in child.signals:
+                    os.kill(child.pid, number)
         except Exception as error:  # out of processes, threads or memory: the caller has to see it
             self.events.put((child, "error", pickle.dumps(describe(error))))
             self.events.put((child, "exit", 1))
