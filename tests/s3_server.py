@@ -51,7 +51,8 @@ class S3Server:
         self._ask("DELETE", f"/{key}")
 
     def _ask(self, method: str, path: str, content: bytes | None = None) -> bytes:
-        url, signed = f"{self.address}/{BUCKET}{path}", {"Authorization": UNCHECKED}
+        url = f"{self.address}/{BUCKET}{path}"
+        signed = {"Authorization": UNCHECKED, "Content-Type": "application/octet-stream"}
         request = urllib.request.Request(url, data=content, method=method, headers=signed)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return bytes(answer.read())

@@ -5,6 +5,7 @@ Run as `python spark_jobs.py NAME OPTIONS`; the last line of stdout is the job's
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -67,10 +68,11 @@ def session(master: str, **conf: str) -> Any:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
+def cluster(folder: Path, worker_options: str = "") -> Iterator[tuple[str, dict[str, int]]]:
     """The URL of a standalone cluster of two machines, so far as Spark can tell, and their workers' pids by address.
 
     All are on this machine's loopback interface, with one core each; none comes back when it is killed.
+    `worker_options` are options of the workers' Java.
     """
     import pyspark
 
@@ -88,7 +90,7 @@ def cluster(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
         for name, (main, *words) in parts.items():
             with open(log, "ab") as file:
                 command = [spark_class, f"org.apache.spark.deploy.{main}", *words]
-                environment = {**os.environ, "SPARK_LOCAL_IP": words[1]}
+                environment = {**os.environ, "SPARK_LOCAL_IP": words[1], "SPARK_WORKER_OPTS": worker_options}
                 running[name] = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
         wait_for(lambda: log.read_text().count("Successfully registered with master") == 2, seconds=120)
         yield url, {host: process.pid for host, process in running.items()}
@@ -159,16 +161,19 @@ def slow_squares(looked: Path) -> Callable[[Iterator[int]], Iterator[int]]:
 def resubmitted(folder: str) -> list[int]:
     """Spark gives a task up at its first failure here, and its Python worker is killed in the middle of two."""
     made = session("local[2,1]")
-    results = sorted(spark_engine(made).run_chunks(lambda: kills_its_parent(Path(folder)), range(12)))
+    results = sorted(spark_engine(made).run_chunks(lambda: kills_its_parent(Path(folder), (3, 7)), range(12)))
     made.stop()
     return results
 
 
-def kills_its_parent(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
+def kills_its_parent(folder: Path | None, doomed: tuple[int, ...]) -> Callable[[Iterator[int]], Iterator[int]]:
+    """A worker that kills its Python worker with each of these chunks: once where there is a `folder` to note it."""
+
     def worker(chunks: Iterator[int]) -> Iterator[int]:
         for chunk in chunks:
-            if chunk in (3, 7) and not (folder / str(chunk)).exists():
-                (folder / str(chunk)).touch()
+            if chunk in doomed and not (folder is not None and (folder / str(chunk)).exists()):
+                if folder is not None:
+                    (folder / str(chunk)).touch()
                 os.kill(os.getppid(), signal.SIGKILL)
                 signal.pause()
             yield chunk
@@ -220,21 +225,10 @@ def hopeless(folder: str) -> str:
 
     made = session("local[2,1]")
     try:
-        list(spark_engine(made).run_chunks(always_kills_its_parent, range(3)))
+        list(spark_engine(made).run_chunks(lambda: kills_its_parent(None, (1,)), range(3)))
     except RankFailed as error:
         return str(error)
     return ""
-
-
-def always_kills_its_parent() -> Callable[[Iterator[int]], Iterator[int]]:
-    def worker(chunks: Iterator[int]) -> Iterator[int]:
-        for chunk in chunks:
-            if chunk == 1:
-                os.kill(os.getppid(), signal.SIGKILL)
-                signal.pause()
-            yield chunk
-
-    return worker
 
 
 def stuck(folder: str, close: bool = False) -> str:
@@ -277,14 +271,20 @@ def tail(folder: str) -> dict[str, Any]:
             for result in found:
                 results.append(result)
                 if len(results) == 5:
-                    lost = [psutil.Process(int((Path(folder) / "last.pid").read_text()))]
-                    while lost[-1].pid not in workers.values():
-                        lost.append(lost[-1].parent())
+                    lost = up_to(workers, int((Path(folder) / "last.pid").read_text()))
                     (Path(folder) / "killed").touch()
                     for process in reversed(lost):
                         process.kill()
         made.stop()
     return {"results": sorted(results)}
+
+
+def up_to(workers: dict[str, int], pid: int) -> list[psutil.Process]:
+    """The process and those above it, to the cluster's worker."""
+    found = [psutil.Process(pid)]
+    while found[-1].pid not in workers.values():
+        found.append(found[-1].parent())
+    return found
 
 
 def last_is_lost(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
@@ -297,6 +297,58 @@ def last_is_lost(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
             yield chunk
 
     return worker
+
+
+def decommissioned(folder: str) -> dict[str, Any]:
+    """A machine that is told to leave while it runs chunk 0; the other one does the rest."""
+    log = Path(folder) / "cluster.log"
+    with cluster(Path(folder), "-Dspark.decommission.enabled=true") as (url, workers):
+        made = session(url, **{"spark.executor.memory": "512m", "spark.decommission.enabled": "true"})
+        results = []
+        with closing(spark_engine(made).run_chunks(lambda: first_waits(Path(folder)), range(6))) as found:
+            for result in found:
+                results.append(result)
+                if len(results) == 1:
+                    leaving = up_to(workers, int((Path(folder) / "chunk0.pid").read_text()))[-1].pid
+                    os.kill(leaving, signal.SIGPWR)
+                    wait_for(lambda: "Decommission worker" in log.read_text(), seconds=60)
+                    (Path(folder) / "asked").touch()
+        made.stop()
+    by_it = [chunk for chunk in range(6) if (Path(folder) / f"chunk{chunk}.worker").read_text() == str(leaving)]
+    return {"results": sorted(results), "before": results[0], "by_it": by_it}
+
+
+def first_waits(folder: Path) -> Callable[[Iterator[int]], Iterator[int]]:
+    """A worker that notes on which machine it runs a chunk; chunk 0 waits for the signal, others for chunk 0."""
+
+    def worker(chunks: Iterator[int]) -> Iterator[int]:
+        for chunk in chunks:
+            parents = psutil.Process().parents()
+            place = next(parent.pid for parent in parents if "deploy.worker.Worker" in " ".join(parent.cmdline()))
+            (folder / f"chunk{chunk}.worker").write_text(str(place))
+            note(folder, f"chunk{chunk}")
+            wait_for((folder / ("chunk0.pid" if chunk else "asked")).exists, seconds=100)
+            if chunk > 1:
+                wait_for((folder / "asked").exists, seconds=100)
+            yield chunk
+
+    return worker
+
+
+def encrypted() -> dict[str, Any]:
+    """Two executors, with all that Spark can encrypt encrypted."""
+    conf = {
+        "spark.executor.memory": "512m",
+        "spark.authenticate": "true",
+        "spark.authenticate.secret": secrets.token_hex(16),
+        "spark.network.crypto.enabled": "true",
+        "spark.io.encryption.enabled": "true",
+    }
+    made = session("local-cluster[2,1,1024]", **conf)
+    results = sorted(spark_engine(made).run_chunks(slow_squares_at_once, range(6)))
+    value = spark_engine(made).launch(sum_of_ranks, processes=2)
+    made.stop()
+    return {"results": results, "value": value}
 
 
 def twins(folder: str) -> dict[str, Any]:

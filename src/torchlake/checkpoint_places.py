@@ -14,7 +14,7 @@ from typing import Any
 from torchlake.checkpoint_folder import RUN, Folder, Place
 from torchlake.checkpoint_url import Remote
 from torchlake.errors import FingerprintError, LeaseLost
-from torchlake.tables.files import is_url
+from torchlake.tables.urls import is_url
 
 FOLDER = "checkpoints"
 MIRROR = ".checkpoints"

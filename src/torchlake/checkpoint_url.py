@@ -28,7 +28,7 @@ from torchlake.checkpoint_folder import BEST, RUN, STATE, Draft, Files
 from torchlake.errors import DataError, MissingExtra, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.redaction import USER, redacted
-from torchlake.tables.files import check_url, filesystem_of
+from torchlake.tables.urls import check_url, filesystem_of
 
 log = logging.getLogger(__name__)
 

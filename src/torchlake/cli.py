@@ -195,6 +195,9 @@ def predict(
     accept_new_input: Annotated[
         bool, typer.Option("--accept-new-input", help="The input has gained rows or files: score those only.")
     ] = False,
+    accept_removed_input: Annotated[
+        bool, typer.Option("--accept-removed-input", help="Files have left the input: drop their rows.")
+    ] = False,
     on_bad_file: Annotated[
         Literal["error", "quarantine"] | None,
         typer.Option("--on-bad-file", help="An unreadable file stops the job, or is listed and left out."),
@@ -239,6 +242,7 @@ def predict(
         "chunk_rows": chunk_rows,
         "overwrite": overwrite,
         "accept_new_input": accept_new_input,
+        "accept_removed_input": accept_removed_input,
         "on_bad_file": on_bad_file,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

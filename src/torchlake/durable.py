@@ -53,6 +53,44 @@ def write_bytes(path: Path, content: bytes, *, site: str) -> None:
     failpoint(f"{site}.done")
 
 
+def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
+    """The same, where there is no such file yet; False, and nothing written, where there is one.
+
+    On a file system without hard links a file that appears at the same moment is replaced.
+    """
+    building = temporary(path)
+    try:
+        failpoint(f"{site}.write")
+        with open(building, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint(f"{site}.rename")
+        try:
+            os.link(building, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            if path.exists():
+                return False
+            os.replace(building, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise storage_error(error, path, needed=len(content)) from error
+    finally:
+        building.unlink(missing_ok=True)
+    failpoint(f"{site}.done")
+    return True
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, durably."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        sync_folder(one.parent)
+
+
 def write_json(path: Path, value: Any, *, site: str) -> None:
     """Write `value` as indented JSON, atomically and durably; see `write_bytes`."""
     write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(), site=site)

@@ -5,6 +5,7 @@
     ├── DataError                  65  a table, job file, model folder or checkpoint cannot be used as it is
     │   ├── ConfigError            65  the job file (or a --set) is wrong
     │   ├── TableError             65  a table cannot be read as asked
+    │   │   └── Unavailable        65  its storage does not give a file: no permission, no connection, gone
     │   └── FingerprintError       65  the output or run folder belongs to another job
     ├── TooManyErrors               4  more rows failed than the job allows
     ├── Diverged                    5  the loss stayed non-finite
@@ -51,6 +52,10 @@ class ConfigError(DataError):
 
 class TableError(DataError):
     """A table cannot be read as asked; the message names file, column or row."""
+
+
+class Unavailable(TableError):
+    """A file that the storage does not give: there is no permission, no connection, or it is gone. It may be sound."""
 
 
 class FingerprintError(DataError):

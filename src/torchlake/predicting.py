@@ -49,8 +49,11 @@ from torchlake.scoring_workers import (
 )
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.commit import Writing, known_inputs, part_name, writing
+from torchlake.tables.committed import local_output
 from torchlake.tables.frames import engine_of, is_frame, like, to_arrow
+from torchlake.tables.jobs import Allowed
 from torchlake.tables.keys import check_key
+from torchlake.tables.parts import stored_schema
 from torchlake.tables.table import Table, open_table
 from torchlake.task_spec import TaskSpec
 
@@ -95,6 +98,7 @@ def predict(
     chunk_rows: int | None = None,
     overwrite: bool = False,
     accept_new_input: bool = False,
+    accept_removed_input: bool = False,
     on_bad_file: Literal["error", "quarantine"] = "error",
     max_new_tokens: int | None = None,
     temperature: float | None = None,
@@ -121,8 +125,9 @@ def predict(
     `batch_tokens` bounds a batch's padded tokens (default: the choice's, else by the device), `chunk_rows` a chunk's
     rows (default: from the table's size).
     `overwrite` replaces an output of another job, and in an unfinished write of this one scores the chunks again in
-    which rows failed; `accept_new_input` scores only the files that the input gained or that changed. `key`, `columns`,
-    `row_timeout_s`, `chunk_rows`, `overwrite`, `accept_new_input` and `on_bad_file` concern stored tables.
+    which rows failed; `accept_new_input` scores only the files that the input gained or that changed, and
+    `accept_removed_input` drops the rows of files that left it. `key`, `columns`, `row_timeout_s`, `chunk_rows`,
+    `overwrite`, both `accept_...` and `on_bad_file` concern stored tables.
 
     For a model that writes (text generation): `max_new_tokens` bounds each answer (default: 64). By default the
     likeliest token is taken; a `temperature` above 0 draws, among the `top_k` likeliest tokens or those that together
@@ -177,15 +182,14 @@ def predict(
         raise UsageError("predict of a stored table needs an output folder: predict(model, table, output).")
     return _predict_table(
         table,
-        Path(output),
+        local_output(output),
         settings,
         spec,
         engine,
         choice,
         max_error_rate=max_error_rate,
         chunk_rows=chunk_rows,
-        overwrite=overwrite,
-        accept_new_input=accept_new_input,
+        allowed=Allowed(overwrite=overwrite, new_input=accept_new_input, removed_input=accept_removed_input),
         on_bad_file=on_bad_file,
     )
 
@@ -218,8 +222,7 @@ def _predict_table(
     *,
     max_error_rate: float,
     chunk_rows: int | None,
-    overwrite: bool,
-    accept_new_input: bool,
+    allowed: Allowed,
     on_bad_file: Literal["error", "quarantine"],
 ) -> Scored:
     began = time.perf_counter()
@@ -228,6 +231,7 @@ def _predict_table(
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names)
+    stored_schema(schema)  # refuses what cannot be written, before hours of scoring
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:
         log.warning("%s is left out: %s", file, reason)
@@ -241,8 +245,8 @@ def _predict_table(
         plan=plan,
         fingerprint=fingerprint,
         schema=schema,
-        overwrite=overwrite,
-        accept_new_input=accept_new_input,
+        allowed=allowed,
+        environment=_environment(),
         quarantined=source.quarantined,
     ) as out:
         if out.complete:
@@ -336,10 +340,7 @@ def _provenance(
         "runtime_by": choice.why,
         "batch_tokens": settings.batch_tokens,
         "threads": choice.threads,
-        "torchlake": version("torchlake"),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
+        **_environment(),
         "rows_scored": rows,
         "seconds": round(seconds, 3),
         "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
@@ -347,6 +348,12 @@ def _provenance(
         "padding": round(1 - tokens / padded, 4) if padded else 0.0,
         "errors": [example for chunk in made for example in chunk.examples][:20],
     }
+
+
+def _environment() -> dict[str, str]:
+    """The versions that may change a score's last digits."""
+    versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
+    return {**versions, "python": platform.python_version()}
 
 
 def _refuse_own_input(source: Table, output: Path) -> None:

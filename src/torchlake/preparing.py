@@ -24,6 +24,7 @@ from torchlake.progress import progress
 from torchlake.scoring import check_prompts, string_column
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.commit import Part, known_inputs, part_name, write_part, writing
+from torchlake.tables.jobs import Allowed
 from torchlake.tables.parts import part_of_lost_attempt
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
@@ -76,7 +77,8 @@ def prepare(
         "spec": durable.fingerprint(asdict(spec)),
         "bad_rows": bad_rows,
     }
-    with writing(output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), overwrite=overwrite) as out:
+    allowed = Allowed(overwrite=overwrite)
+    with writing(output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), allowed=allowed) as out:
         if out.complete:
             assert out.record is not None
             return out.record

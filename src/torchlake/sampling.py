@@ -22,11 +22,10 @@ import pyarrow.compute as pc
 from torchlake import plugins
 from torchlake.errors import DataError
 from torchlake.scoring import check_text, string_column
-from torchlake.tables.chunks import Chunk, InputFile, plan_chunks
-from torchlake.tables.files import stat
+from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.frames import is_frame, to_arrow
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
-from torchlake.tables.table import Table, missing_column, open_table
+from torchlake.tables.table import missing_column, open_table
 from torchlake.task_spec import TaskSpec
 
 log = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ def _pool(source: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
     columns = (text, label) if label in table.schema.names and label != text else (text,)
     if len(columns) > 1:
         table = open_table(source, columns=columns)
-    chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, known=_unhashed(table)).chunks
+    chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False).chunks
     reader = ChunkReader(columns)
     pieces, readable = [], []
     for chunk in _spread(chunks):
@@ -122,15 +121,6 @@ def _frame_pool(frame: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray
     pool = table.select(columns).take(pa.array(_every(len(table), min(len(table), POOL_ROWS))))
     pool, unreadable = isolate_bad_text(pool)
     return pool, ~np.isin(np.arange(len(pool)), list(unreadable))
-
-
-def _unhashed(table: Table) -> list[InputFile]:
-    """The table's files as if known already: the plan then does not read them all for a hash that nobody asks for."""
-    files = [(file, name, *stat(file)) for file, name in zip(table.files, table.names, strict=True)]
-    return [
-        InputFile(path=file, name=name, size=size, mtime_ns=mtime_ns, sha256="not taken", rows=0, checksums=None)
-        for file, name, size, mtime_ns in files
-    ]
 
 
 def _spread(chunks: tuple[Chunk, ...]) -> list[Chunk]:

@@ -22,10 +22,9 @@ from torchlake.costs import Parameters, Shape
 from torchlake.errors import DataError, UsageError
 from torchlake.scoring import check_text, string_column
 from torchlake.strategy_options import LoraOptions
-from torchlake.tables.chunks import Chunk, InputFile, plan_chunks
-from torchlake.tables.files import stat
+from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.table import Table, open_table
+from torchlake.tables.table import open_table
 from torchlake.task_spec import Label, Problem, TaskSpec
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     columns = (data.text, data.label)
     table = open_table(data.train, columns=columns)
     check_text(table.schema, data.text, table.source)
-    plan = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, known=_unhashed(table))
+    plan = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False)
     reader = ChunkReader(columns)
     picked = [plan.chunks[place] for place in _every(len(plan.chunks), min(len(plan.chunks), CHUNKS_READ))]
     pool = pa.concat_tables([reader.read(chunk)[0] for chunk in picked]) if picked else plan.schema.empty_table()
@@ -264,15 +263,6 @@ def _labelled(labels: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         return pc.fill_null(pc.not_equal(array, ""), False)  # an empty cell of a CSV file is no label
     return pc.is_valid(array)
-
-
-def _unhashed(table: Table) -> list[InputFile]:
-    """The table's files as if known already: the plan then does not read them all for a hash that nobody asks for."""
-    files = [(file, name, *stat(file)) for file, name in zip(table.files, table.names, strict=True)]
-    return [
-        InputFile(path=file, name=name, size=size, mtime_ns=mtime_ns, sha256="not taken", rows=0, checksums=None)
-        for file, name, size, mtime_ns in files
-    ]
 
 
 def _every(rows: int, wanted: int) -> np.ndarray:

@@ -31,11 +31,11 @@ from torchlake.errors import (
 from torchlake.preparing import prepare
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.commit import known_inputs
-from torchlake.tables.files import content_id, stat
 from torchlake.tables.frames import engine_of
 from torchlake.tables.keys import check_key
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
+from torchlake.tables.versions import Unchanged
 from torchlake.task_spec import TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 
 log = logging.getLogger(__name__)
@@ -294,15 +294,12 @@ def _refuse_changed_input(job: Job, folder: Path) -> None:
         planned = {one.name: one for one in known_inputs(folder / "prepared" / name)}
         try:
             now = open_table(table)
-            sizes = {name: stat(file) for name, file in zip(now.names, now.files, strict=True)}
+            paths, unchanged = dict(zip(now.names, now.files, strict=True)), Unchanged()
+            changed = sorted(planned.keys() ^ paths.keys()) or [
+                one.path for one in planned.values() if not unchanged.holds(paths[one.name], one.version, one.sha256)
+            ]
         except (TableError, OSError):
             continue
-        paths = dict(zip(now.names, now.files, strict=True))
-        changed = sorted(planned.keys() ^ paths.keys()) or [
-            one.path
-            for one in planned.values()
-            if sizes[one.name] != (one.size, one.mtime_ns) and content_id(paths[one.name]) != one.sha256
-        ]
         if changed and planned:
             raise FingerprintError(
                 f"{folder}: is finished, and was trained on another {name} table: {changed[0]} has changed since. "

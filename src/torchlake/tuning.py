@@ -36,8 +36,8 @@ from torchlake.following import following
 from torchlake.search_space import Range, Space, read_space
 from torchlake.study import WHY, Trial, best_trial, ended_trials, library, next_trial, opened, trial_folder
 from torchlake.tables import lease
-from torchlake.tables.files import content_id
 from torchlake.tables.table import open_table
+from torchlake.tables.versions import content_id
 from torchlake.training import choose_metric, find_spec, train
 
 if TYPE_CHECKING:

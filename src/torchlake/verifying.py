@@ -1,28 +1,34 @@
 """`verify`: does an output hold what its commit record says, every row once, nothing else?
 
 Everything is looked at again, from the bytes up: sha256 of each part, every page's checksum, rows against the plan,
-row ids or keys one by one, files that the record does not know. Price: one read of the output, and one of the input's
-key column where there is a key. Memory is constant.
+row ids or keys one by one, files that the record does not know. Cost: one read of the output, by several threads, and
+one of the input's key column where there is a key. Memory is constant.
 """
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import durable
 from torchlake.errors import DataError, TableError, UnsafeError
-from torchlake.tables import files
 from torchlake.tables.chunks import Chunk, Plan, plan_from_json
-from torchlake.tables.committed import FOLDER, PLAN, output_path, read_commit
+from torchlake.tables.committed import FOLDER, PLAN, output_path, read_commit, recorded_schema
 from torchlake.tables.extensions import check_parquet
 from torchlake.tables.keys import Keys, key_problem
 from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.versions import Unchanged
+
+THREADS = 4
+"Parts that are read at once: hashing and decoding let go of Python's lock."
 
 
 @dataclass(kw_only=True)
@@ -48,12 +54,17 @@ def verify(output: str | Path) -> Verification:
     found = Verification(rows_in=plan.rows)
     if plan.id != record["plan"]:
         found.problems.append(f"{PLAN} is not the plan that was committed: one of the two was edited.")
-    chunks = {chunk.index: chunk for chunk in plan.chunks}
+    chunks, schema = {chunk.index: chunk for chunk in plan.chunks}, recorded_schema(record)
     sound: list[tuple[Path, Chunk]] = []
-    for part in record["parts"]:
-        path = _check_part(out, part, chunks.get(part["chunk"]), record["schema"], found)
-        if path is not None and part["chunk"] in chunks:
-            sound.append((path, chunks[part["chunk"]]))
+    with ThreadPoolExecutor(THREADS) as threads:
+        look = partial(_look_at_part, out, chunks, schema)
+        for part, seen in zip(record["parts"], threads.map(look, record["parts"]), strict=True):
+            found.problems += seen.problems
+            if seen.rows is not None:
+                found.parts, found.rows_out = found.parts + 1, found.rows_out + seen.rows
+                found.rows_failed += seen.failed
+            if seen.path is not None and part["chunk"] in chunks:
+                sound.append((seen.path, chunks[part["chunk"]]))
     _check_sums(record, plan, found)
     _find_aliens(out, {part["name"] for part in record["parts"]}, found)
     unchanged = _look_at_inputs(plan, found)
@@ -65,40 +76,64 @@ def verify(output: str | Path) -> Verification:
     return found
 
 
-def _check_part(
-    out: Path, part: dict[str, Any], chunk: Chunk | None, schema: dict[str, str], found: Verification
-) -> Path | None:
-    """Look at one part down to its pages; its path when it can be read and has the columns of the record."""
-    name = part["name"]
+@dataclass(kw_only=True)
+class _Part:
+    """What one part holds."""
+
+    rows: int | None = None
+    "None where it cannot be read."
+    failed: int = 0
+    path: Path | None = None
+    "Where it can be read and has the columns of the record."
+    problems: list[str] = field(default_factory=list)
+
+
+def _look_at_part(
+    out: Path, chunks: dict[int, Chunk], schema: pa.Schema | dict[str, str], part: dict[str, Any]
+) -> _Part:
+    """Look at one part down to its pages."""
+    name, seen = part["name"], _Part()
     try:
         path = durable.inside(out, name)
     except UnsafeError:
-        found.problems.append(f"{name!r} leads out of the output; not read.")
-        return None
+        seen.problems.append(f"{name!r} leads out of the output; not read.")
+        return seen
     if path.is_symlink() or not path.is_file():
-        found.problems.append(f"{name}: {'a symbolic link; not read' if path.is_symlink() else 'missing'}.")
-        return None
-    if durable.sha256_file(path) != part["sha256"]:
-        found.problems.append(f"{name}: its sha256 is not the one that was committed: damaged, or edited.")
+        seen.problems.append(f"{name}: {'a symbolic link; not read' if path.is_symlink() else 'missing'}.")
+        return seen
     try:
-        check_parquet(str(path))
-        with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as parquet:
-            columns = {column.name: str(column.type) for column in parquet.schema_arrow}
-            rows = failed = 0
-            for batch in parquet.iter_batches():
-                rows += batch.num_rows
-                failed += batch.num_rows - batch["error"].null_count if "error" in columns else 0
+        if durable.sha256_file(path) != part["sha256"]:
+            seen.problems.append(f"{name}: its sha256 is not the one that was committed: damaged, or edited.")
+        columns, seen.rows, seen.failed = _count_rows(path)
     except (pa.ArrowException, OSError, DataError, UnsafeError) as error:
-        found.problems.append(f"{name}: cannot be read: {error}")
-        return None
-    found.parts, found.rows_out, found.rows_failed = found.parts + 1, found.rows_out + rows, found.rows_failed + failed
+        seen.problems.append(f"{name}: cannot be read: {error}")
+        return seen
+    chunk = chunks.get(part["chunk"])
     expected = chunk.rows if chunk is not None else 0
-    if rows != expected:
-        found.problems.append(f"{name}: {rows:,} rows, the plan has {expected:,}.")
-    if columns != schema:
-        found.problems.append(f"{name}: its columns are {columns}, the record says {schema}.")
-        return None
-    return path
+    if seen.rows != expected:
+        seen.problems.append(f"{name}: {seen.rows:,} rows, the plan has {expected:,}.")
+    if columns.equals(schema) if isinstance(schema, pa.Schema) else _as_names(columns) == schema:
+        seen.path = path
+    else:
+        said = _as_names(schema) if isinstance(schema, pa.Schema) else schema
+        seen.problems.append(f"{name}: its columns are {_as_names(columns)}, the record says {said}.")
+    return seen
+
+
+def _count_rows(path: Path) -> tuple[pa.Schema, int, int]:
+    """The columns of a part, its rows, and those with an error; every page is read and its checksum verified."""
+    check_parquet(str(path))
+    rows = failed = 0
+    with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as parquet:
+        columns = parquet.schema_arrow.remove_metadata()
+        for batch in parquet.iter_batches(use_threads=False):
+            rows += batch.num_rows
+            failed += batch.num_rows - batch["error"].null_count if "error" in columns.names else 0
+    return columns, rows, failed
+
+
+def _as_names(schema: pa.Schema) -> dict[str, str]:
+    return {column.name: str(column.type) for column in schema}
 
 
 def _check_sums(record: dict[str, Any], plan: Plan, found: Verification) -> None:
@@ -137,10 +172,10 @@ def _find_aliens(out: Path, names: set[str], found: Verification) -> None:
 
 def _look_at_inputs(plan: Plan, found: Verification) -> set[str]:
     """Note inputs that changed, are gone or have no checksums; returns the names of those that are as planned."""
-    unchanged = set()
+    unchanged, inputs = set(), Unchanged()
     for one in plan.inputs:
         try:
-            same = files.stat(one.path) == (one.size, one.mtime_ns) or files.content_id(one.path) == one.sha256
+            same = inputs.holds(one.path, one.version, one.sha256)
         except TableError:
             found.notes.append(f"{one.path}: the input is gone; its rows cannot be looked at again.")
             continue
@@ -169,21 +204,26 @@ def _check_keys(sound: list[tuple[Path, Chunk]], key: str, unchanged: set[str], 
     def read() -> Iterator[Keys]:
         for path, _ in sound:
             rows = _read(path, [key, "error"])
-            failed = _not_null(rows["error"]) if "error" in rows.column_names else frozenset()
-            yield Keys(path.name, 0, rows[key].to_pylist(), failed)
+            failed = _not_null(rows["error"]) if "error" in rows.column_names else ()
+            yield Keys(path.name, 0, rows[key], failed)
 
     problem = key_problem(read, found.rows_out)
     if problem is not None:
         found.problems.append(f"The key {key!r} {problem}.")
     reader = ChunkReader([key])
     for path, chunk in sound:
-        if chunk.name not in unchanged:
-            continue
-        expected = reader.read(chunk)[0][key]
-        keys = _read(path, [key])[key]
-        if keys.to_pylist() != expected.to_pylist():
+        if chunk.name in unchanged and not _same_values(_read(path, [key])[key], reader.read(chunk)[0][key]):
             found.problems.append(f"{path.name}: its keys are not those of {chunk.name} from row {chunk.first_row:,}.")
     reader.close()
+
+
+def _same_values(written: pa.ChunkedArray, read: pa.ChunkedArray) -> bool:
+    """Whether what a Parquet file gives back is what was read from the input, in the type that Parquet has for it."""
+    try:
+        same: bool = read.cast(written.type).equals(written)
+    except pa.ArrowException:
+        return False
+    return same
 
 
 def _read(path: Path, columns: list[str]) -> pa.Table:
@@ -191,5 +231,5 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         return parquet.read(columns=columns)
 
 
-def _not_null(column: pa.ChunkedArray) -> frozenset[int]:
-    return frozenset(row for row, reason in enumerate(column.to_pylist()) if reason is not None)
+def _not_null(column: pa.ChunkedArray) -> np.ndarray:
+    return np.flatnonzero(column.is_valid().to_numpy())

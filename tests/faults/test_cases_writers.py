@@ -127,7 +127,7 @@ def test_the_second_writer_is_told_who_works_and_leaves(job: dict[str, Any], wri
 
 def let_the_lease_run_out(job: dict[str, Any]) -> None:
     lease = staging.staging_of(job["output"]) / "lease.json"
-    lease.write_text(json.dumps({**json.loads(lease.read_text()), "renewed": 0}))
+    os.utime(lease, (0, 0))
 
 
 @pytest.mark.parametrize("done", [1, CHUNKS])

@@ -12,13 +12,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray as ray_library
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from ray._private import ray_constants
 from ray._private.state import actors
 from ray.util import placement_group_table
@@ -117,6 +122,43 @@ def _meet(folder: Path, name: str | None = None) -> int:
     note(folder, name or os.environ["RANK"])
     wait_for(lambda: len(list(folder.glob("[01].pid"))) == 2, seconds=100)
     return 2
+
+
+@pytest.mark.slow
+def test_chunks_and_ranks_run_where_ray_encrypts(tmp_path: Path) -> None:
+    certificate, key = certificate_of_this_machine(tmp_path)
+    variables = {"RAY_TLS_SERVER_CERT": certificate, "RAY_TLS_SERVER_KEY": key, "RAY_TLS_CA_CERT": certificate}
+    assert "[0, 1] 2" in play(run_both, tmp_path, RAY_USE_TLS="1", **variables)
+
+
+def run_both(folder: Path) -> None:
+    """Chunks and ranks on a Ray that is started here, in two processes at the same time."""
+    (folder / "chunks").mkdir()
+    (folder / "ranks").mkdir()
+    engine = tl.Ray(processes=2)
+    results = sorted(engine.run_chunks(partial(_meeting, folder / "chunks"), [0, 1]))
+    print(results, engine.launch(_meet, folder / "ranks"))
+
+
+def certificate_of_this_machine(folder: Path) -> tuple[str, str]:
+    """The files of a certificate for 127.0.0.1 that signs itself, and of its key."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(
+        name, name, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1)
+    )
+    for extension, critical in (
+        (x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), False),
+        (x509.BasicConstraints(ca=True, path_length=None), True),
+    ):
+        builder = builder.add_extension(extension, critical)
+    certificate = builder.sign(key, hashes.SHA256())
+    pem = serialization.Encoding.PEM
+    private = (serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption())
+    (folder / "certificate.pem").write_bytes(certificate.public_bytes(pem))
+    (folder / "key.pem").write_bytes(key.private_bytes(pem, *private))
+    return str(folder / "certificate.pem"), str(folder / "key.pem")
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from torchlake.tables.commit import (
     writing,
 )
 from torchlake.tables.committed import COMMIT
+from torchlake.tables.jobs import Allowed
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
 from torchlake.verifying import verify
@@ -123,7 +124,10 @@ def score(write: Writing, suffix: str = "") -> list[Part]:
 def run(source: Path, out: Path, suffix: str = "", **options: Any) -> tuple[int, dict[str, Any]]:
     """The whole job; returns how many chunks it had to do, and the record."""
     schema = pa.schema([(name, pa.string()) for name in ("row_id", "t", "error")])
-    with writing(out, plan=plan_of(source), fingerprint={"suffix": suffix}, schema=schema, **options) as write:
+    names = {"overwrite": "overwrite", "accept_new_input": "new_input", "accept_removed_input": "removed_input"}
+    allowed = Allowed(**{name: options.pop(option) for option, name in names.items() if option in options})
+    job = {"fingerprint": {"suffix": suffix}, "schema": schema, "allowed": allowed, **options}
+    with writing(out, plan=plan_of(source), **job) as write:
         if write.complete:
             assert write.record is not None
             return 0, write.record
@@ -379,7 +383,10 @@ def test_a_changed_input_is_refused_then_accepted(source: Path, tmp_path: Path) 
     assert run(source, out)[0] == 0
     assert run(source, out, accept_new_input=True)[0] == 0
     (source / "a.csv").unlink()
-    assert run(source, out, accept_new_input=True)[0] == 0, "rows that left the input leave the output"
+    with pytest.raises(FingerprintError, match=r"a.csv: no longer there \(6 rows\)\n--accept-removed-input drops"):
+        run(source, out, accept_new_input=True)
+    assert rows_of(out) == rows
+    assert run(source, out, accept_removed_input=True)[0] == 0
     assert rows_of(out) == rows[6:]
     assert is_clean(out)
 
@@ -434,7 +441,7 @@ def test_a_zombie_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(Locked):
         run(source, out)  # stopped, but its lease has not run out: nobody can tell it from a slow one
     lease = staging.staging_of(out) / "lease.json"
-    lease.write_text(json.dumps(json.loads(lease.read_text()) | {"renewed": 0}))
+    os.utime(lease, (0, 0))
     with writing(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
         os.kill(zombie.pid, signal.SIGCONT)
         code, words = finish(zombie)

@@ -19,6 +19,13 @@ def edit(staging: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def age(staging: Path, seconds: float) -> None:
+    """Let the lease have been written so long ago, by the clock of its storage."""
+    path = staging / "lease.json"
+    written = path.stat().st_mtime - seconds
+    os.utime(path, (written, written))
+
+
 def read(staging: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((staging / "lease.json").read_text())
     return value
@@ -48,7 +55,7 @@ def test_a_lock_names_what_is_held(staging: Path) -> None:
 
 def test_an_expired_lease_is_taken_over_and_its_holder_is_refused(staging: Path) -> None:
     zombie = acquire(staging, 60)
-    edit(staging, renewed=time.time() - 61)
+    age(staging, 61)
     lease = acquire(staging, 60)
     with locked(staging), pytest.raises(LeaseLost, match="taken over by pid"):
         zombie.check()
@@ -85,8 +92,26 @@ def test_a_lease_of_another_machine_holds_until_it_expires(staging: Path) -> Non
     edit(staging, machine="elsewhere", host="elsewhere", pid=2**22 + 1)
     with pytest.raises(Locked, match="on elsewhere"):
         acquire(staging, 60)
-    edit(staging, renewed=time.time() - 61)
+    age(staging, 61)
     acquire(staging, 60).release()
+
+
+@pytest.mark.parametrize("ahead_s", [86_400, 61, -61, -86_400])
+def test_the_clock_of_another_machine_does_not_matter(staging: Path, ahead_s: float) -> None:
+    acquire(staging, 60).stop()
+    now = time.time() + ahead_s
+    edit(staging, machine="elsewhere", host="elsewhere", pid=2**22 + 1, started=now, renewed=now)
+    with pytest.raises(Locked, match="on elsewhere"):
+        acquire(staging, 60)
+    age(staging, 61)
+    acquire(staging, 60).release()
+
+
+def test_a_lease_from_the_future_of_its_storage_is_no_older_than_now(staging: Path) -> None:
+    acquire(staging, 60).stop()
+    age(staging, -3600)
+    with pytest.raises(Locked):
+        acquire(staging, 60)
 
 
 def test_a_lease_is_renewed_until_it_is_lost(staging: Path) -> None:

@@ -98,6 +98,17 @@ def test_a_machine_that_is_lost_at_the_tail_costs_only_its_chunk(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_machine_that_is_decommissioned_ends_its_chunk_and_gets_no_other(tmp_path: Path) -> None:
+    said = spark_jobs.answer("decommissioned", folder=tmp_path)
+    assert said == {"results": list(range(6)), "before": 1, "by_it": [0]}
+
+
+@pytest.mark.slow
+def test_chunks_and_ranks_run_where_spark_encrypts() -> None:
+    assert spark_jobs.answer("encrypted") == {"results": [0, 1, 4, 9, 16, 25], "value": 3.0}
+
+
+@pytest.mark.slow
 def test_ranks_of_two_executors_find_each_other(tmp_path: Path) -> None:
     assert spark_jobs.answer("two_machines", folder=tmp_path) == 3.0
 

@@ -12,16 +12,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from torchlake.errors import DataError, TableError
-from torchlake.tables.files import content_id, is_url, stat
 from torchlake.tables.formats import Pieces, pieces_of
 from torchlake.tables.lines import Segment
 from torchlake.tables.table import Table, missing_column
+from torchlake.tables.versions import Version, content_id, settled_version_of, version_of
 
+FORMAT = 2
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
 MAX_BYTES = 16 << 20
@@ -34,10 +35,9 @@ class InputFile:
     path: str
     name: str
     "Relative to the folder the user gave: stays when the folder moves."
-    size: int
-    mtime_ns: int
-    "0 where the storage keeps no time."
+    version: Version
     sha256: str
+    "Of its bytes, or of what its storage says of them; empty in a plan that nothing is written by."
     rows: int
     checksums: bool | None
     "Whether its pages carry checksums; None where the format has none."
@@ -52,14 +52,19 @@ class Chunk:
     file: str
     name: str
     "The file's name relative to the folder that was given."
+    version: Version
+    sha256: str
+    "The file's version and content, as it was planned."
     format: str
     row_groups: tuple[int, int]
     "First row group (or record batch) and how many; (0, 0) for text."
+    groups_row: int = 0
+    "The row that the first of these begins with."
     first_row: int
     rows: int
     offset: int = 0
     schema: bytes
-    "The Arrow schema of the plan's columns, serialised."
+    "The Arrow schema of the plan's columns, serialized."
     bytes: int = 0
 
 
@@ -69,15 +74,21 @@ class Plan:
 
     inputs: tuple[InputFile, ...]
     chunks: tuple[Chunk, ...]
-    schema: pa.Schema
-    "Of the columns to be read."
+    serialized: bytes
+    "The Arrow schema of the columns to be read, as it was first serialized: other versions of Arrow write other bytes."
     rows: int
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Of the columns to be read."""
+        return pa.ipc.read_schema(pa.py_buffer(self.serialized))
 
     @cached_property
     def id(self) -> str:
         """The sha256 of what is read: names, content and rows of the files, columns, and the chunks' ranges."""
         value = plan_to_json(self)
         files = [value["inputs"][field] for field in ("name", "sha256", "rows")]
+        del value["chunks"]["groups_row"]  # follows from the others
         content = json.dumps([files, value["schema"], value["chunks"]], separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -88,29 +99,38 @@ class Plan:
 
 
 def plan_chunks(
-    table: Table, *, columns: Sequence[str], chunk_rows: int | None = None, known: Sequence[InputFile] = ()
+    table: Table,
+    *,
+    columns: Sequence[str],
+    chunk_rows: int | None = None,
+    known: Sequence[InputFile] = (),
+    hashed: bool = True,
 ) -> Plan:
     """Cut `table` into chunks of `chunk_rows` rows: by default 1/64 of it, from 1,024 to 32,768; 16 MiB at most.
 
-    The sha256 of a local file that is in `known` with the same path, size and time is taken from there.
+    The sha256 of a file that is in `known` with the same path and version is taken from there; without `hashed` none is
+    computed, for a plan that only reads.
     Raises TableError when a column is missing, or a file cannot be read or changes meanwhile.
     """
     for name in columns:
         if name not in table.schema.names:
             raise missing_column(table.source, name, table.schema)
     schema = pa.schema([table.schema.field(name) for name in columns])
-    serialised = schema.serialize().to_pybytes()
-    stats = [stat(file) for file in table.files]  # before the scan: what is appended later is seen to be missing
-    pieces = [pieces_of(file, table.format, columns, chunk_rows) for file in table.files]
+    serialized = schema.serialize().to_pybytes()
+    # Before the scan, so that what is appended later is seen to be missing.
+    versions = [settled_version_of(file) for file in table.files]
+    pieces = [
+        pieces_of(file, table.format, version, table.footers.get(file), columns, chunk_rows)
+        for file, version in zip(table.files, versions, strict=True)
+    ]
     rows = [sum(segment.rows for segment in one.segments) for one in pieces]
     size = chunk_rows or min(max(sum(rows) // CHUNKS, MIN_ROWS), MAX_ROWS)
-    trusted = {(one.path, one.size, one.mtime_ns): one.sha256 for one in known if not is_url(one.path)}
+    trusted = {(one.path, one.version): one.sha256 for one in known}
     inputs: list[InputFile] = []
     chunks: list[Chunk] = []
-    for file, name, status, one, count in zip(table.files, table.names, stats, pieces, rows, strict=True):
-        file_bytes, mtime_ns = status
-        sha256 = trusted.get((file, file_bytes, mtime_ns)) or content_id(file)
-        if stat(file) != status:
+    for file, name, version, one, count in zip(table.files, table.names, versions, pieces, rows, strict=True):
+        sha256 = (trusted.get((file, version)) or content_id(file)) if hashed else ""
+        if version_of(file) != version:
             raise TableError(
                 f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
             )
@@ -118,34 +138,38 @@ def plan_chunks(
             InputFile(
                 path=file,
                 name=name,
-                size=file_bytes,
-                mtime_ns=mtime_ns,
+                version=version,
                 sha256=sha256,
                 rows=count,
                 checksums=one.checksums,
             )
         )
         text = table.format in ("csv", "jsonl")
-        for first_row, taken, groups, offset, length in cut_text(one, size) if text else cut_groups(one.segments, size):
+        for cut in cut_text(one, size) if text else cut_groups(one.segments, size):
             chunks.append(
                 Chunk(
                     index=len(chunks),
                     file=file,
                     name=name,
+                    version=version,
+                    sha256=sha256,
                     format=table.format,
-                    row_groups=groups,
-                    first_row=first_row,
-                    rows=taken,
-                    offset=offset,
-                    bytes=length,
-                    schema=serialised,
+                    schema=serialized,
+                    **cut._asdict(),
                 )
             )
-    return Plan(inputs=tuple(inputs), chunks=tuple(chunks), schema=schema, rows=sum(rows))
+    return Plan(inputs=tuple(inputs), chunks=tuple(chunks), serialized=serialized, rows=sum(rows))
 
 
-Cut = tuple[int, int, tuple[int, int], int, int]
-"""first row, rows, (first row group, count), offset, bytes"""
+class Cut(NamedTuple):
+    """Where a chunk lies in its file; the fields are those of `Chunk`."""
+
+    first_row: int
+    rows: int
+    row_groups: tuple[int, int] = (0, 0)
+    groups_row: int = 0
+    offset: int = 0
+    bytes: int = 0
 
 
 def cut_groups(groups: Sequence[Segment], size: int) -> Iterator[Cut]:
@@ -154,7 +178,7 @@ def cut_groups(groups: Sequence[Segment], size: int) -> Iterator[Cut]:
     for place, group in enumerate(groups):
         whole = group.rows <= size and group.bytes <= MAX_BYTES
         if joined and (not whole or joined + group.rows > size or joined_bytes + group.bytes > MAX_BYTES):
-            yield first_row, joined, (first, place - first), 0, 0
+            yield Cut(first_row, joined, (first, place - first), first_row)
             first_row, first, joined, joined_bytes = first_row + joined, place, 0, 0
         if whole:
             joined, joined_bytes = joined + group.rows, joined_bytes + group.bytes
@@ -162,10 +186,10 @@ def cut_groups(groups: Sequence[Segment], size: int) -> Iterator[Cut]:
             count = min(group.rows, max(_over(group.rows, size), _over(group.bytes, MAX_BYTES)))
             for part in range(count):
                 start, stop = group.rows * part // count, group.rows * (part + 1) // count
-                yield first_row + start, stop - start, (place, 1), 0, 0
+                yield Cut(first_row + start, stop - start, (place, 1), first_row)
             first_row, first = first_row + group.rows, place + 1
     if joined:
-        yield first_row, joined, (first, len(groups) - first), 0, 0
+        yield Cut(first_row, joined, (first, len(groups) - first), first_row)
 
 
 def cut_text(pieces: Pieces, size: int) -> Iterator[Cut]:
@@ -175,11 +199,11 @@ def cut_text(pieces: Pieces, size: int) -> Iterator[Cut]:
     first_row, offset, rows, length = 0, pieces.start, 0, 0
     for segment in pieces.segments:
         if rows and (rows + segment.rows > size or length + segment.bytes > MAX_BYTES or rows >= target):
-            yield first_row, rows, (0, 0), offset, length
+            yield Cut(first_row, rows, offset=offset, bytes=length)
             first_row, offset, rows, length = first_row + rows, offset + length, 0, 0
         rows, length = rows + segment.rows, length + segment.bytes
     if rows:
-        yield first_row, rows, (0, 0), offset, length
+        yield Cut(first_row, rows, offset=offset, bytes=length)
 
 
 def chunk_label(item: tuple[Chunk, str]) -> str:
@@ -192,15 +216,16 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     place = {one.name: number for number, one in enumerate(plan.inputs)}
     chunks = plan.chunks
     return {
-        "format": 1,
+        "format": FORMAT,
         "rows": plan.rows,
-        "schema": base64.b64encode(plan.schema.serialize().to_pybytes()).decode(),
+        "schema": base64.b64encode(plan.serialized).decode(),
         "inputs": {field: [getattr(one, field) for one in plan.inputs] for field in InputFile.__slots__},
         "chunks": {
             "index": [chunk.index for chunk in chunks],
             "input": [place[chunk.name] for chunk in chunks],
             "format": chunks[0].format if chunks else "",
             "row_groups": [chunk.row_groups for chunk in chunks],
+            "groups_row": [chunk.groups_row for chunk in chunks],
             "first_row": [chunk.first_row for chunk in chunks],
             "rows": [chunk.rows for chunk in chunks],
             "offset": [chunk.offset for chunk in chunks],
@@ -212,40 +237,54 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 def plan_from_json(value: Any) -> Plan:
     """The plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
     try:
-        if value["format"] != 1:
-            raise DataError(f"this plan has format {value['format']}; this version reads format 1")
+        if value["format"] not in (1, FORMAT):
+            raise DataError(f"this plan has format {value['format']}; this version reads formats 1 and {FORMAT}")
         fields = value["inputs"]
+        if value["format"] == 1:  # knew sizes and times only; content decides about such files
+            fields["version"] = list(zip(fields.pop("size"), fields.pop("mtime_ns"), strict=True))
+        fields["version"] = [Version(*version) for version in fields["version"]]
         inputs = tuple(
             InputFile(**dict(zip(InputFile.__slots__, row, strict=True)))
             for row in zip(*(fields[field] for field in InputFile.__slots__), strict=True)
         )
-        serialised = base64.b64decode(value["schema"])
+        serialized = base64.b64decode(value["schema"])
         columns = value["chunks"]
-        ranges = zip(
-            *(columns[field] for field in ("index", "input", "row_groups", "first_row", "rows", "offset", "bytes")),
-            strict=True,
-        )
+        if value["format"] == 1:
+            columns["groups_row"] = _starts_of_groups(columns)
+        ranges = zip(*(columns[field] for field in ("index", "input", *Cut._fields)), strict=True)
         chunks = tuple(
             Chunk(
                 index=index,
                 file=inputs[place].path,
                 name=inputs[place].name,
+                version=inputs[place].version,
+                sha256=inputs[place].sha256,
                 format=columns["format"],
-                row_groups=(groups[0], groups[1]),
+                schema=serialized,
                 first_row=first_row,
                 rows=rows,
+                row_groups=(groups[0], groups[1]),
+                groups_row=groups_row,
                 offset=offset,
                 bytes=length,
-                schema=serialised,
             )
-            for index, place, groups, first_row, rows, offset, length in ranges
+            for index, place, first_row, rows, groups, groups_row, offset, length in ranges
         )
-        schema = pa.ipc.read_schema(pa.py_buffer(serialised))
-        return Plan(inputs=inputs, chunks=chunks, schema=schema, rows=value["rows"])
+        pa.ipc.read_schema(pa.py_buffer(serialized))  # raises where it is damaged
+        return Plan(inputs=inputs, chunks=chunks, serialized=serialized, rows=value["rows"])
     except (KeyError, TypeError, IndexError, ValueError, pa.ArrowException) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"not a plan: {error!r}") from error
+
+
+def _starts_of_groups(columns: dict[str, list[Any]]) -> list[int]:
+    """Each chunk's `groups_row`: where the first chunk of the same row groups begins."""
+    keys = [(place, *groups) for place, groups in zip(columns["input"], columns["row_groups"], strict=True)]
+    first: dict[tuple[int, ...], int] = {}
+    for key, row in zip(keys, columns["first_row"], strict=True):
+        first[key] = min(row, first.get(key, row))
+    return [first[key] for key in keys]
 
 
 def _over(amount: int, size: int) -> int:

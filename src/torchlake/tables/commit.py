@@ -1,4 +1,4 @@
-"""Exactly once: whatever is killed when, the output is the old table or the whole new one, and no row is there twice.
+"""Exactly once: even if processes are killed, the output is the old table or the whole new one, each row once.
 
     plan.json first -> parts, each named by a hash of its content's causes -> commit.json -> one rename
 
@@ -8,12 +8,13 @@ it cannot publish. The same call after a crash keeps every sound part and asks o
 rename per part, and reading the kept parts once when a job is resumed.
 """
 
+import base64
 import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,11 +24,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import durable
-from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError
-from torchlake.tables import files, staging
+from torchlake.errors import LeaseLost, Locked, OutputError, StorageError, Unavailable
+from torchlake.tables import staging
 from torchlake.tables.chunks import Chunk, Plan, plan_to_json
 from torchlake.tables.committed import COMMIT, FOLDER, PLAN, committed_files, output_path, read_commit
 from torchlake.tables.jobs import (
+    Allowed,
     Job,
     differences,
     is_done,
@@ -40,8 +42,12 @@ from torchlake.tables.jobs import (
 )
 from torchlake.tables.lease import Lease, acquire, locked
 from torchlake.tables.parts import TABLE, Part, part_name, read_part, write_part
+from torchlake.tables.versions import Unchanged, version_of
 
 __all__ = ["Part", "Writing", "committed_files", "known_inputs", "part_name", "read_commit", "write_part", "writing"]
+
+
+NOTHING_ELSE = Allowed()
 
 
 @dataclass(kw_only=True)
@@ -119,7 +125,7 @@ class Writing:
         return [write_part(self.staging, "part-00000-empty.parquet", self.schema.empty_table(), chunk=0)]
 
     def _record(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
-        schema = self.schema or pq.read_schema(self.staging / TABLE / parts[0].name)
+        schema = pq.read_schema(self.staging / TABLE / parts[0].name).remove_metadata()
         return {
             "format": 1,
             "plan": self.plan.id,
@@ -128,6 +134,8 @@ class Writing:
             "failed": sum(part.failed for part in parts),
             "parts": [asdict(part) for part in parts],
             "schema": {column.name: str(column.type) for column in schema},
+            "arrow_schema": base64.b64encode(schema.serialize().to_pybytes()).decode(),
+            "environments": self.job.environments,
             "quarantined": [list(one) for one in self.quarantined],
             "removed": self.removed,
             "provenance": dict(provenance),
@@ -135,13 +143,11 @@ class Writing:
         }
 
     def _check_inputs(self) -> None:
+        unchanged = Unchanged()
         for one in self.plan.inputs:
-            there = not files.is_url(one.path) and os.path.exists(one.path)
-            if there and files.stat(one.path) != (one.size, one.mtime_ns):
-                raise FingerprintError(
-                    f"{one.path}: changed while it was being read, so some rows may be of either version. Nothing is "
-                    "published. Run the same command again with --accept-new-input to do this file anew."
-                )
+            with suppress(Unavailable):  # gone by now: each of its rows was read from the version that was planned
+                version_of(one.path)
+                unchanged.check(one.path, one.version, one.sha256)
 
     def _keep_only(self, sealed: Path, parts: Sequence[Part]) -> None:
         """Remove what is not a part of this job (a late worker's file), and make sure that every part is there."""
@@ -160,21 +166,22 @@ def writing(
     fingerprint: Mapping[str, Any],
     schema: pa.Schema | None = None,
     quarantined: Sequence[tuple[str, str]] = (),
-    overwrite: bool = False,
-    accept_new_input: bool = False,
+    environment: Mapping[str, str] | None = None,
+    allowed: Allowed = NOTHING_ELSE,
     lease_s: float = 60.0,
 ) -> Iterator[Writing]:
     """Write the result of `plan` under `fingerprint` (everything else that decides its bytes) to the folder `output`.
 
     `schema` is the output's, for a table without rows; `quarantined` files are noted in the record. An output of the
-    same job is `complete`; an interrupted one goes on. `overwrite` replaces an output of another job, or a damaged
-    one; `accept_new_input` keeps the parts of files that did not change and asks for the others' chunks only.
+    same job is `complete`; an interrupted one goes on; what else may happen is `allowed`: to replace an output of
+    another job, or a damaged one, to do only the chunks of files that are new, to drop those of files that are gone.
+    `environment` (versions of libraries) is added to those that the record names for kept parts.
 
     Raises before any work: FingerprintError (the output or the interrupted write belongs to another job, or the input
     changed), Locked (another writer is at work), OutputError (not ours to write to, or no room), UsageError (an URL).
     """
-    job = Job(plan, json.loads(json.dumps(dict(fingerprint))))
-    write = _begin(output_path(output), job, overwrite=overwrite, accept=accept_new_input, lease_s=lease_s)
+    job = Job(plan, json.loads(json.dumps(dict(fingerprint))), environments=[dict(environment or {})])
+    write = _begin(output_path(output), job, allowed, lease_s)
     write.schema, write.quarantined = schema, quarantined
     try:
         yield write
@@ -182,13 +189,13 @@ def writing(
         write.close()
 
 
-def _begin(out: Path, job: Job, *, overwrite: bool, accept: bool, lease_s: float) -> Writing:
+def _begin(out: Path, job: Job, allowed: Allowed, lease_s: float) -> Writing:
     folder = staging.staging_of(out)
     finished = Writing(output=out, staging=folder, job=job, complete=True)
     try:
         staging.sweep(out)
         present = present_job(out)
-        done = is_done(out, present, job, thorough=overwrite)
+        done = is_done(out, present, job, thorough=allowed.overwrite)
     except PermissionError as error:
         raise OutputError(
             f"{out}: may not be looked at: {error.strerror}: {error.filename}. Give an output in a folder that this "
@@ -199,7 +206,7 @@ def _begin(out: Path, job: Job, *, overwrite: bool, accept: bool, lease_s: float
         if not folder.exists():
             return finished
     else:
-        refuse_other(out, present, job, overwrite=overwrite, accept=accept)
+        refuse_other(out, present, job, allowed)
     try:
         lease = acquire(folder, lease_s)
     except Locked:
@@ -207,7 +214,7 @@ def _begin(out: Path, job: Job, *, overwrite: bool, accept: bool, lease_s: float
             return finished  # the writer that finished it is still clearing up, or is writing another job
         raise
     try:
-        return _begin_leased(out, folder, job, lease, overwrite=overwrite, accept=accept)
+        return _begin_leased(out, folder, job, lease, allowed)
     except BaseException as error:
         if (folder / staging.PLAN).exists():
             lease.release()
@@ -219,11 +226,11 @@ def _begin(out: Path, job: Job, *, overwrite: bool, accept: bool, lease_s: float
         raise
 
 
-def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, *, overwrite: bool, accept: bool) -> Writing:
+def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, allowed: Allowed) -> Writing:
     """What `_begin` does once no other writer can interfere."""
     staging.repair(folder, out)
     present = present_job(out)
-    done = is_done(out, present, job, thorough=overwrite)
+    done = is_done(out, present, job, thorough=allowed.overwrite)
     stored = stored_job(folder)
     published = stored is not None and is_done(out, present, stored, thorough=False)
     if stored is None or published:  # nothing, or what a writer left that died after its commit
@@ -235,16 +242,17 @@ def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, *, overwrite:
         else:
             lease.release()  # another job's interrupted write: not ours to remove
         return Writing(output=out, staging=folder, job=job, complete=True, record=present.record)
-    refuse_other(out, present, job, overwrite=overwrite, accept=accept)
-    stored = stored_or_cleared(folder, stored, job, overwrite=overwrite, accept=accept)
+    refuse_other(out, present, job, allowed)
+    stored = stored_or_cleared(folder, stored, job, allowed)
     base = stored or present
     if base is not None and not differences(base, job):
-        job = Job(merge(base.plan, job.plan), job.fingerprint)
+        environments = [*base.environments, *(one for one in job.environments if one not in base.environments)]
+        job = Job(merge(base.plan, job.plan), job.fingerprint, environments=environments)
     staging.reopen(folder)
-    content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint}
+    content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": job.environments}
     durable.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = Writing(output=out, staging=folder, job=job, lease=lease)
-    _keep_sound_parts(write, present, retry_failed=overwrite)
+    _keep_sound_parts(write, present, retry_failed=allowed.overwrite)
     _check_room(write)
     return write
 
@@ -268,7 +276,7 @@ def _keep_sound_parts(write: Writing, present: Job | None, *, retry_failed: bool
                 _link(path, table / path.name)
     sound: dict[int, Part] = {}
     for path in sorted(table.iterdir()):
-        part = read_part(path, expected[path.name])
+        part = read_part(path, expected[path.name].index, expected[path.name].rows)
         if part is None or (retry_failed and part.failed):
             path.unlink()
             write.removed += 1

@@ -1,12 +1,16 @@
 """What a finished output says of itself: `_torchlake/commit.json`, and nothing else, decides which files are rows."""
 
+import base64
 import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from torchlake import durable
 from torchlake.errors import TableError, UsageError
-from torchlake.tables.files import is_url
+from torchlake.tables.files import local_path
+from torchlake.tables.urls import is_url
 
 FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"
@@ -15,14 +19,17 @@ PLAN = f"{FOLDER}/plan.json"
 
 def output_path(output: str | Path) -> Path:
     """The absolute path of an output, symbolic links followed. Raises UsageError for URLs."""
-    text = os.fspath(output)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
+    return Path(os.path.realpath(local_output(output)))
+
+
+def local_output(output: str | Path) -> Path:
+    """An output, as the user wrote it, as a path. Raises UsageError for URLs."""
+    text = local_path(os.fspath(output))
     if is_url(text):
         raise UsageError(
             f"{text}: an output is a local folder, because it is published by one rename; upload it after."
         )
-    return Path(os.path.realpath(os.path.expanduser(text)))
+    return Path(os.path.expanduser(text))
 
 
 def read_commit(output: str | Path) -> dict[str, Any]:
@@ -34,6 +41,15 @@ def read_commit(output: str | Path) -> dict[str, Any]:
     if not _is_record(record):
         raise TableError(f"{folder / COMMIT}: not a commit record of this version")
     return record
+
+
+def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
+    """The schema that every part has; of a record of an earlier version the types' names by column."""
+    serialized = record.get("arrow_schema")
+    if serialized is None:
+        names: dict[str, str] = record["schema"]
+        return names
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(serialized)))
 
 
 def committed_files(output: str | Path) -> list[Path]:

@@ -35,7 +35,16 @@ def check_parquet(file: str) -> None:
 
     Raises UnsafeError naming file, column and type; TableError when the file is not a whole Parquet file.
     """
-    footer = _parquet_footer(file)
+    with open_binary(file) as source:
+        size = source.seek(0, 2)
+        source.seek(max(0, size - 8))
+        length = footer_length(file, source.read(8), size)
+        source.seek(size - 8 - length)
+        check_footer(file, source.read(length))
+
+
+def check_footer(file: str, footer: bytes) -> None:
+    """The same for the bytes of a footer."""
     if not any(pattern in footer for pattern in _base64_patterns(KEY)):
         return
     match = re.search(re.escape(PARQUET_KEY) + rb"\x18([\x80-\xff]{0,4}[\x00-\x7f])", footer)
@@ -83,20 +92,16 @@ def ipc_footer_has_extensions(file: str) -> bool:
         return KEY in source.read(length)
 
 
-def _parquet_footer(file: str) -> bytes:
-    with open_binary(file) as source:
-        size = source.seek(0, 2)
-        source.seek(max(0, size - 8))
-        tail = source.read(8)
-        if tail[4:] == b"PARE":
-            raise TableError(f"{file}: encrypted Parquet is not supported; decrypt it first")
-        if size < 12 or tail[4:] != b"PAR1":
-            raise TableError(f"{file}: truncated or not a Parquet file ({size:,} bytes, no footer)")
-        (length,) = struct.unpack("<I", tail[:4])
-        if length > size - 12:
-            raise TableError(f"{file}: damaged: its footer claims {length:,} bytes, the file has {size:,}")
-        source.seek(size - 8 - length)
-        return source.read(length)
+def footer_length(file: str, tail: bytes, size: int) -> int:
+    """Bytes of the footer of a Parquet file of that size which ends like `tail`. Raises TableError for other files."""
+    if tail[-4:] == b"PARE":
+        raise TableError(f"{file}: encrypted Parquet is not supported; decrypt it first")
+    if size < 12 or tail[-4:] != b"PAR1":
+        raise TableError(f"{file}: truncated or not a Parquet file ({size:,} bytes, no footer)")
+    (length,) = struct.unpack("<I", tail[-8:-4])
+    if length > size - 12:
+        raise TableError(f"{file}: damaged: its footer claims {length:,} bytes, the file has {size:,}")
+    return int(length)
 
 
 def _check_names(file: str, serialised: bytes) -> None:

@@ -1,31 +1,27 @@
-"""Where a table's files are: local paths, folders, globs and fsspec URLs, opened and identified alike.
+"""Where a table's files are: local paths, folders, globs and fsspec URLs, found and opened alike.
 
 A file has two names: its path or URL, to open it, and its name relative to the folder the user gave, which stays the
-same when the folder moves and is what row ids are made of.
-
-fsspec opens an URL only after `check_url`: it knows protocols that unpack archives, read through other URLs, render
-templates with the environment in them, run a shell elsewhere or send what they read in the clear, and it chains them.
+same when the folder moves and is what row ids are made of. In folders and globs, links are followed and each file
+counts once; names that begin with "_" or "." do not count, as for Spark and Hive.
 """
 
 import glob
-import hashlib
+import logging
 import os
 import posixpath
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
+from urllib.parse import unquote
 
-from torchlake import durable
-from torchlake.errors import MissingExtra, TableError
-from torchlake.redaction import redacted
+from torchlake.errors import TableError, Unavailable
+from torchlake.tables.urls import filesystem_of, is_url
+
+log = logging.getLogger(__name__)
 
 WILDCARDS = frozenset("*?[")
-STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hdfs", "memory")
-"""Protocols of storages that hold files, and know who may read them. Not among them: plain http and what is made of it
-(webhdfs), what needs a password in the URL (ftp, smb), and ssh, which runs programs."""
-READ_ONLY = ("https", "hf")
-"Protocols of public files: nothing is written there."
 
 
 class Found(NamedTuple):
@@ -33,33 +29,29 @@ class Found(NamedTuple):
     "Relative to the folder that was given."
     file: str
     "An absolute path, or an URL."
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` is an fsspec URL (`file://` URLs are local paths and never get this far)."""
-    return "://" in path
+    listed: bool = True
+    "Found in a folder or by a glob; False for a file that was named itself."
 
 
 def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool]) -> list[Found]:
-    """The files that `source` means, sorted by name; in folders and globs only those whose names are `wanted`.
+    """The files that `source` means, sorted by name; in folders and globs only those that are `wanted`.
 
-    Raises TableError saying what was looked for when there is nothing.
+    Raises TableError saying what was looked for when there is nothing, or naming a file that is named twice.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     if not sources:
         raise TableError("No files were given: the list of inputs is empty.")
-    bases, files = [], []
+    bases, found = [], []
     for one in sources:
-        base, found = _expand(os.fspath(one), wanted)
+        base, files, listed = _expand(local_path(os.fspath(one)), wanted)
         bases.append(base)
-        files += found
-    twice = sorted({file for file in files if files.count(file) > 1}) if len(set(files)) < len(files) else []
-    if twice:
-        raise TableError(
-            f"{twice[0]} is named twice by {describe(source)}: its rows would be there twice. Name it once."
-        )
+        found += [(file, listed) for file in files]
+    twice = _first_twice([file if is_url(file) else os.path.realpath(file) for file, _ in found])
+    if twice is not None:
+        raise TableError(f"{twice} is named twice by {describe(source)}: its rows would be there twice. Name it once.")
     base = _common(bases)
-    return sorted(Found(posixpath.relpath(file, base) if base else file, file) for file in files)
+    named = (Found(posixpath.relpath(file, base) if base else file, file, listed) for file, listed in found)
+    return [_with_utf8_name(one) for one in sorted(named)]
 
 
 def describe(source: str | Path | Sequence[str | Path]) -> str:
@@ -67,124 +59,119 @@ def describe(source: str | Path | Sequence[str | Path]) -> str:
     return os.fspath(source) if isinstance(source, str | Path) else ", ".join(os.fspath(one) for one in source)
 
 
+def local_path(source: str) -> str:
+    """The path in a `file:` URL; anything else as it is."""
+    match = re.match(r"file:(?://(?:localhost)?)?(?=/)", source)
+    if match is None:
+        return source
+    path = source[match.end() :]
+    return path if os.path.exists(path) or "%" not in path else unquote(path)
+
+
 def open_binary(file: str) -> BinaryIO:
-    """Open a local file or an URL for reading. Raises TableError when it cannot be opened."""
+    """Open a local file or an URL for reading. Raises Unavailable when it cannot be opened."""
     try:
         if not is_url(file):
             return open(file, "rb")
         filesystem, path = filesystem_of(file)
         return cast(BinaryIO, filesystem.open(path, "rb"))
     except OSError as error:
-        raise TableError(f"{file}: {error.strerror or error}") from error
+        raise unavailable(file, error) from error
 
 
-def stat(file: str) -> tuple[int, int]:
-    """Size in bytes and modification time in nanoseconds (0 where the storage has none)."""
-    try:
-        if not is_url(file):
-            status = os.stat(file)
-            return status.st_size, status.st_mtime_ns
-        filesystem, path = filesystem_of(file)
-        return int(filesystem.info(path)["size"]), 0
-    except OSError as error:
-        raise TableError(f"{file}: {error.strerror or error}") from error
+def read_range(file: str, start: int, stop: int) -> bytes:
+    """The bytes of a local file or an URL from `start` to `stop`, by one request; fewer where the file ends.
 
-
-def content_id(file: str) -> str:
-    """What identifies a file's content: the sha256 of its bytes; for an URL, of the storage's own version mark."""
-    try:
-        if not is_url(file):
-            return durable.sha256_file(Path(file))
-        filesystem, path = filesystem_of(file)
-        return hashlib.sha256(str(filesystem.ukey(path)).encode()).hexdigest()
-    except OSError as error:
-        raise TableError(f"{file}: {error.strerror or error}") from error
-
-
-def check_url(url: str, *, to_write: bool = False) -> str:
-    """The protocol of an URL that may be opened. Raises TableError saying which may be, for all others."""
-    protocol = url.partition("://")[0]
-    shown, allowed = redacted(url), STORES if to_write else STORES + READ_ONLY
-    if "::" in url:
-        raise TableError(
-            f"{shown}: an URL in another one ('::') is refused: it would be unpacked, copied or led elsewhere. "
-            "Name the files themselves; unpack an archive first."
-        )
-    if protocol not in allowed:
-        hint = " Use https." if protocol == "http" and not to_write else ""
-        raise TableError(
-            f"{shown}: the protocol {protocol[:40]!r} is refused.{hint} Allowed are local paths, file and "
-            f"{', '.join(allowed)}."
-        )
-    return protocol
-
-
-def filesystem_of(url: str) -> tuple[Any, str]:
-    """The fsspec file system of an URL and the path in it.
-
-    Raises TableError as `check_url` does, MissingExtra when the protocol's library is not installed.
+    Raises Unavailable when it cannot be read.
     """
-    from fsspec.core import url_to_fs
-
-    check_url(url)
     try:
-        filesystem, path = url_to_fs(url)
-    except ImportError as error:
-        raise MissingExtra(f"{redacted(url)}: {error}") from error
-    except ValueError as error:
-        raise TableError(f"{redacted(url)}: {error}") from error
-    return filesystem, path
+        if not is_url(file):
+            with open(file, "rb") as source:
+                source.seek(start)
+                return source.read(stop - start)
+        filesystem, path = filesystem_of(file)
+        return bytes(filesystem.cat_file(path, start=start, end=stop))
+    except OSError as error:
+        raise unavailable(file, error) from error
 
 
-def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]]:
-    """The folder that names are relative to, and the files."""
-    if source.startswith("file://"):
-        source = source.removeprefix("file://")
+def unavailable(file: str, error: OSError) -> Unavailable:
+    """The error for a file that its storage does not give."""
+    return Unavailable(f"{file}: {error.strerror or error}")
+
+
+def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
+    """The folder that names are relative to, the files, and whether they were listed rather than named."""
     if is_url(source):
         return _expand_url(source, wanted)
     path = os.path.abspath(os.path.expanduser(source))
     if os.path.isdir(path):
-        files = [os.path.join(top, name) for top, folders, names in os.walk(path) if _shown(folders) for name in names]
-        return path, _some([file for file in files if _is_shown(file) and wanted(file)], source)
+        return path, _some(_wanted_files(path, _below(path), wanted), source), True
     if os.path.exists(path):
-        return os.path.dirname(path), [path]
+        return os.path.dirname(path), [path], False
     if WILDCARDS & set(source):
         base = _before_wildcard(path)
-        files = [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
-        return base, _some([file for file in files if _is_shown(file) and wanted(file)], source)
+        found = (file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
+        return base, _some(_wanted_files(base, found, wanted), source), True
     raise TableError(f"{source}: there is no such file or folder.{_nearest(path)}")
 
 
-def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]]:
+def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
     filesystem, path = filesystem_of(url)
     try:
+        filesystem.invalidate_cache()  # fsspec keeps listings for the life of the process
         if filesystem.isfile(path):
-            return url.rpartition("/")[0], [url]
+            return url.rpartition("/")[0], [url], False
         if WILDCARDS & set(path):
-            paths = filesystem.glob(path)
+            paths = [found for found in filesystem.glob(path) if not filesystem.isdir(found)]
             base = _before_wildcard(path)
         else:
             paths = filesystem.find(path) if filesystem.isdir(path) else []
             base = path
+        root = filesystem.unstrip_protocol(base)
+        files = [filesystem.unstrip_protocol(found) for found in paths]
     except OSError as error:
-        raise TableError(f"{url}: {error.strerror or error}") from error
-    below = [found for found in paths if not any(part[0] in "._" for part in _parts(found, base))]
-    files = [filesystem.unstrip_protocol(found) for found in below if wanted(found) and not filesystem.isdir(found)]
-    return filesystem.unstrip_protocol(base), _some(files, url)
+        raise unavailable(url, error) from error
+    return root, _some(_wanted_files(root, files, wanted), url), True
+
+
+def _below(folder: str) -> Iterator[str]:
+    """The files below a folder, linked folders included, each folder once."""
+    seen: set[str] = set()
+    for top, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(top)
+        folders[:] = [] if real in seen else sorted(folders)
+        if real not in seen:
+            yield from (os.path.join(top, name) for name in names)
+        seen.add(real)
+
+
+def _wanted_files(base: str, files: Iterable[str], wanted: Callable[[str], bool]) -> list[str]:
+    """Those below `base` that are shown and wanted, each once: a link beside the file that it leads to does not count.
+
+    Files that are left out are logged.
+    """
+    shown = [file for file in files if not any(part[0] in "._" for part in _parts(file, base))]
+    found, left, linked = {}, [], []
+    for file in sorted(shown, key=lambda file: (not is_url(file) and os.path.realpath(file) != file, file)):
+        real = file if is_url(file) else os.path.realpath(file)
+        if not wanted(file):
+            left.append(file)
+        elif real in found:
+            linked.append(file)
+        else:
+            found[real] = file
+    for what, some in (
+        ("by their names they are no table files", left),
+        ("links to files that are read anyway", linked),
+    ):
+        if some and found:
+            log.warning("%s: %d files are not read (%s), for example %s", base, len(some), what, some[0])
+    return list(found.values())
 
 
 def _parts(path: str, base: str) -> list[str]:
     return [part for part in path.removeprefix(base).split("/") if part]
-
-
-def _shown(folders: list[str]) -> bool:
-    """Keep `os.walk` out of hidden folders and of those that begin with an underscore, as Spark and Hive do."""
-    folders[:] = sorted(name for name in folders if name[0] not in "._")
-    return True
-
-
-def _is_shown(file: str) -> bool:
-    return os.path.basename(file)[0] not in "._"
 
 
 def _some(files: list[str], source: str) -> list[str]:
@@ -194,6 +181,24 @@ def _some(files: list[str], source: str) -> list[str]:
             "names that begin with '_' or '.' do not count."
         )
     return files
+
+
+def _first_twice(names: Sequence[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def _with_utf8_name(found: Found) -> Found:
+    """The file. Raises TableError when its name cannot be written into a record."""
+    try:
+        found.file.encode()
+    except UnicodeEncodeError:
+        raise TableError(f"{os.fsencode(found.file)!r}: the file's name is not UTF-8; rename it.") from None
+    return found
 
 
 def _before_wildcard(path: str) -> str:

@@ -5,18 +5,18 @@ csv      header line: every column a string  jsonl  types from the first 1,000 l
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from torchlake.errors import TableError
-from torchlake.tables import extensions, lines, values
-from torchlake.tables.files import filesystem_of, is_url, open_binary, stat
+from torchlake.tables import lines, values
+from torchlake.tables.columnar import Footer, arrow_batches, open_arrow, parquet_footer, sampled_size
+from torchlake.tables.files import read_range
 from torchlake.tables.lines import Bad, Segment
+from torchlake.tables.versions import Version
 
 EXTENSIONS = {
     ".parquet": "parquet",
@@ -32,8 +32,8 @@ EXTENSIONS = {
     ".feather": "arrow",
 }
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip"})
+MAGIC = (b"PAR1", b"ARROW1")
 TYPED_LINES = 1_000
-ARROW_MAGIC = b"ARROW1\0\0"
 
 
 class Pieces(NamedTuple):
@@ -47,8 +47,13 @@ class Pieces(NamedTuple):
 
 
 def is_table_file(name: str) -> bool:
-    """Whether a folder's file is taken for a table, a compressed text file (refused later, by name) included."""
+    """Whether a folder's file is taken for a table: by its name's extension, or its first bytes where it has none.
+
+    A compressed text file, which is refused later, is one too.
+    """
     stem, extension = os.path.splitext(name.lower())
+    if not extension:  # as Hive names its files
+        return read_range(name, 0, 8).startswith(MAGIC)
     return extension in EXTENSIONS or (extension in COMPRESSED and os.path.splitext(stem)[1] in EXTENSIONS)
 
 
@@ -62,8 +67,7 @@ def format_of(file: str) -> str:
         )
     if extension in EXTENSIONS:
         return EXTENSIONS[extension]
-    with open_binary(file) as source:
-        head = source.read(8)
+    head = read_range(file, 0, 8)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"ARROW1"):
@@ -71,91 +75,41 @@ def format_of(file: str) -> str:
     raise TableError(f"{file}: the format is not known by its name; give it one of {', '.join(EXTENSIONS)}.")
 
 
-def schema_of(file: str, format: str, columns: Sequence[str]) -> pa.Schema:
-    """The columns of one file, plainly typed (see `plain`), without metadata.
+def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) -> tuple[pa.Schema, Footer | None]:
+    """The columns of one file of that version, plainly typed (see `plain`), without metadata; of a Parquet file its
+    footer too, so that nobody has to read it again.
 
     Raises TableError naming the file when it cannot be read, UnsafeError for extension types that may run code.
     """
-    if stat(file)[0] == 0:
+    if version.size == 0:
         raise TableError(f"{file}: empty (0 bytes)")
+    footer = None
     if format == "csv":
-        return pa.schema([pa.field(name, pa.string()) for name in lines.csv_header(file)])
+        return pa.schema([pa.field(name, pa.string()) for name in lines.csv_header(file)]), None
     if format == "jsonl":
-        return _json_schema(file, columns)
+        return _json_schema(file, columns), None
     if format == "parquet":
-        with open_parquet(file) as parquet:
-            schema = parquet.schema_arrow
+        footer = parquet_footer(file, version, columns)
+        schema = footer.schema
     else:
         with open_arrow(file) as reader:
             schema = reader.schema
-    return pa.schema([pa.field(field.name, plain(field.type)) for field in schema])
+    return pa.schema([pa.field(field.name, plain(field.type)) for field in schema]), footer
 
 
-def pieces_of(file: str, format: str, columns: Sequence[str], mark_rows: int | None) -> Pieces:
+def pieces_of(
+    file: str, format: str, version: Version, footer: Footer | None, columns: Sequence[str], mark_rows: int | None
+) -> Pieces:
     """Where a file can be cut; `columns` are those whose bytes count, `mark_rows` the finest cut of a text file."""
     if format in ("csv", "jsonl"):
         start, segments = lines.scan(file, format, mark_rows)
         return Pieces(segments, start, None)
-    if format == "parquet":
-        with open_parquet(file) as parquet:
-            metadata = parquet.metadata
-            return Pieces(_row_groups(metadata, columns), 0, _has_checksums(file, metadata))
-    with open_arrow(file) as reader:
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_random(reader) else reader
-        with reading(file):
-            return Pieces([Segment(batch.num_rows, batch.select(list(columns)).nbytes) for batch in batches], 0, None)
-
-
-@contextmanager
-def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
-    """A Parquet file that is streamed in constant memory with its page checksums verified."""
-    extensions.check_parquet(file)
-    with reading(file):
-        source = pa.PythonFile(open_binary(file), mode="r") if is_url(file) else file
-        parquet = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20)
-    with parquet:
-        yield parquet
-
-
-@contextmanager
-def open_arrow(file: str) -> Iterator[pa.RecordBatchFileReader | pa.RecordBatchStreamReader]:
-    """An Arrow IPC file (random access) or stream (in order), memory-mapped where it is local.
-
-    An IPC file whose footer mentions extension types is read as the stream it contains: the footer's copy of the schema
-    was not looked at, the stream's was.
-    """
-    with open_binary(file) as source:
-        is_file = source.read(8) == ARROW_MAGIC
-    extended = extensions.check_ipc_stream(file, len(ARROW_MAGIC) if is_file else 0)
-    if is_file and (extended or extensions.ipc_footer_has_extensions(file)):
-        is_file, start = False, len(ARROW_MAGIC)
-    else:
-        start = 0
-    if is_url(file):
-        filesystem, path = filesystem_of(file)
-        mapped = pa.PythonFile(filesystem.open(path, "rb"), mode="r")
-    else:
-        mapped = pa.memory_map(file)
-    with mapped:
-        mapped.seek(start)
-        with reading(file):
-            reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
-        yield reader
-
-
-def is_random(reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader) -> bool:
-    """Whether the batches can be had in any order."""
-    return isinstance(reader, pa.RecordBatchFileReader)
-
-
-@contextmanager
-def reading(file: str, where: str = "") -> Iterator[None]:
-    """What pyarrow or the storage says inside becomes a TableError that names the file (and the rows)."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        damaged = " The file is damaged; restore it." if "CRC" in str(error) or "checksum" in str(error) else ""
-        raise TableError(f"{file}{where}: cannot be read: {error}.{damaged}") from error
+    if format == "arrow":
+        return Pieces(arrow_batches(file, columns), 0, None)
+    if footer is None or footer.version != version or {*columns} != {*footer.columns}:
+        footer = parquet_footer(file, version, columns)
+    ratio = sampled_size(file, footer) if columns else 1.0
+    return Pieces([Segment(rows, int(size * ratio)) for rows, size in footer.groups], 0, footer.checksums)
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
@@ -169,33 +123,6 @@ def plain(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
     return kind
-
-
-def _row_groups(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[Segment]:
-    if metadata.num_row_groups == 0:
-        return []
-    first = metadata.row_group(0)
-    paths = [first.column(i).path_in_schema for i in range(first.num_columns)]
-    wanted = [i for i, path in enumerate(paths) if path in columns or path.partition(".")[0] in columns]
-    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
-    return [Segment(group.num_rows, sum(group.column(i).total_uncompressed_size for i in wanted)) for group in groups]
-
-
-def _has_checksums(file: str, metadata: pq.FileMetaData) -> bool | None:
-    """Whether the first page's header (Thrift, compact: three i32 fields, then perhaps the checksum) has a checksum."""
-    if metadata.num_row_groups == 0 or metadata.num_columns == 0 or metadata.num_rows == 0:
-        return None
-    column = metadata.row_group(0).column(0)
-    with open_binary(file) as source:
-        source.seek(column.dictionary_page_offset or column.data_page_offset)
-        header = source.read(32)
-    place = 0
-    for _ in range(3):
-        place += 1
-        while place < len(header) and header[place] & 0x80:
-            place += 1
-        place += 1
-    return header[place : place + 1] == b"\x15"
 
 
 def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:

@@ -5,7 +5,8 @@ user says which of the two is meant to stay. Files that did not change keep thei
 """
 
 import os
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,18 @@ from torchlake.errors import DataError, FingerprintError, OutputError
 from torchlake.tables import staging
 from torchlake.tables.chunks import Chunk, InputFile, Plan, plan_from_json
 from torchlake.tables.committed import COMMIT, PLAN, output_path, read_commit
+from torchlake.tables.parts import schema_in_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """What the caller allows to happen to an output or an interrupted write that is not of this very job."""
+
+    overwrite: bool = False
+    new_input: bool = False
+    "Keep the parts of files that did not change, and do the others."
+    removed_input: bool = False
+    "Drop the rows of files that left the input."
 
 
 class Job(NamedTuple):
@@ -23,6 +36,8 @@ class Job(NamedTuple):
     fingerprint: dict[str, Any]
     record: dict[str, Any] | None = None
     "The commit record, where the result is published."
+    environments: Sequence[dict[str, str]] = ()
+    "In which its parts were made."
 
 
 def present_job(out: Path) -> Job | None:
@@ -35,7 +50,8 @@ def present_job(out: Path) -> Job | None:
         raise OutputError(f"{out}: is a mount point, which no rename can replace; give a folder in it: {out / 'table'}")
     if (out / COMMIT).is_file():
         record = read_commit(out)
-        return _job(out / PLAN, record["fingerprint"])._replace(record=record)
+        environments = record.get("environments", [])
+        return _job(out / PLAN, record["fingerprint"])._replace(record=record, environments=environments)
     if any(out.iterdir()):
         raise OutputError(
             f"{out}: holds files that torchlake did not write ({COMMIT} is missing). Give another output."
@@ -61,7 +77,10 @@ def known_inputs(output: str | Path) -> list[InputFile]:
 def stored_job(folder: Path) -> Job | None:
     """The job of an interrupted write."""
     path = folder / staging.PLAN
-    return _job(path, durable.read_json(path)["fingerprint"]) if path.is_file() else None
+    if not path.is_file():
+        return None
+    value = durable.read_json(path)
+    return _job(path, value["fingerprint"])._replace(environments=value.get("environments", []))
 
 
 def _job(plan: Path, fingerprint: dict[str, Any]) -> Job:
@@ -90,62 +109,89 @@ def _damage(out: Path, present: Job, *, thorough: bool) -> str | None:
     return None
 
 
-def refuse_other(out: Path, present: Job | None, job: Job, *, overwrite: bool, accept: bool) -> None:
+def refuse_other(out: Path, present: Job | None, job: Job, allowed: Allowed) -> None:
     """Raise unless the job may be written where `present` lies."""
-    if present is None or overwrite:
+    if present is None or allowed.overwrite:
         return
-    _refuse_differences(f"{out}", present, job, "replaces it", accept)
+    _refuse_differences(f"{out}", present, job, "replaces it", allowed)
     if not input_changes(present.plan, job.plan):
-        raise OutputError(f"{out}: is damaged: {_damage(out, present, thorough=False)}. --overwrite writes it anew.")
+        raise OutputError(f"{out}: is damaged: {_damage(out, present, thorough=False)}. --overwrite writes it again.")
 
 
-def _refuse_differences(where: str, other: Job, job: Job, overwriting: str, accept: bool) -> None:
+def _refuse_differences(where: str, other: Job, job: Job, overwriting: str, allowed: Allowed) -> None:
     different = differences(other, job)
     if different:
         raise FingerprintError(
             f"{where}: belongs to another job:\n  " + "\n  ".join(different) + f"\n--overwrite {overwriting}; "
             "or give another output, or the earlier settings."
         )
-    changes = input_changes(other.plan, job.plan)
-    if changes and not accept:
-        raise FingerprintError(
-            f"{where}: the input has changed since:\n  " + "\n  ".join(changes) + "\n--accept-new-input keeps the rows "
-            f"of files that did not change and does only the others; --overwrite {overwriting} and starts anew."
-        )
+    refused = []
+    if not allowed.new_input:
+        refused += [*_added(other.plan, job.plan), *_rewritten(other.plan, job.plan)]
+    removed = [] if allowed.removed_input else _removed(other.plan, job.plan)
+    if not refused and not removed:
+        return
+    advice = []
+    if refused:
+        advice.append("--accept-new-input keeps the rows of files that did not change and does only the others.")
+    if removed:
+        advice.append("--accept-removed-input drops the rows of files that are no longer there.")
+    raise FingerprintError(
+        f"{where}: the input has changed since:\n  "
+        + "\n  ".join(refused + removed)
+        + f"\n{' '.join(advice)} --overwrite {overwriting} and starts again."
+    )
 
 
-def stored_or_cleared(folder: Path, stored: Job | None, job: Job, *, overwrite: bool, accept: bool) -> Job | None:
+def stored_or_cleared(folder: Path, stored: Job | None, job: Job, allowed: Allowed) -> Job | None:
     """The interrupted write when it may go on; cleared away when `overwrite` says so."""
     if stored is None:
         return None
-    if overwrite and (differences(stored, job) or (input_changes(stored.plan, job.plan) and not accept)):
+    try:
+        _refuse_differences(f"{folder}: an interrupted write", stored, job, "discards it", allowed)
+    except FingerprintError:
+        if not allowed.overwrite:
+            raise
         staging.clear(folder)
         return None
-    _refuse_differences(f"{folder}: an interrupted write", stored, job, "discards it", accept)
     return stored
 
 
 def differences(old: Job, new: Job) -> list[str]:
     """The entries of the fingerprints that differ, as "name: old -> new", and the columns where they do."""
-    before = old.fingerprint | {"input columns": _columns(old.plan)}
-    after = new.fingerprint | {"input columns": _columns(new.plan)}
+    before, after = old.fingerprint, new.fingerprint
     names = [*before, *(name for name in after if name not in before)]
-    return [
+    found = [
         f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names if before.get(name) != after.get(name)
     ]
+    # Types, not their names: those of maps and lists depend on the library that wrote the file.
+    if not old.plan.schema.equals(new.plan.schema):
+        found.append(f"input columns: {schema_in_words(old.plan.schema)} -> {schema_in_words(new.plan.schema)}")
+    return found
 
 
 def input_changes(old: Plan, new: Plan) -> list[str]:
     """The input files that were added, removed or rewritten, each as a sentence."""
-    before, after = {one.name: one for one in old.inputs}, {one.name: one for one in new.inputs}
-    changes = [f"{one.path}: new ({one.rows:,} rows)" for name, one in after.items() if name not in before]
-    changes += [f"{one.path}: no longer there ({one.rows:,} rows)" for name, one in before.items() if name not in after]
-    changes += [
-        f"{one.path}: rewritten ({before[name].rows:,} rows -> {one.rows:,} rows)"
-        for name, one in after.items()
-        if name in before and before[name].sha256 != one.sha256
+    return [*_added(old, new), *_removed(old, new), *_rewritten(old, new)]
+
+
+def _added(old: Plan, new: Plan) -> list[str]:
+    names = {one.name for one in old.inputs}
+    return [f"{one.path}: new ({one.rows:,} rows)" for one in new.inputs if one.name not in names]
+
+
+def _removed(old: Plan, new: Plan) -> list[str]:
+    names = {one.name for one in new.inputs}
+    return [f"{one.path}: no longer there ({one.rows:,} rows)" for one in old.inputs if one.name not in names]
+
+
+def _rewritten(old: Plan, new: Plan) -> list[str]:
+    before = {one.name: one for one in old.inputs}
+    return [
+        f"{one.path}: rewritten ({before[one.name].rows:,} rows -> {one.rows:,} rows)"
+        for one in new.inputs
+        if one.name in before and before[one.name].sha256 != one.sha256
     ]
-    return changes
 
 
 def merge(old: Plan, new: Plan) -> Plan:
@@ -155,15 +201,12 @@ def merge(old: Plan, new: Plan) -> Plan:
     """
     before = {one.name: one.sha256 for one in old.inputs}
     kept = {one.name: one for one in new.inputs if before.get(one.name) == one.sha256}
-    schema = new.schema.serialize().to_pybytes()
     chunks: list[Chunk] = [
-        replace(chunk, file=kept[chunk.name].path, schema=schema) for chunk in old.chunks if chunk.name in kept
+        replace(chunk, file=kept[chunk.name].path, version=kept[chunk.name].version, schema=new.serialized)
+        for chunk in old.chunks
+        if chunk.name in kept
     ]
     number = max((chunk.index for chunk in old.chunks), default=-1) + 1
     fresh = [chunk for chunk in new.chunks if chunk.name not in kept]
     chunks += [replace(chunk, index=number + place) for place, chunk in enumerate(fresh)]
-    return Plan(inputs=new.inputs, chunks=tuple(chunks), schema=new.schema, rows=new.rows)
-
-
-def _columns(plan: Plan) -> dict[str, str]:
-    return {field.name: str(field.type) for field in plan.schema}
+    return Plan(inputs=new.inputs, chunks=tuple(chunks), serialized=new.serialized, rows=new.rows)

@@ -1,25 +1,33 @@
-"""Whether a key column is one: no nulls, no duplicates; exact, in constant memory.
+"""Whether a key column is one: no nulls, no NaN, no duplicates; exact, in constant memory.
 
 Every key's 64-bit hash goes into a temporary file, which is sorted in place (memory-mapped, so the kernel pages it);
-equal neighbours are candidates, and only their keys are read again and compared themselves. Price: 8 bytes of disk per
-row, one pass over the key column, a second one only when hashes collide.
+equal neighbors are candidates, and only their keys are read again and compared themselves. Cost: 8 bytes of disk per
+row, one pass over the key column, a second one only when hashes are equal.
 """
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from torchlake.errors import TableError
 from torchlake.tables.chunks import Plan
+from torchlake.tables.formats import plain
+from torchlake.tables.hashes import Words, hashes, identities, is_hashable
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table
 
 EXAMPLES = 3
 CANDIDATES = 65_536
 "Hashes that are compared by their keys in one pass."
+BLOCK = 1 << 20
+"Hashes that are looked at together."
+
+Rows = npt.NDArray[np.int64]
 
 
 class Keys(NamedTuple):
@@ -27,33 +35,33 @@ class Keys(NamedTuple):
 
     where: str
     first_row: int
-    values: list[Any]
-    unreadable: frozenset[int]
-    "Rows that could not be read: their missing key is no fault of the key's."
+    values: pa.ChunkedArray
+    unreadable: Iterable[int] = ()
+    "Rows, from 0, that could not be read: their missing key is no fault of the key's."
 
 
 def check_key(table: Table, plan: Plan, key: str) -> None:
-    """Raise TableError with up to 3 examples (file, row, key) when `key` has nulls or duplicates."""
+    """Raise TableError with up to 3 examples (file, row, key) when `key` has nulls, NaN or duplicates."""
 
     def read() -> Iterator[Keys]:
         reader = ChunkReader([key])
         try:
             for chunk in plan.chunks:
                 rows, errors = reader.read(chunk)
-                yield Keys(chunk.file, chunk.first_row, rows[key].to_pylist(), frozenset(errors))
+                yield Keys(chunk.file, chunk.first_row, rows[key], errors)
         finally:
             reader.close()
 
     problem = key_problem(read, plan.rows)
     if problem is not None:
         raise TableError(
-            f"{table.source}: the key {key!r} {problem}. Mend the rows, name another key, or leave it out: rows then "
+            f"{table.source}: the key {key!r} {problem}. Fix the rows, name another key, or leave it out: rows then "
             "get a generated row_id."
         )
 
 
 def key_problem(read: Callable[[], Iterator[Keys]], rows: int) -> str | None:
-    """What is wrong with at most `rows` keys, in words with examples; None when they are unique and not null.
+    """What is wrong with at most `rows` keys, in words with examples; None when they are unique and all there.
 
     `read` is called once, and again to compare the keys whose hashes are equal.
     """
@@ -61,59 +69,101 @@ def key_problem(read: Callable[[], Iterator[Keys]], rows: int) -> str | None:
         return None
     with tempfile.TemporaryFile(prefix="torchlake-keys-") as file:
         os.truncate(file.fileno(), rows * 8)
-        hashes = np.memmap(file, dtype=np.int64, mode="r+", shape=(rows,))
+        stored = np.memmap(file, dtype=np.uint64, mode="r+", shape=(rows,))
         count = 0
-        nulls: list[str] = []
+        faults: dict[str, list[str]] = {"null": [], "NaN": []}
         for keys in read():
-            try:
-                found = [hash(value) for value in keys.values if value is not None]
-            except TypeError:
+            if not is_hashable(plain(keys.values.type)):
                 return "holds lists or structs, which cannot be keys"
-            if len(found) < len(keys.values):
-                nulls += [
-                    f"{keys.where} row {keys.first_row + row}"
-                    for row, value in enumerate(keys.values)
-                    if value is None and row not in keys.unreadable
-                ][:EXAMPLES]
-            hashes[count : count + len(found)] = found
-            count += len(found)
-        if nulls:
-            return f"is null, for example in {'; '.join(nulls[:EXAMPLES])}"
-        sorted_hashes = hashes[:count]
-        sorted_hashes.sort()
-        for candidates in _equal_neighbours(sorted_hashes):
-            examples = _duplicates(read, candidates)
+            for found in _hashes(keys, faults):
+                stored[count : count + len(found)] = found
+                count += len(found)
+            if any(len(examples) >= EXAMPLES for examples in faults.values()):
+                break
+        for fault, examples in faults.items():
             if examples:
+                return f"is {fault}, for example in {'; '.join(examples[:EXAMPLES])}"
+        ordered = stored[:count]
+        if not _is_sorted(ordered):
+            ordered.sort()
+        for candidates in _equal_neighbors(ordered):
+            if examples := _duplicates(read, candidates):
                 return f"is not unique, for example {'; '.join(examples)}"
     return None
 
 
-def _equal_neighbours(hashes: np.ndarray, step: int = 1 << 20) -> Iterator[set[int]]:
-    """Hashes that are there more than once, as sets of at most `CANDIDATES`."""
-    candidates: set[int] = set()
-    for start in range(0, len(hashes) - 1, step):
-        block = np.asarray(hashes[start : start + step + 1])
-        for value in np.unique(block[1:][block[1:] == block[:-1]]).tolist():
-            candidates.add(value)
-            if len(candidates) == CANDIDATES:
-                yield candidates
-                candidates = set()
-    if candidates:
-        yield candidates
+def _hashes(keys: Keys, faults: dict[str, list[str]]) -> Iterator[Words]:
+    """The hashes of the keys that are there; rows whose key is null or NaN are added to `faults`."""
+    unreadable = keys.first_row + np.fromiter(keys.unreadable, np.int64)
+    for numbers, values, missing in _arrays(keys):
+        faults["null"] += _places(keys, missing[~np.isin(missing, unreadable)])
+        if pa.types.is_floating(values.type):
+            faults["NaN"] += _places(keys, numbers[np.isnan(values.to_numpy(zero_copy_only=False))])
+        yield hashes(values)
 
 
-def _duplicates(read: Callable[[], Iterator[Keys]], candidates: set[int]) -> list[str]:
+def _arrays(keys: Keys) -> Iterator[tuple[Rows, pa.Array, Rows]]:
+    """The keys that are not null, array by array and decoded, with the numbers of their rows; and of those without."""
+    first = keys.first_row
+    for values in keys.values.chunks:
+        values = values.cast(plain(values.type))
+        numbers = np.arange(first, first + len(values), dtype=np.int64)
+        first += len(values)
+        if values.null_count:
+            null = values.is_null().to_numpy(zero_copy_only=False)
+            yield numbers[~null], values.drop_null(), numbers[null]
+        else:
+            yield numbers, values, numbers[:0]
+
+
+def _places(keys: Keys, numbers: Rows) -> list[str]:
+    return [f"{keys.where} row {number}" for number in numbers[:EXAMPLES].tolist()]
+
+
+def _blocks(stored: Words) -> Iterator[Words]:
+    """Parts of the array, each beginning with the last value of the one before."""
+    for start in range(0, len(stored) - 1, BLOCK):
+        yield np.asarray(stored[start : start + BLOCK + 1])
+
+
+def _is_sorted(stored: Words) -> bool:
+    """Whether there is nothing to sort: the hash of a number or a time is itself, and tables are often ordered."""
+    return all(bool((block[1:] >= block[:-1]).all()) for block in _blocks(stored))
+
+
+def _equal_neighbors(ordered: Words) -> Iterator[Words]:
+    """Hashes that are there more than once, in arrays of at most `CANDIDATES`."""
+    found = np.empty(0, np.uint64)
+    for block in _blocks(ordered):
+        found = np.concatenate([found, np.unique(block[1:][block[1:] == block[:-1]])])
+        while len(found) >= CANDIDATES:
+            yield found[:CANDIDATES]
+            found = found[CANDIDATES:]
+    if len(found):
+        yield found
+
+
+def _duplicates(read: Callable[[], Iterator[Keys]], candidates: Words) -> list[str]:
     """Up to 3 keys that are there twice, each with the two places."""
-    first: dict[Any, str] = {}
+    first: dict[bytes, str] = {}
     examples: list[str] = []
     for keys in read():
-        for row, value in enumerate(keys.values):
-            if value is None or hash(value) not in candidates:
-                continue
-            where = f"{keys.where} row {keys.first_row + row}"
-            before = first.setdefault(value, where)
-            if before != where:
-                examples.append(f"{value!r} in {before} and {where}")
-                if len(examples) == EXAMPLES:
-                    return examples
+        for numbers, values, _ in _arrays(keys):
+            rows = np.flatnonzero(np.isin(hashes(values), candidates))
+            values = values.take(pa.array(rows))
+            for place, identity in enumerate(identities(values)):
+                where = f"{keys.where} row {numbers[rows[place]]}"
+                before = first.setdefault(identity, where)
+                if before != where:
+                    examples.append(f"{_shown(values[place])} in {before} and {where}")
+                    if len(examples) == EXAMPLES:
+                        return examples
     return examples
+
+
+def _shown(key: pa.Scalar) -> str:
+    """A key as Python writes it; the stored number where Python has no such date or time."""
+    try:
+        return repr(key.as_py())
+    except (ValueError, OverflowError, LookupError, pa.ArrowException):
+        return repr(key.value if pa.types.is_temporal(key.type) else key.as_buffer().to_pybytes())

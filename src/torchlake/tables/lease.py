@@ -81,7 +81,7 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
     """
     with locked(staging, create=True):
         current = _read(staging)
-        if current and _is_live(current):
+        if current and _is_live(staging, current):
             held = name or str(staging.parent / staging.name[1:].removesuffix(".staging"))
             raise Locked(
                 f"{held}: being written by {_holder(current)}. Wait for it, or stop it; finished work is kept."
@@ -150,7 +150,7 @@ def _open(path: Path, create: bool) -> int | None:
     """A descriptor of the lock; None when the folder vanished just after it was made: try again."""
     if create:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(path.parent)
             with suppress(FileNotFoundError):
                 return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             return None
@@ -175,8 +175,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _is_live(lease: dict[str, Any]) -> bool:
-    if lease.get("released") or time.time() - lease["renewed"] > lease["lease_s"]:
+def _is_live(staging: Path, lease: dict[str, Any]) -> bool:
+    if lease.get("released") or _age_s(staging) > lease["lease_s"]:
         return False
     if lease["machine"] != _machine():
         return True
@@ -187,6 +187,13 @@ def _is_live(lease: dict[str, Any]) -> bool:
         return False
     except psutil.AccessDenied:
         return True
+
+
+def _age_s(staging: Path) -> float:
+    """Seconds since the lease was written, by the clock of its storage: those of machines may differ by hours."""
+    lock = staging / "lock"
+    os.utime(lock)
+    return max(0.0, os.stat(lock).st_mtime - os.stat(staging / "lease.json").st_mtime)
 
 
 def _machine() -> str:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import durable
+from torchlake.errors import TableError
 from torchlake.tables.chunks import Chunk, Plan
 
 TABLE = "table"
@@ -54,29 +55,56 @@ def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
 def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part:
     """Write a chunk's rows durably into the staging folder, with page checksums. Called in workers.
 
+    The first attempt that writes a part wins: another one may have run on another kind of CPU, where a score differs in
+    its last digit, and what the driver was told of a part has to stay true. So the part may be another attempt's.
     Raises StorageError when the disk is full or the folder is gone.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    content = sink.getvalue().to_pybytes()
-    durable.write_bytes(staging / TABLE / name, content, site="part")
+    content, path = sink.getvalue().to_pybytes(), staging / TABLE / name
+    while not durable.write_new_bytes(path, content, site="part"):
+        part = read_part(path, chunk, table.num_rows)
+        if part is not None:
+            return part
+        path.unlink(missing_ok=True)  # damaged
     return _part(name, chunk, table, content)
 
 
 def part_of_lost_attempt(staging: Path, name: str, chunk: Chunk) -> Part | None:
     """The sound part that an earlier attempt of this job wrote, whose result was lost on its way; None without one."""
     path = staging / TABLE / name
-    return read_part(path, chunk) if path.exists() else None
+    return read_part(path, chunk.index, chunk.rows) if path.exists() else None
 
 
-def read_part(path: Path, chunk: Chunk) -> Part | None:
-    """The part in `path`, every page verified; None when it is damaged or has not the chunk's rows."""
+def read_part(path: Path, chunk: int, rows: int) -> Part | None:
+    """The part of so many rows in `path`, every page verified; None when it is damaged or has other rows."""
     content = path.read_bytes()
     try:
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
     except (pa.ArrowException, OSError):
         return None
-    return _part(path.name, chunk.index, table, content) if table.num_rows == chunk.rows else None
+    return _part(path.name, chunk, table, content) if table.num_rows == rows else None
+
+
+def stored_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema that a Parquet file written with `schema` is read with.
+
+    Raises TableError for a type that cannot be written.
+    """
+    sink = pa.BufferOutputStream()
+    try:
+        pq.write_table(schema.empty_table(), sink)
+    except pa.ArrowException as error:
+        raise TableError(
+            f"a column cannot be written to Parquet: {error}. The columns are {schema_in_words(schema)}. Leave it out, "
+            "or convert it."
+        ) from error
+    return pq.read_schema(pa.BufferReader(sink.getvalue())).remove_metadata()
+
+
+def schema_in_words(schema: pa.Schema) -> str:
+    """Names and types."""
+    return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
 def _part(name: str, chunk: int, table: pa.Table, content: bytes) -> Part:

@@ -17,9 +17,11 @@ import pyarrow.compute as pc
 from torchlake.errors import TableError
 from torchlake.tables import values
 from torchlake.tables.chunks import Chunk
-from torchlake.tables.formats import is_random, open_arrow, open_parquet, plain, reading
+from torchlake.tables.columnar import is_random, open_arrow, open_parquet, parquet_batches, reading
+from torchlake.tables.formats import plain
 from torchlake.tables.lines import Bad, csv_header, read_records
 from torchlake.tables.table import missing_column, same_type
+from torchlake.tables.versions import Unchanged
 
 BATCH_ROWS = 4096
 BAD_UTF8 = "bad_utf8"
@@ -31,6 +33,7 @@ class ChunkReader:
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
         self._cursor: _Cursor | None = None
+        self._unchanged = Unchanged()
         self._headers: dict[str, list[str]] = {}
         self._schemas: dict[bytes, pa.Schema] = {}
 
@@ -38,8 +41,17 @@ class ChunkReader:
         """The chunk's rows, `chunk.rows` of them, and {row in the chunk: reason} for those that cannot be read.
 
         What cannot be read is null. Reasons: `bad_utf8`, `bad_csv: ...`, `bad_json: ...`.
-        Raises TableError naming file and rows when the file is damaged or is no longer the one that was planned.
+        Raises FingerprintError when the file is not the one that was planned, before its rows are read or after;
+        TableError naming file and rows when it is damaged.
         """
+        self._unchanged.check(chunk.file, chunk.version, chunk.sha256)
+        try:
+            return self._read(chunk)
+        except TableError:
+            self._unchanged.check(chunk.file, chunk.version, chunk.sha256)  # the better reason
+            raise
+
+    def _read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
         schema = self._schema(chunk)
         if chunk.format == "csv":
             table, errors = self._read_csv(chunk, schema)
@@ -52,6 +64,7 @@ class ChunkReader:
                 f"{chunk.file}: {table.num_rows:,} rows where {chunk.rows:,} were planned from row {chunk.first_row:,} "
                 "on; the file has changed since."
             )
+        self._unchanged.check(chunk.file, chunk.version, chunk.sha256)
         return table, dict(sorted(errors.items()))
 
     def close(self) -> None:
@@ -107,7 +120,7 @@ class _Cursor:
 
     def __init__(self, chunk: Chunk, columns: tuple[str, ...]) -> None:
         self.file, self.row_groups = chunk.file, chunk.row_groups
-        self.row = 0
+        self.row = chunk.groups_row
         self.left: pa.RecordBatch | None = None
         self._open = ExitStack()
         first, count = chunk.row_groups
@@ -146,31 +159,25 @@ class _Cursor:
     def _open_parquet(self, first: int, count: int, columns: tuple[str, ...]) -> None:
         parquet = self._open.enter_context(open_parquet(self.file))
         metadata = parquet.metadata
-        self.row = sum(metadata.row_group(group).num_rows for group in range(min(first, metadata.num_row_groups)))
         groups = range(first, min(first + count, metadata.num_row_groups))
         names = parquet.schema_arrow.names
         for name in columns:
             if name not in names:
                 raise missing_column(self.file, name, parquet.schema_arrow)
-        self.batches: Iterator[pa.RecordBatch] = iter(
-            parquet.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=list(columns), use_threads=False)
-            if groups
-            else ()
+        self.batches: Iterator[pa.RecordBatch] = (
+            parquet_batches(self.file, parquet, groups, columns, BATCH_ROWS) if groups else iter(())
         )
 
     def _open_arrow(self, first: int, count: int, columns: tuple[str, ...]) -> None:
-        reader = self._open.enter_context(open_arrow(self.file))
+        reader = self._open.enter_context(open_arrow(self.file, columns))
         for name in columns:
             if name not in reader.schema.names:
                 raise missing_column(self.file, name, reader.schema)
+        batches: Iterator[pa.RecordBatch]
         if is_random(reader):
-            self.row = sum(reader.get_batch(group).num_rows for group in range(min(first, reader.num_record_batches)))
-            batches: Iterator[pa.RecordBatch] = (
-                reader.get_batch(i) for i in range(first, min(first + count, reader.num_record_batches))
-            )
+            batches = map(reader.get_batch, range(first, min(first + count, reader.num_record_batches)))
         else:
-            self.row = sum(batch.num_rows for batch in islice(reader, first))
-            batches = islice(reader, count)
+            batches = islice(reader, first, first + count)
         self.batches = (batch.select(list(columns)) for batch in batches)
 
 

@@ -5,18 +5,28 @@ column that is missing or of another type in the third file, a Delta table read 
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import pyarrow as pa
 
-from torchlake.errors import DataError, TableError
+from torchlake.errors import DataError, TableError, Unavailable
+from torchlake.tables.columnar import Footer
 from torchlake.tables.committed import COMMIT, committed_files
-from torchlake.tables.files import Found, describe, find, is_url
+from torchlake.tables.files import Found, describe, find, local_path
 from torchlake.tables.formats import format_of, is_table_file, schema_of
+from torchlake.tables.lakehouse import refuse_lakehouse_tables
+from torchlake.tables.urls import is_url
+from torchlake.tables.versions import settled_version_of
+
+T = TypeVar("T")
+THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,8 @@ class Table:
     'CSV columns are strings ("007" stays "007"); JSON lines are typed by each file\'s first 1,000 lines.'
     quarantined: tuple[tuple[str, str], ...] = ()
     "Files left out and why."
+    footers: Mapping[str, Footer] = field(default_factory=dict, repr=False)
+    "Of Parquet files, as they were read."
 
 
 def open_table(
@@ -51,28 +63,30 @@ def open_table(
     Raises TableError naming file, column and types, or the nearest name of a missing column; UnsafeError when a file
     would have to run code to be loaded.
     """
-    found = _found(source)
-    formats: dict[str, str] = {}
+    seen, bad = [], []
+    for one, looked in _each(_found(source), partial(_look_at, columns=columns)):
+        if isinstance(looked, DataError):
+            if on_bad_file == "error" or isinstance(looked, Unavailable):
+                raise looked
+            bad.append((one.file, str(looked)))
+        else:
+            seen.append((one, *looked))
+    names = list(columns) or (seen[0][2].names if seen else [])
+    common: dict[str, tuple[pa.DataType, str]] = _most_common(seen, names) if on_bad_file == "quarantine" else {}
     schemas: dict[Found, pa.Schema] = {}
-    bad: list[tuple[str, str]] = []
-    for one in found:
-        try:
-            formats[one.file] = format_of(one.file)
-            schemas[one] = _checked_schema(one.file, formats[one.file], columns)
-        except DataError as error:
-            if on_bad_file == "error":
-                raise
-            bad.append((one.file, str(error)))
-    names = list(columns) or (next(iter(schemas.values())).names if schemas else [])
-    common: dict[str, tuple[pa.DataType, str]] = {}
-    for one, schema in list(schemas.items()):
+    formats: dict[str, str] = {}
+    footers: dict[str, Footer] = {}
+    for one, format, schema, footer in seen:
         try:
             _agree(one.file, schema, names, common)
         except TableError as error:
             if on_bad_file == "error":
                 raise
-            del schemas[one]
             bad.append((one.file, str(error)))
+            continue
+        schemas[one], formats[one.file] = schema, format
+        if footer is not None:
+            footers[one.file] = footer
     if not schemas:
         raise TableError(f"{describe(source)}: every file is bad; the first: {bad[0][1]}")
     kinds = {formats[one.file]: one.file for one in schemas}
@@ -88,6 +102,7 @@ def open_table(
         format=next(iter(kinds)),
         schema=schema,
         quarantined=tuple(bad),
+        footers=footers,
     )
 
 
@@ -109,35 +124,60 @@ def same_type(one: pa.DataType, other: pa.DataType) -> bool:
 
 def _found(source: str | Path | Sequence[str | Path]) -> list[Found]:
     """The files, those of a committed output by its record and never by what lies in the folder."""
-    if isinstance(source, str | Path) and not is_url(os.fspath(source)):
-        folder = Path(os.path.abspath(os.path.expanduser(os.fspath(source))))
+    if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
+        folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
         if (folder / COMMIT).is_file():
             return [Found(path.name, str(path)) for path in committed_files(folder)]
-    for one in [source] if isinstance(source, str | Path) else source:
-        _refuse_table_log(os.fspath(one))
-    return find(source, is_table_file)
+    found = find(source, is_table_file)
+    refuse_lakehouse_tables(found)
+    return found
 
 
-def _refuse_table_log(source: str) -> None:
-    folder = Path(os.path.expanduser(source))
-    kind = "Delta" if (folder / "_delta_log").is_dir() else ""
-    if next((folder / "metadata").glob("*.metadata.json"), None) is not None:
-        kind = "Iceberg"
-    if kind:
-        raise TableError(
-            f"{source}: a table in {kind} format; read as loose Parquet files it would give deleted rows too. Give the "
-            "files of one version, for example those of deltalake's DeltaTable(...).file_uris()."
-        )
+_Looked = tuple[str, pa.Schema, Footer | None]
 
 
-def _checked_schema(file: str, format: str, columns: Sequence[str]) -> pa.Schema:
-    schema = schema_of(file, format, columns)
-    for name in columns:
-        if name not in schema.names:
-            raise missing_column(file, name, schema)
-        if schema.names.count(name) > 1:
-            raise TableError(f"{file}: has {schema.names.count(name)} columns named {name!r}; rename all but one.")
-    return schema
+def _look_at(one: Found, columns: Sequence[str]) -> _Looked | DataError:
+    """Format, schema and footer of a file, or what is wrong with it."""
+    try:
+        version = settled_version_of(one.file)
+        format = format_of(one.file)
+        schema, footer = schema_of(one.file, format, version, columns)
+        for name in columns:
+            if name not in schema.names:
+                raise missing_column(one.file, name, schema)
+            if schema.names.count(name) > 1:
+                times = schema.names.count(name)
+                raise TableError(f"{one.file}: has {times} columns named {name!r}; rename all but one.")
+    except DataError as error:
+        return error
+    return format, schema, footer
+
+
+def _each(found: Sequence[Found], look: Callable[[Found], T]) -> Iterator[tuple[Found, T]]:
+    """What `look` gives for each file, in their order; of many files by several threads, as most of it is waiting."""
+    if len(found) < THREADS and not any(is_url(one.file) for one in found):
+        yield from zip(found, map(look, found), strict=True)
+        return
+    with ThreadPoolExecutor(THREADS) as threads:
+        yield from zip(found, threads.map(look, found), strict=True)
+
+
+def _most_common(
+    seen: Sequence[tuple[Found, str, pa.Schema, Footer | None]], names: Sequence[str]
+) -> dict[str, tuple[pa.DataType, str]]:
+    """The type that most files give each column, and the first of these files: the others are the bad ones."""
+    found: dict[str, tuple[pa.DataType, str]] = {}
+    for name in names:
+        types = [
+            (schema.field(schema.get_field_index(name)).type, one.file)
+            for one, _, schema, _ in seen
+            if name in schema.names
+        ]
+        counts = Counter(kind for kind, _ in types if not pa.types.is_null(kind))
+        if counts:
+            most = counts.most_common(1)[0][0]
+            found[name] = next(one for one in types if one[0] == most)
+    return found
 
 
 def _agree(file: str, schema: pa.Schema, names: Sequence[str], common: dict[str, tuple[pa.DataType, str]]) -> None:

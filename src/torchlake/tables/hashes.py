@@ -1,0 +1,112 @@
+"""64-bit hashes of Arrow values, by whole columns: equal values of one type have equal hashes, however they are stored.
+
+A value of fixed width is one or more 64-bit words, a text the words of its bytes; one word is its own hash, several are
+mixed (the finalizer of MurmurHash3). Two different values may have the same hash, so `identities` gives the bytes that
+decide. Cost: some ten passes of numpy over each word, 3 to 20 ns a value; texts above 256 bytes are hashed one by one.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Words = npt.NDArray[np.uint64]
+
+LONG = 256
+"Bytes above which a text is hashed by Python, by itself: its bytes then cost more than the call."
+_MASKS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
+"By the number of a word's bytes that belong to the text."
+_DAY_MS = 86_400_000
+
+
+def is_hashable(kind: pa.DataType) -> bool:
+    """Whether values of that plain type can be hashed: all but lists, structs, maps and unions."""
+    wide = pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)
+    return wide or _is_bytes(kind) or pa.types.is_primitive(kind) or pa.types.is_null(kind)
+
+
+def hashes(values: pa.Array) -> Words:
+    """The hash of each value; none of them may be null, nor encoded (`formats.plain`)."""
+    found = _stored(values)
+    if isinstance(found, pa.Array):
+        return _hash_bytes(found)
+    if found.shape[1] == 1:
+        return found[:, 0]
+    state = np.zeros(len(found), np.uint64)
+    for column in found.T:
+        state = _mixed(state ^ column)
+    return state
+
+
+def identities(values: pa.Array) -> list[bytes]:
+    """Bytes that are equal for equal values of one type, and for no others; for values as `hashes` takes them."""
+    found = _stored(values)
+    if isinstance(found, pa.Array):
+        return [value.as_buffer().to_pybytes() for value in found]
+    return [row.tobytes() for row in found]
+
+
+def _stored(values: pa.Array) -> Words | pa.Array:
+    """Texts and binary as they are, others as (N, words) uint64."""
+    kind = values.type
+    if _is_bytes(kind):
+        return values
+    if pa.types.is_boolean(kind):
+        values = values.cast(pa.uint8())
+    if pa.types.is_floating(kind):  # both zeros are one
+        return (values.to_numpy(zero_copy_only=False).astype(np.float64) + 0.0).view(np.uint64)[:, None]
+    if pa.types.is_null(kind) or not len(values):
+        return np.zeros((len(values), 1), np.uint64)
+    width = values.type.bit_width // 8
+    start = values.offset * width
+    raw = np.frombuffer(values.buffers()[1], np.uint8)[start : start + len(values) * width].reshape(len(values), width)
+    if pa.types.is_date64(kind):
+        return (raw.view(np.int64) // _DAY_MS).view(np.uint64)
+    if width in (1, 2, 4, 8):
+        return raw.view(f"u{width}").astype(np.uint64, copy=False)
+    padded = np.zeros((len(values), -(-width // 8) * 8), np.uint8)
+    padded[:, :width] = raw
+    return padded.view(np.uint64)
+
+
+def _hash_bytes(values: pa.Array) -> Words:
+    """Hashes of texts or binary: word after word of all that are long enough to have one."""
+    wide = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+    _, places, content = values.buffers()
+    if not len(values):
+        return np.zeros(0, np.uint64)
+    offsets = np.frombuffer(places, np.int64 if wide else np.int32)[values.offset : values.offset + len(values) + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    padded = np.zeros(last - first + 8, np.uint8)
+    if last > first:
+        padded[:-8] = np.frombuffer(content, np.uint8)[first:last]
+    starts, lengths = offsets[:-1].astype(np.int64) - first, np.diff(offsets).astype(np.int64)
+    state = lengths.astype(np.uint64)
+    for row in np.flatnonzero(lengths > LONG):
+        state[row] = hash(padded[starts[row] : starts[row] + lengths[row]].tobytes()) & 0xFFFF_FFFF_FFFF_FFFF
+    every_word = np.ndarray((len(padded) - 7,), np.uint64, padded, strides=(1,))  # one begins at each byte
+    rows = np.flatnonzero((lengths > 0) & (lengths <= LONG))
+    at = 0
+    while len(rows):
+        left = lengths[rows] - at
+        words = every_word[starts[rows] + at] & _MASKS[np.minimum(left, 8)]
+        state[rows] = _mixed(state[rows] ^ words)
+        rows = rows[left > 8]
+        at += 8
+    return state
+
+
+def _mixed(state: Words) -> Words:
+    """Every bit of the result depends on all bits of the state, and no two states give the same result."""
+    state = (state ^ (state >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    state = (state ^ (state >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    mixed: Words = state ^ (state >> np.uint64(33))
+    return mixed
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+    )
