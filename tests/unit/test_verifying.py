@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import tiny
+import torchlake as tl
 from torchlake import durable
 from torchlake.errors import TableError
 from torchlake.tables.chunks import plan_chunks
@@ -45,6 +48,66 @@ def test_a_sound_output_has_no_problems(tmp_path: Path, key: str | None) -> None
     assert (found.rows_in, found.rows_out, found.rows_failed, found.parts) == (12, 12, 1, 3)
     assert found.problems == []
     assert found.notes == ([] if key is None else ["1 of 1 input files have no checksums in their pages."])
+
+
+SOUND: dict[str, pa.Array] = {
+    "timestamp[s]": pa.array([5, 6, 7], pa.timestamp("s")),
+    "timestamp[s] with a zone": pa.array([5, 6, 7], pa.timestamp("s", tz="UTC")),
+    "time32[s]": pa.array([5, 6, 7], pa.time32("s")),
+    "date64": pa.array([0, 86_400_000, -86_400_000], pa.date64()),
+    "large_string": pa.array(["a", "b", "c"], pa.large_string()),
+    "decimal": pa.array([Decimal("1.50"), Decimal("1.51"), Decimal("0.00")], pa.decimal128(20, 2)),
+    "list": pa.array([["x"], [], None]),
+    "map": pa.array([[("x", 1)], [], None], pa.map_(pa.string(), pa.int64())),
+    "dictionary": pa.array(["a", "b", "c"]).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize("name", SOUND)
+def test_columns_of_every_type_verify(tmp_path: Path, name: str, suffix: str) -> None:
+    """Parquet gives some types back as others, and lists with another name for their elements."""
+    column, source = SOUND[name], tmp_path / f"in.{suffix}"
+    table = pa.table({"k": column})
+    if suffix == "parquet":
+        pq.write_table(table, source)
+    else:
+        with pa.ipc.new_file(source, table.schema) as file:
+            file.write_table(table)
+    found = verify(copied(source, tmp_path / "out", key="k"))
+    if name in ("list", "map"):
+        assert found.problems == ["The key 'k' holds lists or structs, which cannot be keys."]
+        found = verify(copied(source, tmp_path / "carried", key=None))
+    assert found.problems == []
+    assert found.rows_out == 3
+
+
+def test_lists_from_json_lines_verify(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"k": ["x"]}\n{"k": []}\n')
+    assert verify(copied(tmp_path / "in.jsonl", tmp_path / "out", key=None)).problems == []
+
+
+def test_the_output_of_a_multi_label_model_verifies(tmp_path: Path) -> None:
+    spec = tiny.spec_for("multi_label", ("a", "b", "c"))
+    model = tiny.build_model(tmp_path / "model", encoder=tiny.build_encoder(tmp_path / "encoder"), spec=spec)
+    pq.write_table(tiny.reviews(4).select(["id", "text"]), tmp_path / "in.parquet")
+    tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", key="id", engine=tiny.Here())
+    assert verify(tmp_path / "out").problems == []
+
+
+def copied(source: Path, out: Path, *, key: str | None) -> Path:
+    """An output that carries the column `k` of the source."""
+    plan = plan_chunks(open_table(source), columns=["k"])
+    fingerprint: dict[str, Any] = {"key": key}
+    with writing(out, plan=plan, fingerprint=fingerprint) as write:
+        parts, reader = [], ChunkReader(["k"])
+        for chunk in write.pending:
+            rows, _ = reader.read(chunk)
+            ids = {} if key else {"row_id": row_ids(chunk)}
+            table = pa.table({**ids, "k": rows["k"], "error": pa.nulls(chunk.rows, pa.string())})
+            parts.append(write_part(write.staging, part_name(plan, chunk, fingerprint), table, chunk=chunk.index))
+        write.commit(parts, {})
+    return out
 
 
 def test_what_is_no_output_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def _stored(values: pa.Array) -> Words | pa.Array:
 
 def _hash_bytes(values: pa.Array) -> Words:
     """Hashes of texts or binary: word after word of all that are long enough to have one."""
-    wide = pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+    wide = values.type in (pa.large_string(), pa.large_binary())
     _, places, content = values.buffers()
     if not len(values):
         return np.zeros(0, np.uint64)
@@ -104,9 +104,4 @@ def _mixed(state: Words) -> Words:
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    return (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-    )
+    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
