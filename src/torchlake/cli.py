@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -389,7 +388,7 @@ def demo(
     \b
     Example: torchlake demo
     """
-    return lambda: commands.demo(Path(folder), rows)
+    return lambda: commands.demo(folder, rows)
 
 
 @app.command()

@@ -216,11 +216,13 @@ def version() -> Outcome:
     return Outcome(values={"version": __version__}, lines=[__version__])
 
 
-def demo(folder: Path, rows: int) -> Outcome:
+def demo(where: str, rows: int) -> Outcome:
     """Write the data, then do with it what a user would: train, predict, evaluate, verify, report."""
     from torchlake.config import load_job
     from torchlake.demo_data import write_reviews
+    from torchlake.tables.committed import local_output
 
+    folder = local_output(where)
     base = _demo_model()
     train_table, test_table = write_reviews(folder, rows)
     print(f"{rows:,} generated reviews in {folder}; fine-tuning all-MiniLM-L6-v2 on them", file=sys.stderr)

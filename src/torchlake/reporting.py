@@ -18,6 +18,7 @@ from torchlake.diagnosing import doctor
 from torchlake.errors import DataError, StorageError, UsageError
 from torchlake.redaction import redacted
 from torchlake.report_page import Point, render
+from torchlake.tables.committed import local_output
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,9 @@ WARNINGS_SHOWN = 20
 def report(run: str | Path) -> Path:
     """Write report.html and report.json into the run folder `run`; returns the path of the page.
 
-    Raises DataError when `run` is no run folder, StorageError when the files cannot be written.
+    Raises DataError when `run` is no run folder, UsageError for an URL, StorageError when the files cannot be written.
     """
-    folder = Path(run)
+    folder = local_output(run)
     if not (folder / "job.yaml").is_file():
         raise DataError(
             f"{folder}: no run folder (it has no job.yaml); name the folder that `torchlake train` printed."

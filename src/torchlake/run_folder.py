@@ -25,6 +25,7 @@ from torchlake.errors import DataError, FingerprintError
 from torchlake.redaction import redacted
 from torchlake.tables import lease
 from torchlake.tables.commit import known_inputs
+from torchlake.tables.committed import local_output
 from torchlake.tables.frames import engine_of, is_frame, to_arrow
 from torchlake.task_spec import TASK_FILE, TaskSpec
 
@@ -65,9 +66,9 @@ LEAD_ELSEWHERE = ("data.train", "data.validation", "train.checkpoint_folder")
 
 
 def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
-    """The folder asked for, or runs/ and the job file's name."""
+    """The folder asked for, or runs/ and the job file's name. Raises UsageError for an URL."""
     if run is not None:
-        return Path(run).expanduser()
+        return local_output(run)
     return Path("runs") / ("job" if job is None or isinstance(job, Job) else Path(job).stem)
 
 

@@ -36,6 +36,7 @@ from torchlake.following import following
 from torchlake.search_space import Range, Space, read_space
 from torchlake.study import WHY, Trial, best_trial, ended_trials, library, next_trial, opened, trial_folder
 from torchlake.tables import lease
+from torchlake.tables.committed import local_output
 from torchlake.tables.table import open_table
 from torchlake.tables.versions import content_id
 from torchlake.training import choose_metric, find_spec, train
@@ -100,7 +101,7 @@ def tune(
         )
     searched = read_space(space, wanted)
     default = run_folder.find(job, None)
-    folder = default.with_name(f"{default.name}_tuning") if run is None else Path(run).expanduser()
+    folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
     with _held(folder) as mine:
         _claim(folder, wanted, searched, seed)
         spec = find_spec(

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pyarrow as pa
 
 from torchlake import durable
 from torchlake.errors import TableError, UsageError
+from torchlake.redaction import redacted
 from torchlake.tables.files import local_path
 from torchlake.tables.urls import is_url
 
 FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"
 PLAN = f"{FOLDER}/plan.json"
+URL_AS_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+"What `Path` makes of an URL: one slash is lost."
 
 
 def output_path(output: str | Path) -> Path:
@@ -23,11 +27,12 @@ def output_path(output: str | Path) -> Path:
 
 
 def local_output(output: str | Path) -> Path:
-    """An output, as the user wrote it, as a path. Raises UsageError for URLs."""
-    text = local_path(os.fspath(output))
+    """An output, as the user wrote it, as a path; `file://` URLs are paths. Raises UsageError for other URLs."""
+    text = URL_AS_PATH.sub(r"\1://", local_path(os.fspath(output)))
     if is_url(text):
         raise UsageError(
-            f"{text}: an output is a local folder, because it is published by one rename; upload it after."
+            f"{redacted(text)}: an output is a local folder, because it is published by one rename. Give a local path, "
+            "and upload the folder afterwards."
         )
     return Path(os.path.expanduser(text))
 
