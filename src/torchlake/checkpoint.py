@@ -196,6 +196,7 @@ def _write_tensors(path: Path, pieces: Pieces, site: str) -> None:
     try:
         failpoint(f"{site}.write")
         save_file(plain, path, metadata=sharding.header(pieces))
+        durable.set_usual_modes([path])
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:

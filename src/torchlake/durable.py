@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,22 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({error})") from None
+
+
+def set_usual_modes(files: Iterable[Path]) -> None:
+    """Give files of one folder the mode that `open` gives a new one: safetensors writes for the owner alone.
+
+    A new file shows that mode, because the umask cannot be read without changing it for the whole process.
+    """
+    mode: int | None = None
+    for file in files:
+        if mode is None:
+            probe = temporary(file)
+            with open(probe, "xb") as made:
+                mode = stat.S_IMODE(os.fstat(made.fileno()).st_mode)
+            probe.unlink()
+        if stat.S_IMODE(file.stat().st_mode) != mode:
+            file.chmod(mode)
 
 
 def sync_folder(folder: Path) -> None:

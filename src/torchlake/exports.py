@@ -69,6 +69,7 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
         ) from error
     try:
         yield temporary
+        durable.set_usual_modes(path for path in temporary.rglob("*") if path.is_file())
         durable.write_manifest(
             temporary,
             site="export",

@@ -69,10 +69,11 @@ def save_model_folder(
         durable.write_bytes(temporary / "README.md", model_card(spec, card).encode(), site=f"{site}.card")
         if beside is not None:
             shutil.copytree(beside, temporary / beside.name)
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+        written = [path for path in temporary.rglob("*") if path.is_file()]
+        durable.set_usual_modes(written)
+        for path in written:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         durable.write_manifest(temporary, site=f"{site}.manifest", format=1)
         _put_in_place(temporary, folder, site)
     except OSError as error:
