@@ -1,9 +1,10 @@
 """Where a model's files are, and the hashes that stand for what is in them.
 
-A model is named by its folder, or by its name on the Hugging Face hub (`name@revision` for a branch, tag or commit),
-whose snapshot is downloaded once. A path into a folder that is there is never looked for on the hub. The hashes are of
-the files that decide an answer or a token, not of cards and manifests. Price: nothing is read where the manifest lists
-a file, which then is believed (`models.load_model` checks it); otherwise the file is read once.
+A model is named by its folder, by the folder of the run that trained it, or by its name on the Hugging Face hub
+(`name@revision` for a branch, tag or commit), whose snapshot is downloaded once. A path into a folder that is there is
+never looked for on the hub. The hashes are of the files that decide an answer or a token, not of cards and manifests.
+Cost: nothing is read where the manifest lists a file, which then is believed (`models.load_model` checks it); otherwise
+the file is read once.
 """
 
 import logging
@@ -12,13 +13,18 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from torchlake import durable
-from torchlake.errors import DataError
+from torchlake import checkpoint_places, durable
+from torchlake.checkpoint_folder import BEST
+from torchlake.config import load_job
+from torchlake.errors import DataError, TorchlakeError
 from torchlake.safety import INDEX
+from torchlake.tables.files import local_path
 from torchlake.task_spec import TASK_FILE
 
 log = logging.getLogger(__name__)
 
+JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
+"What the folder of a run and of a tuning are known by; a finished tuning has both."
 CHAT_TEMPLATE = "chat_template.jinja"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
@@ -38,13 +44,13 @@ DECIDING_FILES = ("config.json", "generation_config.json", TASK_FILE, "*.safeten
 
 
 def model_folder(model: str | Path) -> Path:
-    """The folder of a local model, or of a hub model's snapshot (downloaded when the cache lacks it).
+    """The folder of a local model, of a run's model, or of a hub model's snapshot (downloaded when the cache lacks it).
 
-    Raises DataError saying what was looked for, here and on the hub.
+    Raises DataError saying what was looked for, here and on the hub; or that the run has no model yet.
     """
-    folder = Path(model).expanduser()
+    folder = Path(local_path(os.fspath(model))).expanduser()
     if folder.is_dir():
-        return folder
+        return _model_of_run(folder)
     if folder.exists():
         raise DataError(f"{folder}: is a file; a model is a folder with config.json and model.safetensors")
     name = str(model)
@@ -76,6 +82,46 @@ def model_folder(model: str | Path) -> Path:
             f"{_nearest(folder)}"
         ) from None
     return Path(snapshot)
+
+
+def _model_of_run(folder: Path) -> Path:
+    """The model folder that the folder of a run, its checkpoints or a tuning stands for; others as they are.
+
+    Raises DataError where there is no model yet, and for a single checkpoint.
+    """
+    above = (folder, *folder.absolute().parents)
+    at = next((place for place, one in enumerate(above) if one.name == checkpoint_places.FOLDER), -1)
+    run = above[at + 1]
+    is_run, is_tuning = (run / JOB_FILE).is_file(), (run / TUNING_FILE).is_file()
+    if (folder / "config.json").exists() or not (is_run or is_tuning):
+        return folder
+    models = [one for one in (run / "model", *sorted(run.glob("trials/*/model"))) if (one / "config.json").exists()]
+    named = " or ".join(map(str, models))
+    if is_tuning and (not is_run or len(models) != 1):
+        raise DataError(
+            f"{run}: is the folder of a tuning that is not finished. Run the same command again"
+            + (f", or name a model that it has already: {named}." if models else ".")
+        )
+    if not models:
+        raise DataError(_unfinished(run))
+    if folder.name.startswith("step_"):
+        raise DataError(f"{folder}: is a checkpoint, not a model folder. The model of its run is {named}.")
+    log.info("%s: is the folder of a run; its model is %s", folder, models[0])
+    return models[0]
+
+
+def _unfinished(run: Path) -> str:
+    """That a run has no model folder yet, and where its best model is so far."""
+    try:
+        place = checkpoint_places.find(load_job(run / JOB_FILE).train.checkpoint_folder, run)
+        best = [f"{place}/{name}" for name in place.complete(BEST)]
+    except TorchlakeError:
+        best = []
+    so_far = f" The weights of its best model so far are in the checkpoint {best[-1]}." if best else ""
+    return (
+        f"{run}: is the folder of a run that is not finished, so there is no model in it yet.{so_far} Run the same "
+        f"command again: the training continues, and writes its best model to {run / 'model'}."
+    )
 
 
 def _nearest(folder: Path) -> str:

@@ -33,6 +33,7 @@ from torchlake.processes.hardware import cores, gpus
 from torchlake.runtime_choice import REFERENCE, write_choice
 from torchlake.sampling import draw_sample
 from torchlake.scoring import Runtime, ScoringSettings, runtime_name
+from torchlake.tables.committed import local_output
 from torchlake.trials import Stopped, write_rows
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def optimize(
 def _own_folder(model: str | Path) -> Path:
     """The model's folder. Raises UsageError when it is the hub's cache or cannot be written."""
     folder = model_folders.model_folder(model)
-    if not Path(model).expanduser().is_dir() or (folder / "config.json").is_symlink():
+    if not local_output(model).is_dir() or (folder / "config.json").is_symlink():
         raise UsageError(
             f"{model}: is a snapshot of the Hugging Face hub in its cache ({folder}), where nothing of ours belongs. "
             f"Copy it first (cp -rL {folder} my-model), then optimize and use the copy."
