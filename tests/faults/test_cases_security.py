@@ -23,7 +23,7 @@ from torchlake import checkpoint, checkpoint_places, durable, models, sharding
 from torchlake.checkpoint_folder import Folder
 from torchlake.cli import main
 from torchlake.errors import DataError, OutputError, TableError, TorchlakeError, UnsafeError, UsageError
-from torchlake.tables import files
+from torchlake.tables import files, urls, versions
 from torchlake.tables.committed import COMMIT, PLAN
 from torchlake.tables.table import open_table
 
@@ -190,7 +190,7 @@ def test_a_table_url_is_read_from_a_storage_of_files_or_not_at_all(tmp_path: Pat
             with pytest.raises(TableError, match="is refused") as refused:
                 open_table(source)
             assert "hush" not in str(refused.value)
-        for use in (files.stat, files.open_binary, files.content_id, files.filesystem_of):
+        for use in (versions.version_of, files.open_binary, versions.content_id, urls.filesystem_of):
             with pytest.raises(TableError, match="is refused"):
                 use(full)
         with pytest.raises(UsageError, match="train.checkpoint_folder: .* is refused"):
@@ -207,7 +207,7 @@ def test_every_protocol_of_fsspec_was_decided_on() -> None:
     allowed = set()
     for protocol in known_implementations:
         try:
-            allowed.add(files.check_url(f"{protocol}://place/t.parquet"))
+            allowed.add(urls.check_url(f"{protocol}://place/t.parquet"))
         except TableError:
             continue
     assert allowed <= {"abfs", "adl", "az", "gcs", "gs", "hdfs", "hf", "https", "memory", "s3", "s3a"}

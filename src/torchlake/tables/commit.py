@@ -86,11 +86,11 @@ class Writing:
         parts = self._with_schema_part(sorted(parts, key=lambda part: part.chunk))
         self._check_inputs()
         try:
-            record = self._record(parts, provenance)
             with locked(self.staging):
                 self.lease.check()
                 sealed = staging.seal(self.staging)
                 self._keep_only(sealed, parts)
+                record = self._record(parts, pq.read_schema(sealed / parts[0].name), provenance)
                 (sealed / FOLDER).mkdir()
                 durable.write_bytes(sealed / PLAN, (self.staging / staging.PLAN).read_bytes(), site="commit.plan")
                 durable.write_json(sealed / COMMIT, record, site="commit")
@@ -124,8 +124,8 @@ class Writing:
         assert self.schema is not None, "a table without rows needs the output's schema"
         return [write_part(self.staging, "part-00000-empty.parquet", self.schema.empty_table(), chunk=0)]
 
-    def _record(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
-        schema = pq.read_schema(self.staging / TABLE / parts[0].name).remove_metadata()
+    def _record(self, parts: Sequence[Part], schema: pa.Schema, provenance: Mapping[str, Any]) -> dict[str, Any]:
+        schema = schema.remove_metadata()
         return {
             "format": 1,
             "plan": self.plan.id,
