@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from torchlake.errors import LeaseLost, Locked, OutputError
@@ -152,3 +153,26 @@ def test_a_lock_that_is_never_given_back_hangs_nobody(tmp_path: Path, monkeypatc
     with locked(staging), pytest.raises(Locked, match=r"locked for 0 s by pid \d+.*kill -CONT"):
         acquire(staging, 60.0)
     first.release()
+
+
+def test_a_process_that_may_not_be_looked_at_is_alive(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = acquire(staging, 60)
+
+    def hidden(pid: int) -> psutil.Process:
+        raise psutil.AccessDenied(pid)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "Process", hidden)
+        with pytest.raises(Locked):
+            acquire(staging, 60)
+    lease.release()
+
+
+def test_a_lock_says_who_holds_it_and_since_when(staging: Path) -> None:
+    lease = acquire(staging, 60)
+    edit(staging, pid=4711, host="node-7", machine="elsewhere", started=1_700_000_000.0)
+    with pytest.raises(
+        Locked, match=r"being written by pid 4711 on node-7 since 2023-11-14 22:13:20 UTC\. Wait for it"
+    ):
+        acquire(staging, 60)
+    lease.stop()
