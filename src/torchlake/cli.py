@@ -3,6 +3,7 @@
 Results go to standard output, everything else to standard error. With --json, standard output carries exactly one JSON
 object, also for errors ({"error": {...}}): whatever else writes to it, child processes included, is sent to standard
 error. The exit status of an error is its class's (torchlake.errors); of a fault in torchlake itself 70, with traceback.
+An error of the operating system, such as a missing permission, is one of the user's (`system_errors.py`).
 The libraries that are slow to load are loaded by the work (`commands.py`), not by the parser: --help takes no second.
 """
 
@@ -20,6 +21,7 @@ from torchlake.commands import Outcome, engine_settings, given, make_engine
 from torchlake.console import apart, error_outcome, interruptible, log_to_stderr, resume_line
 from torchlake.errors import Interrupted, TorchlakeError, UsageError
 from torchlake.redaction import redacted
+from torchlake.system_errors import in_words
 
 app = typer.Typer(
     name="torchlake",
@@ -447,6 +449,9 @@ def _run(words: list[str]) -> Outcome:
         message = "Stopped by Ctrl-C."
         return error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{resume_line(words)}")
     except Exception as error:
+        known = in_words(error, words) if isinstance(error, OSError) else None
+        if known is not None:
+            return error_outcome(known, str(known), known.exit_code, shown=f"error: {known}")
         print(redacted(traceback.format_exc()), file=sys.stderr)
         message = (
             f"{type(error).__name__}: {error}\nThis is a fault in torchlake, not in your input. Please report it with "

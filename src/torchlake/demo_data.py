@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchlake.errors import OutputError
+
 NOISE = 0.03
 TEST_SHARE = 1 / 6
 MIN_WORDS, MAX_WORDS = 4, 60
@@ -126,11 +128,14 @@ def write_reviews(folder: str | Path, rows: int = 2400, seed: int = 0) -> tuple[
     """Write `folder`/train.parquet (5/6 of the rows) and test.parquet; the same seed writes the same tables.
 
     Columns: id string (unique), text string, label string ("positive" or "negative"). No text occurs twice. Returns
-    the two paths. rows: 12 to 50,000.
+    the two paths. rows: 12 to 50,000. Raises OutputError when the folder cannot be made.
     """
     assert 12 <= rows <= 50_000, "the grammar is made for tables of this size"
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made: {error.strerror}. Name another folder.") from error
     test_rows = round(rows * TEST_SHARE)
     seen: set[str] = set()
     paths = (folder / "train.parquet", folder / "test.parquet")

@@ -5,6 +5,7 @@ refers to it. A reader never sees half a file; a crash leaves at most a `*.tmp`,
 writers share a temporary name: process ids repeat, on other machines and in containers.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ from torchlake.errors import DataError, StorageError, UnsafeError
 from torchlake.failpoints import failpoint
 
 MANIFEST = "manifest.json"
+WRONG_PATH = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
+"Errors that more room on the disk does not help against."
 
 
 def temporary(path: Path) -> Path:
@@ -135,13 +138,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """`error` as a sentence: the path, the cause, and the bytes needed and free when they are known."""
-    existing = next((parent for parent in [path, *path.parents] if parent.exists()), Path("/"))
+    """`error` as a sentence: the path, the cause, and what to do; the bytes needed and free where there is no room."""
+    again = "run the same command again: finished work is kept."
+    if error.errno in WRONG_PATH:
+        return StorageError(f"{path}: {error.strerror}. Name another folder, or make this one writable, and {again}")
+    existing = next((parent for parent in [path, *path.parents] if os.path.exists(parent)), Path("/"))
     free = shutil.disk_usage(existing).free
     size = "" if needed is None else f" {needed:,} bytes were to be written,"
     return StorageError(
         f"{path}: {error.strerror or error};{size} {free:,} bytes are free there. "
-        "Make room (or restore the folder) and run the same command again: finished work is kept."
+        f"Make room (or restore the folder) and {again}"
     )
 
 

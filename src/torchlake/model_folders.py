@@ -10,6 +10,7 @@ the file is read once.
 import logging
 import os
 import re
+import stat
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -49,10 +50,8 @@ def model_folder(model: str | Path) -> Path:
     Raises DataError saying what was looked for, here and on the hub; or that the run has no model yet.
     """
     folder = Path(local_path(os.fspath(model))).expanduser()
-    if folder.is_dir():
+    if _is_folder(folder):
         return _model_of_run(folder)
-    if folder.exists():
-        raise DataError(f"{folder}: is a file; a model is a folder with config.json and model.safetensors")
     name = str(model)
     if not HUB_NAME.fullmatch(name):
         raise DataError(
@@ -82,6 +81,19 @@ def model_folder(model: str | Path) -> Path:
             f"{_nearest(folder)}"
         ) from None
     return Path(snapshot)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder; False where there is nothing. Raises DataError for a file, and for what is closed."""
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; a model is a folder that can be read") from error
+    if not is_folder:
+        raise DataError(f"{path}: is a file; a model is a folder with config.json and model.safetensors")
+    return True
 
 
 def _model_of_run(folder: Path) -> Path:
@@ -126,8 +138,11 @@ def _unfinished(run: Path) -> str:
 
 def _nearest(folder: Path) -> str:
     """A hint: of the first part of a path that is not there, the name that is most like it."""
-    missing = next((part for part in [*reversed(folder.parents), folder] if not part.exists()), folder)
-    names = [entry.name for entry in os.scandir(missing.parent) if entry.is_dir()] if missing.parent.is_dir() else []
+    missing = next((part for part in [*reversed(folder.parents), folder] if not os.path.exists(part)), folder)
+    try:
+        names = [entry.name for entry in os.scandir(missing.parent) if os.path.isdir(entry)]
+    except OSError:
+        return ""
     close = get_close_matches(missing.name, names, n=1)
     return f" Did you mean {str(missing.parent / close[0])!r}?" if close else ""
 

@@ -145,7 +145,12 @@ def _files(folder: Path) -> Iterator[Path]:
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
         allowed.append(root.parent.parent / "blobs")
     count = 0
-    for parent, folders, names in os.walk(folder):
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # another process has just removed it
+            raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         for name in sorted([*folders, *names]):
             path = Path(parent, name)
             count += 1

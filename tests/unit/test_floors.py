@@ -20,7 +20,7 @@ FLOORS = {
     "exports generation runtime_choice study sharding checkpoint_writer lora",
     0: "processes tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data "
     "strikes following search_space config_types strategy_options engine_options redaction checkpoint_folder "
-    "checkpoint_url checkpoint_places",
+    "checkpoint_url checkpoint_places system_errors",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.

@@ -196,9 +196,9 @@ def _begin(out: Path, job: Job, allowed: Allowed, lease_s: float) -> Writing:
         staging.sweep(out)
         present = present_job(out)
         done = is_done(out, present, job, thorough=allowed.overwrite)
-    except PermissionError as error:
+    except OSError as error:
         raise OutputError(
-            f"{out}: may not be looked at: {error.strerror}: {error.filename}. Give an output in a folder that this "
+            f"{out}: cannot be looked at: {error.strerror}: {error.filename}. Give an output in a folder that this "
             "user can read and write, or change the folder's permissions."
         ) from error
     if done and present is not None:

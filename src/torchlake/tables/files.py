@@ -111,9 +111,21 @@ def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str],
         return os.path.dirname(path), [path], False
     if WILDCARDS & set(source):
         base = _before_wildcard(path)
+        _check_listed(base, source)
         found = (file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         return base, _some(_wanted_files(base, found, wanted), source), True
+    _check_listed(path, source)
     raise TableError(f"{source}: there is no such file or folder.{_nearest(path)}")
+
+
+def _check_listed(folder: str, source: str) -> None:
+    """Raise Unavailable with the reason why nothing is found there, where it is another one than that nothing is."""
+    try:
+        os.scandir(folder).close()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a zero byte is no name
+        return
+    except OSError as error:
+        raise unavailable(source, error) from error
 
 
 def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
@@ -136,9 +148,14 @@ def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]
 
 
 def _below(folder: str) -> Iterator[str]:
-    """The files below a folder, linked folders included, each folder once."""
+    """The files below a folder, each folder once, linked ones included. Raises Unavailable where one is closed."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # another process has just removed it
+            raise unavailable(os.fsdecode(error.filename or folder), error) from error
+
     seen: set[str] = set()
-    for top, folders, names in os.walk(folder, followlinks=True):
+    for top, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(top)
         folders[:] = [] if real in seen else sorted(folders)
         if real not in seen:
@@ -223,6 +240,8 @@ def _common_url(scheme: str, bases: list[str]) -> str:
 
 
 def _nearest(path: str) -> str:
-    folder = os.path.dirname(path)
-    close = get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], n=1)
+    try:
+        close = get_close_matches(os.path.basename(path), os.listdir(os.path.dirname(path)), n=1)
+    except OSError:
+        return ""
     return f" Did you mean {close[0]!r}?" if close else ""

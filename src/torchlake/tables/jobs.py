@@ -43,6 +43,8 @@ class Job(NamedTuple):
 def present_job(out: Path) -> Job | None:
     """The job whose result lies at `out`; None when nothing does. Raises OutputError for what is not ours."""
     if not out.exists():
+        if out.is_symlink():
+            raise OutputError(f"{out}: is a symbolic link that leads to itself. Give another output.")
         return None
     if not out.is_dir():
         raise OutputError(f"{out}: is a file; an output is a folder. Give another output.")

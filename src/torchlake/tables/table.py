@@ -19,7 +19,7 @@ import pyarrow as pa
 from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.columnar import Footer
 from torchlake.tables.committed import COMMIT, committed_files
-from torchlake.tables.files import Found, describe, find, local_path
+from torchlake.tables.files import Found, describe, find, local_path, unavailable
 from torchlake.tables.formats import format_of, is_table_file, schema_of
 from torchlake.tables.lakehouse import refuse_lakehouse_tables
 from torchlake.tables.urls import is_url
@@ -126,7 +126,11 @@ def _found(source: str | Path | Sequence[str | Path]) -> list[Found]:
     """The files, those of a committed output by its record and never by what lies in the folder."""
     if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
         folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
-        if (folder / COMMIT).is_file():
+        try:
+            is_output = (folder / COMMIT).is_file()
+        except OSError as error:
+            raise unavailable(os.fspath(source), error) from error
+        if is_output:
             return [Found(path.name, str(path)) for path in committed_files(folder)]
     found = find(source, is_table_file)
     refuse_lakehouse_tables(found)
