@@ -7,12 +7,15 @@ import string
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import polars as pl
 import pyarrow as pa
+import pyarrow.csv
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchlake.errors import TableError
+from torchlake.errors import FingerprintError, TableError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
@@ -117,22 +120,37 @@ def test_a_malformed_csv_line_costs_only_itself(tmp_path: Path) -> None:
     path.write_bytes(b'k,t\n1,fine\n2\n3,a,b\n4,\xff\xfe\n5,"a"b\n6,007\n')
     rows, errors = read_all(path, ["k", "t"])
     assert errors == {
-        1: "bad_csv: 1 fields, expected 2",
-        2: "bad_csv: 3 fields, expected 2",
+        1: "bad_csv: 1 fields, expected 2 (row 1 of t.csv)",
+        2: "bad_csv: 3 fields, expected 2 (row 2 of t.csv)",
         3: "bad_utf8",
-        4: "bad_csv: ',' expected after '\"'",
+        4: "bad_csv: ',' expected after '\"' (row 4 of t.csv)",
     }
     assert rows[3] == {"k": "4", "t": None}, "the key of a row with bad text is kept"
     assert rows[5] == {"k": "6", "t": "007"}
 
 
-def test_an_unclosed_quote_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_null_in_a_file_of_one_column_is_a_row(tmp_path: Path) -> None:
+    texts = ["good film", None, "", "bad film", None]
+    pl.DataFrame({"text": texts}).write_csv(tmp_path / "polars.csv")
+    pyarrow.csv.write_csv(pa.table({"text": texts}), tmp_path / "pyarrow.csv")
+    for path in tmp_path.iterdir():
+        rows, errors = read_all(path, ["text"], 2)
+        assert errors == {}
+        assert [row["text"] for row in rows] == ["good film", "", "", "bad film", ""], path
+
+
+@pytest.mark.parametrize("name", ["t.tsv", "t.TSV", "t.Tsv"])
+def test_tab_separated_files_are_known_by_their_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("a\tb,c\n1\t2,3\n")
+    assert read_all(tmp_path / name, ["a", "b,c"]) == ([{"a": "1", "b,c": "2,3"}], {})
+
+
+@pytest.mark.parametrize("header", [",b", ",Unnamed: 0,b", ",Unnamed: 0.1,b", ",b,Unnamed: 0.1,Unnamed: 0"])
+def test_the_index_that_pandas_writes_is_named_as_pandas_names_it(tmp_path: Path, header: str) -> None:
     path = tmp_path / "t.csv"
-    path.write_text('k,t\n1,fine\n2,"open\n3,more\n')
-    rows, errors = read_all(path, ["k", "t"])
-    assert rows[0] == {"k": "1", "t": "fine"}
-    assert list(errors) == [1]
-    assert "unexpected end of data" in errors[1]
+    path.write_text(header + "\n" + "x," * header.count(",") + "y\n")
+    assert open_table(path).schema.names == list(pd.read_csv(path).columns)
+    assert read_all(path, ["b"])[1] == {}
 
 
 def test_a_long_field_is_read(tmp_path: Path) -> None:
@@ -149,6 +167,10 @@ def test_a_long_field_is_read(tmp_path: Path) -> None:
     [
         ("a,b,a\n", "'a' twice"),
         ("a,,b\n", "column 2 of the header has no name"),
+        (",,b\n", "column 2 of the header has no name"),
+        (" ,b\n", "column 1 of the header has no name"),
+        ('""\n1\n', "column 1 of the header has no name"),
+        ('a,"b\n1,2\n', "header line cannot be read .*ends inside quotes"),
         ("\n\n", "no header line"),
         ("a\rb\r1\r2\r", "header line cannot be read"),
     ],
@@ -179,14 +201,55 @@ def test_jsonl_never_converts_silently(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     lines = [json.dumps({"i": n, "s": "x", "f": 0.5, "l": [1], "o": {"p": 1}}) for n in range(1000)]
     odd = [
-        {"i": 1.0}, {"i": "1"}, {"i": True}, {"i": 2**63}, {"s": 7}, {"f": 2**53 + 1}, {"l": ["a"]}, {"o": {"q": 1}},
+        {"i": "1"}, {"i": True}, {"i": 2**63}, {"s": 7}, {"f": 2**53 + 1}, {"l": ["a"]}, {"o": {"p": "a"}}, {"o": [1]},
         {"f": 3, "i": 5, "l": [], "o": {"p": None}},
     ]  # fmt: skip
     path.write_text("\n".join(lines + [json.dumps(row) for row in odd]))
     rows, errors = read_all(path, ["i", "s", "f", "l", "o"])
     assert list(errors) == list(range(1000, 1008))
-    assert errors[1000] == "bad_json: column 'i': 1.0 does not fit int64"
+    assert errors[1000] == "bad_json: column 'i': '1' does not fit int64 (row 1,000 of t.jsonl)"
     assert rows[1008] == {"i": 5, "s": None, "f": 3.0, "l": [], "o": {"p": None}}
+
+
+def test_types_of_jsonl_come_from_all_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    first = {"price": 1, "tags": [], "o": {"a": 1}, "other": 1}
+    last = [{"price": 1.5}, {"price": 2**53 + 1}, {"tags": [None, "x"]}, {"o": {"b": [{"c": 2}]}}, {"new": True}]
+    path.write_text("\n".join(map(json.dumps, [first] * 1500 + last)))
+    rows, errors = read_all(path, ["price", "tags", "o", "new"])
+    assert list(errors) == [1501], "no double equals this int"
+    assert rows[0] == {"price": 1.0, "tags": [], "o": {"a": 1, "b": None}, "new": None}
+    assert [rows[1500]["price"], rows[1502]["tags"]] == [1.5, [None, "x"]]
+    assert [rows[1503]["o"], rows[1504]["new"]] == [{"a": None, "b": [{"c": 2}]}, True]
+    assert open_table(path).schema.names == ["price", "tags", "o", "other"], "of columns that nobody named: 1,000 lines"
+    with pytest.raises(TableError, match="no column 'news'. Did you mean 'new'"):
+        open_table(path, columns=["new", "news"])
+
+
+def test_names_in_jsonl_that_are_not_utf8_matter_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"t": "a", "o": {"p": 1}}\n{"t": "b", "caf\xe9": 1}\n{"t": "c", "o": {"p": 2, "caf\xe9": 1}}\n')
+    assert open_table(path).schema.names == ["t", "o"]
+    rows, errors = read_all(path, ["t"])
+    assert (rows, errors) == ([{"t": "a"}, {"t": "b"}, {"t": "c"}], {})
+    rows, errors = read_all(path, ["o"])
+    assert (rows, errors) == ([{"o": {"p": 1}}, {"o": None}, {"o": None}], {2: "bad_utf8"})
+    with pytest.raises(TableError, match=r"the column name 'caf\\udce9' is not UTF-8"):
+        open_table(path, columns=["caf\udce9"])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_values_that_no_file_could_hold_are_errors(tmp_path: Path, late: bool) -> None:
+    path = tmp_path / "t.jsonl"
+    deep = "[" * 40 + "]" * 40
+    many = ", ".join(f'"{n}": 1' for n in range(10_001))
+    path.write_text('{"o": {"p": 1}, "l": []}\n' * (1000 if late else 1) + f'{{"o": {{{many}}}, "l": {deep}}}\n')
+    for name, words in (("l", "nested more than 32 deep"), ("o", "more than 10,000 different fields")):
+        if late:
+            assert list(read_all(path, [name])[1]) == [1000]
+        else:
+            with pytest.raises(TableError, match=words):
+                open_table(path, columns=[name])
 
 
 def test_malformed_json_lines_cost_only_themselves(tmp_path: Path) -> None:
@@ -198,7 +261,7 @@ def test_malformed_json_lines_cost_only_themselves(tmp_path: Path) -> None:
     )
     rows, errors = read_all(path, ["k", "t"])
     assert list(errors) == [1, 2, 3, 4, 5]
-    assert errors[2] == "bad_json: list, expected an object"
+    assert errors[2] == "bad_json: list, expected an object (row 2 of t.jsonl)"
     assert errors[3] == errors[4] == "bad_utf8"
     assert [row["k"] for row in rows] == [1, None, None, 4, 5, None, 7]
 
@@ -230,7 +293,7 @@ def test_a_file_that_shrank_since_the_plan_is_an_error(tmp_path: Path) -> None:
     path.write_text("a\n" + "\n".join(string.ascii_lowercase))
     plan = plan_chunks(open_table(path), columns=["a"])
     path.write_text("a\nb\n")
-    with pytest.raises(TableError, match="longer when the job was planned"):
+    with pytest.raises(FingerprintError, match="changed while it was being read"):
         ChunkReader(["a"]).read(plan.chunks[0])
 
 

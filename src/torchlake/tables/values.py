@@ -1,52 +1,55 @@
 """JSON values and Arrow types: what type a column has, and whether a value fits it without any silent change.
 
-An int stays an int: in an int64 column 1.0 does not fit, and in a double column an int fits only when the double
+An int stays an int, until a float comes in its column: then the column is double, and an int fits only when the double
 equals it. A string with half a surrogate pair (which is also how undecodable bytes arrive here) is not UTF-8.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
 INT64 = range(-(2**63), 2**63)
+NULL = pa.null()
+MAX_DEPTH = 32
+MAX_FIELDS = 10_000
+Kind: TypeAlias = Any
+"What values have been so far: a scalar's Arrow type, [kind] of a list's items, or {name: kind} of an object's fields."
+_INT, _DOUBLE = pa.int64(), pa.float64()
+_SCALARS: dict[type, pa.DataType] = {bool: pa.bool_(), int: _INT, float: _DOUBLE, str: pa.string()}
 
 
-def infer(value: Any) -> pa.DataType:
-    """The Arrow type of one JSON value."""
+def widen(kind: Kind, value: Any, depth: int = 0) -> Kind:
+    """The narrowest kind that holds the values of `kind` and this one; `kind` itself when it does.
+
+    Raises ValueError in words when there is none, or when it is nested deeper or has more fields than a file can hold.
+    """
     if value is None:
-        return pa.null()
-    if isinstance(value, bool):
-        return pa.bool_()
-    if isinstance(value, int):
-        return pa.int64()
-    if isinstance(value, float):
-        return pa.float64()
-    if isinstance(value, str):
-        return pa.string()
-    if isinstance(value, list):
-        item = pa.null()
+        return kind
+    if depth == MAX_DEPTH:
+        raise ValueError(f"a value that is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, list) and (kind is NULL or isinstance(kind, list)):
+        before = item = NULL if kind is NULL else kind[0]
         for one in value:
-            item = unify(item, infer(one))
-        return pa.list_(item)
-    return pa.struct([pa.field(name, infer(one)) for name, one in value.items()])
+            item = widen(item, one, depth + 1)
+        return kind if item is before and kind is not NULL else [item]
+    if isinstance(value, dict) and (kind is NULL or isinstance(kind, dict)):
+        return _widen_fields({} if kind is NULL else kind, value, depth + 1)
+    scalar = _SCALARS.get(type(value))
+    if scalar is not None:
+        if kind is scalar or kind is NULL:
+            return scalar
+        if (kind is _INT and scalar is _DOUBLE) or (kind is _DOUBLE and scalar is _INT):
+            return _DOUBLE
+    raise ValueError(f"{arrow_type(widen(NULL, value, depth))} where {arrow_type(kind)} was before")
 
 
-def unify(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The narrowest type that holds both; raises ValueError in words when there is none."""
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if {one, other} == {pa.int64(), pa.float64()}:
-        return pa.float64()
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(unify(one.value_type, other.value_type))
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        types = {field.name: field.type for field in one}
-        for field in other:
-            types[field.name] = unify(types.get(field.name, pa.null()), field.type)
-        return pa.struct([pa.field(name, kind) for name, kind in types.items()])
-    raise ValueError(f"{other} where {one} was before")
+def arrow_type(kind: Kind) -> pa.DataType:
+    """The Arrow type of a column of that kind."""
+    if isinstance(kind, list):
+        return pa.list_(arrow_type(kind[0]))
+    if isinstance(kind, dict):
+        return pa.struct([pa.field(name, arrow_type(one)) for name, one in kind.items()])
+    return kind
 
 
 def fit(value: Any, kind: pa.DataType) -> Any:
@@ -76,7 +79,32 @@ def fit(value: Any, kind: pa.DataType) -> Any:
         types = {field.name: field.type for field in kind}
         unknown = next((name for name in value if name not in types), None)
         if unknown is not None:
-            raise ValueError(f"the field {unknown!r} was not there in the first lines")
+            unknown.encode()
+            raise ValueError(f"the column's type has no field {unknown!r}")
         return {name: fit(one, types[name]) for name, one in value.items()}
     shown = repr(value)
     raise ValueError(f"{shown[:40]}{'...' if len(shown) > 40 else ''} does not fit {kind}")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a string can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _widen_fields(fields: dict[str, Kind], value: dict[str, Any], depth: int) -> dict[str, Kind]:
+    """The fields that hold also those of `value`; names that are not UTF-8 are left out, as Arrow cannot hold them."""
+    wider = {}
+    for name, one in value.items():
+        before = fields.get(name)
+        after = widen(NULL if before is None else before, one, depth)
+        if after is not before and (before is not None or is_utf8(name)):
+            wider[name] = after
+    if not wider:
+        return fields
+    if len(fields.keys() | wider.keys()) > MAX_FIELDS:
+        raise ValueError(f"objects with more than {MAX_FIELDS:,} different fields")
+    return fields | wider
