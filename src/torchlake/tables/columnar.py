@@ -111,7 +111,7 @@ def sampled_size(file: str, footer: Footer) -> float:
                     SAMPLED_ROWS, row_groups=[group], columns=list(footer.columns), use_threads=False
                 )
                 batch = next(batches)
-            except (pa.ArrowException, OSError):  # damaged: whoever reads these rows names them
+            except (pa.ArrowException, OSError, StopIteration):  # damaged: whoever reads these rows names them
                 continue
             decoded = (one.dictionary_decode() if pa.types.is_dictionary(one.type) else one for one in batch.columns)
             in_memory = sum(column.nbytes for column in decoded) / batch.num_rows * described.num_rows

@@ -1,12 +1,11 @@
 """What each format says of itself before any row is read: the schema, and the pieces a file can be cut at.
 
 parquet  footer: schema, row groups          arrow  IPC file or stream: schema, record batches
-csv      header line: every column a string  jsonl  types from the first 1,000 lines
+csv      header line: every column a string  jsonl  types from the values, see `_json_schema`
 """
 
 import os
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -126,25 +125,31 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:
-    """Types from the first lines; on past them while a column that is asked for has shown nothing but null."""
-    types: dict[str, pa.DataType] = {}
+    """Types from all lines for `columns`; for other columns, or all where none are named, from the first 1,000 lines.
+
+    A value of `columns` that has no type together with those before it is an error of the file in the first 1,000
+    lines, and later an error of its row. Names that are not UTF-8 are left out, as Arrow cannot hold them.
+    """
+    kinds: dict[str, values.Kind] = {}
     source, counted = lines.open_lines(file)
     with source:
-        records = lines.json_records(counted)
-        first = next(records, None)
-        if isinstance(first, Bad) and "list, expected" in first:
-            raise TableError(f"{file}: a JSON array; write one object per line (JSON lines) instead.")
-        for number, record in enumerate(chain([first] if first is not None else [], records), 1):
-            if number > TYPED_LINES and not any(pa.types.is_null(types.get(name, pa.int8())) for name in columns):
+        for number, record in enumerate(lines.json_records(counted), 1):
+            first = number <= TYPED_LINES
+            if not first and not columns:
                 break
             if isinstance(record, Bad):
+                if number == 1 and "list, expected" in record:
+                    raise TableError(f"{file}: a JSON array; write one object per line (JSON lines) instead.")
                 continue
-            for name, value in record.items():
+            for name in record if first else (name for name in columns if name in record):
                 try:
-                    types[name] = values.unify(types.get(name, pa.null()), values.infer(value))
+                    kinds[name] = values.widen(kinds.get(name, values.NULL), record[name])
                 except ValueError as error:
-                    if name in columns:
+                    if first and name in columns:
                         raise TableError(f"{file}: line {number}: the column {name!r} has {error}") from None
-    if not types:
+    if not kinds:
         raise TableError(f"{file}: no JSON object in its first lines; JSON lines hold one object per line.")
-    return pa.schema([pa.field(name, kind) for name, kind in types.items()])
+    for name in columns:
+        if not values.is_utf8(name):
+            raise TableError(f"{file}: the column name {name!r} is not UTF-8; rename the column.")
+    return pa.schema([pa.field(name, values.arrow_type(kind)) for name, kind in kinds.items() if values.is_utf8(name)])

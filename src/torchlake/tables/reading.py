@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TableError
 from torchlake.tables import values
+from torchlake.tables.bad_text import without_bad_text
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.columnar import is_random, open_arrow, open_parquet, parquet_batches, reading
 from torchlake.tables.formats import plain
@@ -84,13 +85,8 @@ class ChunkReader:
             self._headers = {chunk.file: csv_header(chunk.file)}
         header = self._headers[chunk.file]
         places = [_place(chunk.file, header, field) for field in schema]
-        records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes))
-        errors: dict[int, str] = {}
-        for row, record in enumerate(records):
-            if isinstance(record, Bad):
-                errors[row] = str(record)
-            elif len(record) != len(header):
-                errors[row] = f"bad_csv: {len(record)} fields, expected {len(header)}"
+        records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes, len(header)))
+        errors = _bad_records(chunk, records)
         columns = [
             _text_column([None if row in errors else record[place] for row, record in enumerate(records)])
             for place in places
@@ -217,16 +213,27 @@ def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[in
     return fitted, errors
 
 
+def _bad_records(chunk: Chunk, records: Sequence[Any]) -> dict[int, str]:
+    """{row: reason} of the records that could not be parsed; the reason says where, as such a row has no key."""
+    return {row: record + _where(chunk, row) for row, record in enumerate(records) if isinstance(record, Bad)}
+
+
+def _where(chunk: Chunk, row: int) -> str:
+    return f" (row {chunk.first_row + row:,} of {chunk.name})"
+
+
 def _read_json(chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
     records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes))
-    errors = {row: str(record) for row, record in enumerate(records) if isinstance(record, Bad)}
+    errors = _bad_records(chunk, records)
     arrays = []
     for field in schema:
         items = [None if row in errors else record.get(field.name) for row, record in enumerate(records)]
         fitted, bad = _fit_column(items, field.type)
         arrays.append(pa.array(fitted, field.type))
         for row, reason in bad.items():
-            errors.setdefault(row, reason if reason == BAD_UTF8 else f"bad_json: column {field.name!r}: {reason}")
+            if reason != BAD_UTF8:
+                reason = f"bad_json: column {field.name!r}: {reason}{_where(chunk, row)}"
+            errors.setdefault(row, reason)
     return pa.table(arrays, schema=schema) if arrays else _no_columns(len(records)), errors
 
 
@@ -247,31 +254,16 @@ def isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
     for place, field in enumerate(table.schema):
         if pa.types.is_primitive(field.type) or pa.types.is_null(field.type):
             continue
-        chunks, start, found = [], 0, False
+        sound, start, changed = [], 0, False
         for array in table.column(place).chunks:
-            bad = _bad_rows(array)
-            if bad:
-                found = True
-                keep = pa.array(np.arange(len(array)), mask=np.isin(np.arange(len(array)), bad))
-                array = array.take(keep)
-                errors.update({start + row: BAD_UTF8 for row in bad})
+            readable, bad = without_bad_text(array)
+            changed |= readable is not array
+            errors.update({start + row: BAD_UTF8 for row in bad})
             start += len(array)
-            chunks.append(array)
-        if found:
-            table = table.set_column(place, field, pa.chunked_array(chunks, field.type))
+            sound.append(readable)
+        if changed:
+            table = table.set_column(place, field, pa.chunked_array(sound, field.type))
     return table, errors
-
-
-def _bad_rows(array: pa.Array, start: int = 0) -> list[int]:
-    """The rows that do not validate, by halving; a sound array costs one validation."""
-    try:
-        array.validate(full=True)
-    except pa.ArrowInvalid:
-        if len(array) == 1:
-            return [start]
-        half = len(array) // 2
-        return _bad_rows(array.slice(0, half), start) + _bad_rows(array.slice(half), start + half)
-    return []
 
 
 def _no_columns(rows: int) -> pa.Table:

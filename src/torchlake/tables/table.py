@@ -42,7 +42,7 @@ class Table:
     format: str
     "parquet, csv, jsonl or arrow."
     schema: pa.Schema
-    'CSV columns are strings ("007" stays "007"); JSON lines are typed by each file\'s first 1,000 lines.'
+    'CSV columns are strings ("007" stays "007"); JSON lines are typed by all lines of the columns asked for.'
     quarantined: tuple[tuple[str, str], ...] = ()
     "Files left out and why."
     footers: Mapping[str, Footer] = field(default_factory=dict, repr=False)
