@@ -96,27 +96,33 @@ def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str |
 
 def predict(model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Score a stored table; `options` are those of the Python function that were given."""
+    from torchlake.failures import in_lines
     from torchlake.predicting import predict
 
     done = predict(model, table, output, engine=engine, **options)
-    names = ("rows_in", "rows_out", "rows_failed", "seconds", "rows_per_s", "output")
+    names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "output")
     values = {name: getattr(done, name) for name in names}
     shown = {
         "output": done.output,
         "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error",
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
-    return Outcome(values=values, lines=_table(shown))
+    lines = _table(shown)
+    if done.rows_failed:
+        lines += ["", "rows with an error, by reason", *(f"  {line}" for line in in_lines(done.errors))]
+        lines.append(f"for example {done.example}")
+    return Outcome(values=values, lines=lines)
 
 
 def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Measure a model; `options` are those of the Python function that were given."""
     from torchlake.evaluating import evaluate
+    from torchlake.failures import in_lines
 
     done = evaluate(model, table, engine=engine, **options)
     values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion", "tokens")}
     values["metrics"] = {name: _interval(metric) for name, metric in done.metrics.items()}
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in done.errors.items())
+    reasons = ", ".join(in_lines(done.errors))
     rows = f"{done.rows:,}, of which {done.failed:,} are left out ({reasons})" if done.failed else f"{done.rows:,}"
     counts = {"rows": rows, **({} if done.tokens is None else {"tokens": f"{done.tokens:,}"})}
     lines = [*_table(counts), "", *_metric_lines(done.metrics)]

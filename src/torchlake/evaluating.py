@@ -9,7 +9,6 @@ table, a second read of one column, and the probabilities of all rows in memory 
 
 import math
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 from torchlake import models, plugins, predicting
 from torchlake.engines import Engine
 from torchlake.errors import DataError, TableError, UsageError
+from torchlake.failures import count_reasons
 from torchlake.metrics import Metric, evaluate_metrics
 from torchlake.models import Label, TaskSpec
 from torchlake.perplexity import measure_texts
@@ -181,7 +181,7 @@ def _measure(scored: pa.Table, targets: pa.Array, reasons: dict[int, str], spec:
         failures[row] = reason_column[row].as_py()
     usable = np.ones(len(targets), dtype=bool)
     usable[list(failures)] = False
-    errors = dict(Counter(reason.split(":")[0] for reason in failures.values()).most_common())
+    errors = dict(count_reasons(pa.array(failures.values(), pa.string())).most_common())
     if not usable.any():
         raise DataError(
             f"no row of {len(targets):,} has both a label in {spec.label!r} and a prediction: "

@@ -26,6 +26,7 @@ from torchlake.data.batching import Ragged, length_batches
 from torchlake.data.packing import Blocks, as_read, pack
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
+from torchlake.failures import count_reasons
 from torchlake.metrics import Metric, loss_metrics
 from torchlake.model_folders import model_folder
 from torchlake.preparing import prepare
@@ -156,5 +157,5 @@ def _errors(files: Sequence[Path]) -> dict[str, int]:
     reasons: Counter[str] = Counter()
     for file in files:
         errors = pq.read_table(file, columns=["error"])["error"].drop_null()
-        reasons.update(reason.split(":")[0] for reason in errors.to_pylist())
+        reasons += count_reasons(errors)
     return dict(reasons.most_common())

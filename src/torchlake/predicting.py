@@ -32,6 +32,7 @@ from torchlake.asking import (
 from torchlake.engines import Engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
+from torchlake.failures import failures_of
 from torchlake.progress import progress
 from torchlake.runtime_choice import RuntimeChoice
 from torchlake.scoring import (
@@ -77,6 +78,10 @@ class Scored:
     "The commit record, with the provenance."
     quarantined: tuple[tuple[str, str], ...] = ()
     'Files left out, each with the reason (`on_bad_file="quarantine"`); their rows are in no count.'
+    errors: dict[str, int]
+    "Why rows failed, and how many for each reason."
+    example: str | None
+    "File and row of the first failed row, and its error."
 
 
 def predict(
@@ -270,6 +275,7 @@ def _predict_table(
         rows_per_s=scored_rows / seconds,
         record=record,
         quarantined=tuple(source.quarantined),
+        **failures_of(out.output, record, out.plan)._asdict(),
     )
 
 

@@ -192,7 +192,8 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
 
     def predict(*args: Any, **options: Any) -> SimpleNamespace:
         seen.update(options, args=args)
-        return SimpleNamespace(output=Path("o"), rows_in=5, rows_out=5, rows_failed=1, seconds=2.0, rows_per_s=2.5)
+        counts = {"rows_in": 5, "rows_out": 5, "rows_failed": 1, "seconds": 2.0, "rows_per_s": 2.5}
+        return SimpleNamespace(output=Path("o"), errors={"null_text": 1}, example="i row 3: null_text", **counts)
 
     module = ModuleType("torchlake.predicting")
     module.predict = predict  # type: ignore[attr-defined]
@@ -203,13 +204,17 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
         "rows_in": 5,
         "rows_out": 5,
         "rows_failed": 1,
+        "errors": {"null_text": 1},
+        "example": "i row 3: null_text",
         "seconds": 2.0,
         "rows_per_s": 2.5,
         "output": "o",
     }
     assert main(["predict", "m", "i", "o", "--processes", "2"]) == 0
     assert seen["engine"].processes == 2
-    assert "5, of which 1 with an error" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "5, of which 1 with an error" in said
+    assert said.endswith("\nrows with an error, by reason\n  null_text 1\nfor example i row 3: null_text\n")
 
 
 def test_a_wrong_job_file_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ FLOORS = {
     "planning plan_tables surveying capacity saving mapping perplexity asking",
     2: "engines strategies tasks runtimes",
     1: "costs workload data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
-    "exports generation runtime_choice study sharding checkpoint_writer lora",
+    "exports failures generation runtime_choice study sharding checkpoint_writer lora",
     0: "processes tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data "
     "strikes following search_space config_types strategy_options engine_options redaction checkpoint_folder "
     "checkpoint_url checkpoint_places system_errors",
