@@ -1,8 +1,9 @@
 """`prepare`: a table in, token Parquet out; training reads nothing else.
 
 A chunk job like `predict`, with the tokenizer in the model's place: exactly once, resumable, the same bytes on every
-engine. One row in is one row out: a row that cannot be trained on keeps its place, with an `error` and no tokens.
-Price: the tokens are stored (about as many bytes as the compressed text) and the text is never tokenised again.
+engine. One row in is one row out: a row that cannot be trained on keeps its place, with an `error` and no tokens; one
+that ends the process is found by `strikes.py`. Cost: the tokens are stored (about as many bytes as the compressed text)
+and the text is never tokenized again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from torchlake import durable, model_folders, models, plugins
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.progress import progress
-from torchlake.scoring import check_prompts, string_column
+from torchlake.scoring import check_prompts, string_column, within, without_rows
+from torchlake.strikes import Strikes, read_chunk
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.commit import Part, known_inputs, part_name, write_part, writing
 from torchlake.tables.jobs import Allowed
@@ -29,6 +31,9 @@ from torchlake.tables.parts import part_of_lost_attempt
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
 from torchlake.task_spec import TaskSpec
+
+STEP_S = 600.0
+"Seconds that reading or tokenizing a chunk may take."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ def prepare(
     bad_rows: Literal["error", "drop"] = "error",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Tokenise `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
+    """Tokenize `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
 
     Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read and not learned),
     `length` int32, `target` (the task's encoding of the label, where it has labels), `error` string, null for rows that
@@ -118,18 +123,13 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     reader = ChunkReader(spec.columns)
     schema = token_schema(spec)
 
-    def tokenise(chunk: Chunk) -> pa.Table:
-        table, unreadable = reader.read(chunk)
+    def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
+        """The columns, all but `row_id`, of some of the chunk's rows."""
         labels = None if spec.label is None else table[spec.label].combine_chunks()
         blank, unreadable, tokens_of = _learned(task, tokenizer, table[spec.text], unreadable, spec)
         errors = _untrainable(blank, labels, unreadable)
-        if errors and settings.bad_rows == "error":
-            first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in sorted(errors.items())[:3])
-            raise DataError(
-                f"{chunk.file}: {len(errors):,} of the rows {chunk.first_row:,} to {chunk.first_row + chunk.rows:,} "
-                f"cannot be trained on ({first}). Mend them, or leave such rows out with --set data.bad_rows=drop."
-            )
-        good = pa.array([row not in errors for row in range(chunk.rows)], pa.bool_())
+        refused = bool(errors) and settings.bad_rows == "error"
+        good = pa.array([row not in errors and not refused for row in range(len(table))], pa.bool_())
         flat, offsets, _ = tokens_of(good)
         ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
         try:
@@ -139,21 +139,45 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
             raise DataError(f"{chunk.file}, rows {chunk.first_row:,} to {last:,}: {error}") from error
         place = pc.if_else(good, pc.subtract(pc.cumulative_sum(pc.cast(good, pa.int64())), 1), None)
         columns = [
-            row_ids(chunk),
             ids.take(place),
             pc.fill_null(pc.list_value_length(ids).take(place), 0),
             *(array.take(place) for array in targets),
-            pa.array([errors.get(row) for row in range(chunk.rows)], pa.string()),
+            pa.array([errors.get(row) for row in range(len(table))], pa.string()),
         ]
-        return pa.table(columns, schema=schema)
+        return pa.table(columns, schema=schema.remove(0))
+
+    def prepared(chunk: Chunk, strikes: Strikes) -> pa.Table:
+        table, unreadable = read_chunk(reader, chunk, strikes)
+
+        def make(first: int, stop: int) -> pa.Table:
+            return tokenized(chunk, table.slice(first, stop - first), within(unreadable, first, stop))
+
+        made = pa.concat_tables(strikes.tokenizing(make)).combine_chunks()
+        if settings.bad_rows == "error":
+            _refuse_bad_rows(chunk, made["error"])
+        return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
+        staging = Path(settings.staging)
         for chunk, name in items:
-            staging = Path(settings.staging)
             part = part_of_lost_attempt(staging, name, chunk)
-            yield part or write_part(staging, name, tokenise(chunk), chunk=chunk.index)
+            if part is None:
+                with closing(Strikes(staging / "journal", chunk.index, chunk.rows, STEP_S)) as strikes:
+                    part = write_part(staging, name, prepared(chunk, strikes), chunk=chunk.index)
+            yield part
 
     return worker
+
+
+def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
+    """Raise DataError when there are rows that cannot be trained on."""
+    bad = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
+    if bad:
+        first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in bad[:3])
+        raise DataError(
+            f"{chunk.file}: {len(bad):,} of the rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,} "
+            f"cannot be trained on ({first}). Correct them, or leave such rows out with --set data.bad_rows=drop."
+        )
 
 
 def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
@@ -174,7 +198,7 @@ def _learned(
     task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str], spec: TaskSpec
 ) -> tuple[pa.Array, dict[int, str], Callable[[pa.Array], Any]]:
     """Which rows have no text (B,) bool, which cannot be read and why, and what makes tokens of the good ones."""
-    texts = string_column(column)
+    texts = without_rows(string_column(column), unreadable)
     if spec.problem == "next_answer_token":
         rows, errors = task.answers(tokenizer, texts)
         nothing = pa.array([row is None for row in rows], pa.bool_())

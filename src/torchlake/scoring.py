@@ -5,17 +5,16 @@
 A model that writes is asked in the same way: what its runtime gives for a row is then an answer, token ids, instead of
 logits, and a batch's budget counts the tokens that may be written too.
 
-A row costs nobody else anything. Unreadable and empty texts never reach the model; a batch that raises is halved until
+A row costs no other row anything. Unreadable and empty texts never reach the model; a batch that raises is halved until
 the row that raises is alone; a batch that does not fit into memory is halved too, and later batches start smaller; a
 row that ends or hangs the process is found by `strikes.py`. Sorting costs one argsort per chunk and saves the padding.
 """
 
-import faulthandler
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ import pyarrow.compute as pc
 
 from torchlake import model_folders, models, plugins
 from torchlake.data.batching import Ragged, length_batches, pad
-from torchlake.errors import Interrupted, TableError, UsageError
+from torchlake.errors import Interrupted, StorageError, TableError, UsageError
 from torchlake.generation import NON_FINITE, NOTHING, GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.strikes import Strikes
@@ -65,7 +64,7 @@ class ScoringSettings:
     null: str
     "`error`: rows without text become error rows; `score`: they are scored as the empty string."
     row_timeout_s: float
-    "Seconds a forward pass may take before its rows are suspected of hanging."
+    "Seconds a forward pass, or the tokenizing of a row alone, may take; `strikes.py` says what then happens."
     batch_tokens: int | None
     "Padded tokens of a batch, at most; None: what suits the device."
     generation: GenerationOptions | None = None
@@ -100,13 +99,13 @@ class TextReader:
         self.room = room(folder, self.settings.generation)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Make a column ready; `unreadable` rows and, unless told otherwise, empty ones become errors.
+        """Make a column ready; `unreadable` rows and, unless `null` is `score`, empty ones become errors.
 
-        It holds strings or, for a model that writes, conversations.
+        It holds strings or, for a model that writes, conversations. Of `unreadable` rows nothing is tokenized.
         """
         errors, tokens_of = dict(unreadable), self.task.tokenize
         if self.settings.generation is not None and self.settings.generation.chat:
-            texts, bad = self.task.rendered(self.tokenizer, texts, asking=True)
+            texts, bad = self.task.rendered(self.tokenizer, without_rows(texts, unreadable), asking=True)
             errors = {**bad, **errors}
             tokens_of = partial(tokens_of, chat=True)
         texts = pc.fill_null(texts, "")
@@ -159,10 +158,7 @@ class Scorer:
         """The task's prediction columns, `truncated` and `error`, one row for each of `work.count`, in their order."""
         errors = dict(work.errors)
         answers = self._no_answers(work.count)
-        alone: list[int] = []
-        if strikes is not None:
-            errors.update(strikes.quarantined)
-            alone = strikes.suspects
+        alone = [] if strikes is None else sorted(strikes.suspects["score"])
         singles = [np.flatnonzero(work.rows == row) for row in alone]
         for batch in [single for single in singles if len(single)]:
             self._run(work, batch, answers, errors, strikes)
@@ -171,7 +167,7 @@ class Scorer:
         for batch in length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS):
             self._run(work, free[batch], answers, errors, strikes)
         if strikes is not None:
-            strikes.running([])
+            strikes.idle()
         return self._assemble(work, answers, errors)
 
     @property
@@ -196,11 +192,11 @@ class Scorer:
             try:
                 input_ids, mask = pad(work.tokens, batch, self.tokenizer.pad_token_id)
                 began = time.perf_counter()
-                with _watched(rows, strikes, self.settings.row_timeout_s):
+                with nullcontext() if strikes is None else strikes.running("score", rows.tolist()):
                     out = self.forward(input_ids, mask)
                 self.seconds += time.perf_counter() - began
                 self.padded_tokens += input_ids.size
-            except Interrupted:
+            except (Interrupted, StorageError):
                 raise
             except Exception as error:
                 if _device_is_lost(error):
@@ -244,6 +240,19 @@ def string_column(column: pa.ChunkedArray) -> pa.Array:
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
     as_it_is = pa.types.is_string(array.type) or pa.types.is_nested(array.type)
     return array if as_it_is else pc.cast(array, pa.large_string())
+
+
+def without_rows(column: pa.Array, rows: Collection[int]) -> pa.Array:
+    """The column with null in these rows."""
+    if not rows:
+        return column
+    places = np.arange(len(column))
+    return column.take(pa.array(places, mask=np.isin(places, [*rows])))
+
+
+def within(errors: dict[int, str], first: int, stop: int) -> dict[int, str]:
+    """The errors of the rows from `first` to before `stop`, counted from `first`."""
+    return {row - first: reason for row, reason in errors.items() if first <= row < stop}
 
 
 def check_text(schema: pa.Schema, text: str, where: str) -> None:
@@ -315,24 +324,6 @@ def device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@contextmanager
-def _watched(rows: np.ndarray, strikes: Strikes | None, timeout_s: float) -> Iterator[None]:
-    """Announce the rows; end the process, leaving its stack beside the strikes, when they take longer than they may.
-
-    The watchdog is faulthandler's: a C thread that needs no interpreter lock, so a hang inside a kernel is found too.
-    """
-    if strikes is None:
-        yield
-        return
-    strikes.running(rows.tolist())
-    with open(strikes.trace, "w", encoding="utf-8") as trace:
-        faulthandler.dump_traceback_later(timeout_s, exit=True, file=trace)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
 
 def _non_finite(out: np.ndarray) -> np.ndarray:

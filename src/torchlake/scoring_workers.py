@@ -4,11 +4,13 @@
     tables   score -> the same table with the prediction columns added
     stages   tokens added to a table in one process, predictions in another
 
-`scoring.py` does the scoring. Price: one chunk more in memory than the one being scored.
+`scoring.py` does the scoring, `strikes.py` says which chunks have nothing beside them. Cost: one chunk more in memory
+than the one being scored.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +20,8 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.data.batching import Ragged
-from torchlake.scoring import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, string_column
-from torchlake.strikes import Strikes
+from torchlake.scoring import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, string_column, within
+from torchlake.strikes import Strikes, read_chunk
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.commit import Part, write_part
 from torchlake.tables.parts import part_of_lost_attempt
@@ -48,40 +50,57 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
     staging = Path(settings.staging)
 
-    def read(item: tuple[Chunk, str]) -> Callable[[], ScoredChunk]:
+    def read(chunk: Chunk, strikes: Strikes) -> tuple[pa.Table, Work]:
+        try:
+            table, unreadable = read_chunk(reader, chunk, strikes)
+
+            def tokens(first: int, stop: int) -> Work:
+                texts = string_column(table[settings.text].slice(first, stop - first))
+                return scorer.tokenize(texts, within(unreadable, first, stop))
+
+            return table, joined(strikes.tokenizing(tokens))
+        except BaseException:
+            strikes.close()
+            raise
+
+    def score(chunk: Chunk, name: str, strikes: Strikes, table: pa.Table, work: Work) -> ScoredChunk:
+        with closing(strikes):
+            padded, seconds = scorer.padded_tokens, scorer.seconds
+            output = _carry(table, settings, chunk, scorer.score(work, strikes))
+            return ScoredChunk(
+                part=write_part(staging, name, output, chunk=chunk.index),
+                tokens=int(work.tokens.lengths.sum()),
+                padded_tokens=scorer.padded_tokens - padded,
+                seconds=scorer.seconds - seconds,
+                examples=_examples(chunk, output["error"]),
+            )
+
+    def begin(items: Iterator[tuple[Chunk, str]]) -> tuple[bool, Callable[[], ScoredChunk]] | None:
+        """Pull a chunk and read it; whether it has to be alone, and is therefore still unread, and what scores it."""
+        item = next(items, None)  # may take as long as the engine needs to have another chunk
+        if item is None:
+            return None
         chunk, name = item
         part = part_of_lost_attempt(staging, name, chunk)
         if part is not None:
-            return partial(ScoredChunk, part=part, tokens=0, padded_tokens=0, seconds=0.0, examples=())
-        table, unreadable = reader.read(chunk)
-        work = scorer.tokenize(string_column(table[settings.text]), unreadable)
-        return partial(score, chunk, name, table, work)
-
-    def score(chunk: Chunk, name: str, table: pa.Table, work: Work) -> ScoredChunk:
-        padded, seconds = scorer.padded_tokens, scorer.seconds
-        strikes = Strikes(staging / "journal", chunk.index)
-        output = _carry(table, settings, chunk, scorer.score(work, strikes))
-        part = write_part(staging, name, output, chunk=chunk.index)
-        strikes.close()
-        return ScoredChunk(
-            part=part,
-            tokens=int(work.tokens.lengths.sum()),
-            padded_tokens=scorer.padded_tokens - padded,
-            seconds=scorer.seconds - seconds,
-            examples=_examples(chunk, output["error"]),
-        )
+            return False, partial(ScoredChunk, part=part, tokens=0, padded_tokens=0, seconds=0.0, examples=())
+        strikes = Strikes(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
+        if strikes.alone:
+            return True, lambda: score(chunk, name, strikes, *read(chunk, strikes))
+        return False, partial(score, chunk, name, strikes, *read(chunk, strikes))
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[ScoredChunk]:
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
-
-            def read_next() -> Callable[[], ScoredChunk] | None:
-                item = next(items, None)  # may take as long as the engine needs to have another chunk
-                return None if item is None else read(item)
-
-            ready = thread.submit(read_next)
-            while (scored := ready.result()) is not None:
-                ready = thread.submit(read_next)
-                yield scored()
+            ahead = thread.submit(begin, items)
+            while (begun := ahead.result()) is not None:
+                alone, finish = begun
+                if alone:
+                    scored = finish()
+                    ahead = thread.submit(begin, items)
+                else:
+                    ahead = thread.submit(begin, items)
+                    scored = finish()
+                yield scored
 
     return worker
 
@@ -172,6 +191,21 @@ def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) 
             pa.field("truncated", pa.bool_()),
             pa.field("error", pa.string()),
         ]
+    )
+
+
+def joined(works: Sequence[Work]) -> Work:
+    """The work of consecutive rows as one."""
+    if len(works) == 1:
+        return works[0]
+    starts = np.cumsum([0, *(work.count for work in works)])
+    lengths = np.concatenate([work.tokens.lengths for work in works])
+    return Work(
+        int(starts[-1]),
+        np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
+        Ragged(np.concatenate([work.tokens.values for work in works]), np.concatenate([[0], np.cumsum(lengths)])),
+        np.concatenate([work.truncated for work in works]),
+        {int(start) + row: why for start, work in zip(starts, works, strict=False) for row, why in work.errors.items()},
     )
 
 

@@ -1,16 +1,20 @@
 """prepare: token Parquet in which every input row keeps its place."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import reading_crashes
 import tiny
 import torchlake as tl
 from torchlake import models
 from torchlake.errors import DataError
-from torchlake.preparing import prepare
+from torchlake.preparing import PreparingSettings, make_token_worker, prepare
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.table import open_table
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +58,34 @@ def test_rows_without_text_or_label_stop_it_or_are_left_out(encoder: Path, tmp_p
     assert tokens["error"].to_pylist() == [None, "null_input", "null_label", None]
     assert tokens["length"].to_pylist()[1:3] == [0, 0]
     assert tokens["target"].to_pylist() == [1, None, None, 0]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["texts", "conversations"])
+def test_rows_that_are_tokenized_alone_make_the_same_bytes(
+    encoder: Path, tiny_gpt2: Path, tmp_path: Path, packed: bool
+) -> None:
+    table = tiny.reviews(20).set_column(1, "text", [[None, *tiny.reviews(20)["text"].to_pylist()[1:]]])
+    spec, tokenizer = tiny.SPEC, encoder
+    if packed:
+        chats = [[{"role": "user", "content": text}] if text else None for text in table["text"].to_pylist()]
+        table, tokenizer = pa.table({"text": chats}), tiny_gpt2
+        spec = replace(spec, task="text_generation", problem="next_token", labels=(), label=None)
+    pq.write_table(table, tmp_path / "in.parquet")
+    columns = list(spec.columns)
+    (chunk,) = plan_chunks(open_table(tmp_path / "in.parquet", columns=columns), columns=columns).chunks
+    settings = PreparingSettings(tokenizer=str(tokenizer), spec=spec, bad_rows="drop", staging=str(tmp_path))
+    (tmp_path / "table").mkdir()
+    (tmp_path / "journal").mkdir()
+    (whole,) = make_token_worker(settings)(iter([(chunk, "whole")]))
+    reading_crashes.leave_dead(tmp_path / "journal", chunk.index, ["tokenize", None])
+    (alone,) = make_token_worker(settings)(iter([(chunk, "alone")]))
+    assert (alone.rows, alone.failed, alone.sha256) == (20, 1, whole.sha256)
+    assert list((tmp_path / "journal").iterdir()) == []
+    known = {"read": [], "tokenize": list(range(20)), "score": []}
+    reading_crashes.leave_dead(tmp_path / "journal", chunk.index, ["tokenize", [7]], suspects=known)
+    list(make_token_worker(settings)(iter([(chunk, "killed")])))
+    errors = pq.read_table(tmp_path / "table" / "killed")["error"].to_pylist()
+    assert {row: reason for row, reason in enumerate(errors) if reason} == {
+        0: "null_input",
+        7: "killed_process: twice, while it was tokenized",
+    }

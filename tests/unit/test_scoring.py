@@ -1,5 +1,7 @@
 """The worker's half of predict, in process: isolation, order, batching, and what a frame comes back as."""
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import reading_crashes
 import tiny
 import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake import models
 from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.runtime_choice import refuse_unable
-from torchlake.scoring import Scorer, ScoringSettings
-from torchlake.scoring_workers import output_schema
+from torchlake.scoring import Scorer, ScoringSettings, without_rows
+from torchlake.scoring_workers import make_chunk_worker, output_schema
+from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.reading import ChunkReader
+from torchlake.tables.table import open_table
+from torchlake.tasks import text_classification
 
 
 def settings(model: Path, **changes) -> ScoringSettings:
@@ -157,6 +164,74 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
         tl.predict(model, pa.table({"text": ["good"], "error": ["x"]}), prefix="predicted_")
     with pytest.raises(UsageError, match="Did you mean 'eager'"):
         refuse_unable("eagre", "text_classification")
+
+
+def scored(
+    model: Path, folder: Path, *running: list, pulled: list[int] | None = None, **known: dict
+) -> list[list[dict]]:
+    """The rows of four chunks of five; an attempt at chunk 1 died that knew and did this."""
+    texts = [f"{tiny.OTHER[row]} good film {row % 7} bad" for row in range(20)]
+    folder.mkdir()
+    (folder / "table").mkdir()
+    pq.write_table(pa.table({"text": texts}), folder / "in.parquet")
+    if running:
+        reading_crashes.leave_dead(folder / "journal", 1, *running, **known)
+    plan = plan_chunks(open_table(folder / "in.parquet", columns=["text"]), columns=["text"], chunk_rows=5)
+
+    def items() -> Iterator[tuple[Chunk, str]]:
+        for chunk in plan.chunks:
+            if pulled is not None:
+                pulled.append(len(list((folder / "table").iterdir())))
+            yield chunk, f"part-{chunk.index}.parquet"
+
+    worker = make_chunk_worker(settings(model, runtime=misbehave, staging=str(folder)))
+    made = [pq.read_table(folder / "table" / one.part.name).to_pylist() for one in worker(items())]
+    assert list((folder / "journal").iterdir()) == []
+    return made
+
+
+@pytest.mark.parametrize("running", [["read", None], ["tokenize", None], ["score", [1, 4]]], ids=lambda one: one[0])
+def test_a_chunk_with_suspects_is_alone_and_has_the_same_predictions(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: list
+) -> None:
+    readers: list[str] = []
+    parts: list[int] = []
+    read = ChunkReader.read
+
+    def watched_read(self: ChunkReader, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
+        readers.append("main" if threading.current_thread() is threading.main_thread() else "thread")
+        return read(self, chunk)
+
+    monkeypatch.setattr(ChunkReader, "read", watched_read)
+    whole = scored(model, tmp_path / "whole")
+    assert readers == ["thread"] * 4
+    readers.clear()
+    assert scored(model, tmp_path / "alone", running, pulled=parts) == whole
+    assert readers == ["thread", "main", "thread", "thread"]
+    assert parts[2] == 2  # parts that were written when chunk 2 was pulled
+
+
+def test_a_row_that_has_killed_is_in_no_step_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    tokenize = text_classification.tokenize
+    monkeypatch.setattr(text_classification, "tokenize", lambda *given: texts.extend(given[1]) or tokenize(*given))
+    whole = [row for chunk in scored(model, tmp_path / "whole") for row in chunk]
+    every = list(texts)
+    texts.clear()
+    known = {"read": [], "tokenize": list(range(5)), "score": []}
+    found = scored(model, tmp_path / "killed", ["tokenize", [2]], suspects=known)
+    rows = [row for chunk in found for row in chunk]
+    assert rows.pop(7)["error"] == "killed_process: twice, while it was tokenized"
+    assert rows == whole[:7] + whole[8:]
+    assert texts == every[:7] + every[8:]
+
+
+def test_rows_that_are_left_out_are_null_in_texts_and_conversations() -> None:
+    chats = pa.array([[{"role": "user", "content": "a"}], None, [{"role": "user", "content": "b"}]])
+    assert without_rows(chats, {0: "killed"}).to_pylist() == [None, *chats.to_pylist()[1:]]
+    assert without_rows(chats, {}) is chats
 
 
 def test_the_schema_is_known_before_any_row(model: Path) -> None:
