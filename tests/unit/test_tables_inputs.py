@@ -16,6 +16,7 @@ import pytest
 from s3_server import BUCKET, S3Server, serving
 from torchlake.errors import FingerprintError, TableError, Unavailable
 from torchlake.tables.chunks import MAX_BYTES, Plan, plan_chunks, plan_from_json, plan_to_json
+from torchlake.tables.parts import write_part
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table, open_table
 from torchlake.tables.versions import content_id, version_of
@@ -296,3 +297,27 @@ def test_text_on_s3_is_read_in_ranges(bucket: S3Server) -> None:
     bucket.put("in/a.csv", b"id,t\n" + b"".join(b"%d,y\n" % number for number in range(3000)))
     with pytest.raises(FingerprintError):
         reader.read(plan.chunks[0])
+
+
+def test_lists_of_a_fixed_size_are_carried_with_their_nulls(tmp_path: Path) -> None:
+    """Arrow reads no Parquet file in which such a list is null, so they are written as lists."""
+    kind = pa.list_(pa.field("item", pa.struct([("a", pa.float32())])), 2)
+    values = [[{"a": 1.5}, None], None, [{"a": None}, {"a": 4.5}], None] * 5
+    table = pa.table({"id": pa.array(values, kind)})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
+        writer.write_table(table)
+    plan = plan_chunks(open_table(tmp_path / "t.arrow"), columns=["id"], chunk_rows=3)
+    (tmp_path / "table").mkdir()
+    reader, read = ChunkReader(["id"]), []
+    for chunk in plan.chunks:
+        part = write_part(tmp_path, f"part-{chunk.index}.parquet", reader.read(chunk)[0], chunk=chunk.index)
+        read += pq.read_table(tmp_path / "table" / part.name)["id"].to_pylist()
+    assert read == values
+
+
+def test_a_part_that_cannot_be_read_again_is_an_error(tmp_path: Path) -> None:
+    kind = pa.struct([("v", pa.list_(pa.float32(), 2))])
+    (tmp_path / "table").mkdir()
+    with pytest.raises(TableError, match=r"part.parquet: cannot be read: Expected all lists to be of size"):
+        write_part(tmp_path, "part.parquet", pa.table({"s": pa.array([{"v": [1, 2]}, {"v": None}], kind)}), chunk=0)
+    assert not (tmp_path / "table" / "part.parquet").exists()

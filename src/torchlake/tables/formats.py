@@ -112,7 +112,10 @@ def pieces_of(
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """The type a column is read as: extension types as their storage, dictionaries and views as what they encode."""
+    """The type a column is read as: extension types as their storage, dictionaries and views as what they encode.
+
+    Lists of a fixed size are read as lists, because Parquet files in which one of them is null cannot be read by Arrow.
+    """
     if isinstance(kind, pa.BaseExtensionType):
         return plain(kind.storage_type)
     if pa.types.is_dictionary(kind):
@@ -121,7 +124,7 @@ def plain(kind: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
-    return kind
+    return pa.list_(kind.value_field) if pa.types.is_fixed_size_list(kind) else kind
 
 
 def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:

@@ -237,10 +237,21 @@ def _read_json(chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str
     return pa.table(arrays, schema=schema) if arrays else _no_columns(len(records)), errors
 
 
+def _as_list(array: pa.FixedSizeListArray) -> pa.ListArray:
+    """The same lists; Arrow's own cast and `flatten` lose values below a slice and among nulls."""
+    size, valid = array.type.list_size, array.is_valid().to_numpy(zero_copy_only=False)
+    places = (np.flatnonzero(valid)[:, None] + array.offset) * size + np.arange(size)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(valid * size)]), pa.int32())
+    values = array.values.take(pa.array(places.ravel()))
+    return pa.ListArray.from_arrays(offsets, values, type=plain(array.type), mask=pa.array(~valid))
+
+
 def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     """The column as the plan types it: encodings undone, an all-null column made one of nulls. Values never change."""
     if isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+    if pa.types.is_fixed_size_list(column.type):
+        column = pa.chunked_array([_as_list(chunk) for chunk in column.chunks], plain(column.type))
     if column.type == field.type:
         return column
     if not same_type(plain(column.type), field.type):
