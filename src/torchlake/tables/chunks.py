@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from torchlake.errors import DataError, TableError
-from torchlake.tables.formats import Pieces, pieces_of
+from torchlake.tables.formats import MAX_BYTES, Pieces, pieces_of
 from torchlake.tables.lines import Segment
 from torchlake.tables.table import Table, missing_column
 from torchlake.tables.versions import Version, content_id, settled_version_of, version_of
@@ -25,7 +25,6 @@ from torchlake.tables.versions import Version, content_id, settled_version_of, v
 FORMAT = 2
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
-MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

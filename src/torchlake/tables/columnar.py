@@ -95,11 +95,14 @@ def parquet_batches(
             yield batch
 
 
-def sampled_size(file: str, footer: Footer) -> float:
+def sampled_size(file: str, footer: Footer, most_bytes: int) -> float:
     """By how much the rows of dictionary-encoded strings are larger in memory than in the file, at least 1.
 
-    A text that many rows share is there once in the file. A few rows of a few row groups say how large rows are.
+    A text that many rows share is there once in the file. A few rows of a few row groups say how large rows are; none
+    has to where a group would have at most `most_bytes` if each of its rows were as large as the whole group.
     """
+    if all(rows * size <= most_bytes for rows, size in footer.groups):
+        return 1.0
     with open_parquet(file) as parquet:
         metadata, worst = parquet.metadata, 1.0
         for group in range(0, metadata.num_row_groups, max(1, metadata.num_row_groups // SAMPLED_GROUPS)):

@@ -32,6 +32,7 @@ EXTENSIONS = {
 }
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip"})
 MAGIC = (b"PAR1", b"ARROW1")
+MAX_BYTES = 16 << 20  # of a chunk in memory
 TYPED_LINES = 1_000
 
 
@@ -107,7 +108,7 @@ def pieces_of(
         return Pieces(arrow_batches(file, columns), 0, None)
     if footer is None or footer.version != version or {*columns} != {*footer.columns}:
         footer = parquet_footer(file, version, columns)
-    ratio = sampled_size(file, footer) if columns else 1.0
+    ratio = sampled_size(file, footer, MAX_BYTES) if columns else 1.0
     return Pieces([Segment(rows, int(size * ratio)) for rows, size in footer.groups], 0, footer.checksums)
 
 
