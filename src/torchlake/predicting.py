@@ -125,8 +125,8 @@ def predict(
     columns' names. `all_probabilities` adds a column per class. `runtime` is a runtime's name, or a module-level
     function like a runtime's `load`; by default it is what `optimize` chose for this model, with its batches and
     threads, else `eager`. `null="score"` scores rows without text as the empty string; by default they are error rows.
-    Rows whose forward pass (or the writing of their answers) or tokenizing takes longer than `row_timeout_s` seconds are
-    tried alone, and given up the second time.
+    Rows whose forward pass (or the writing of their answers) or tokenizing takes longer than `row_timeout_s` seconds
+    are tried alone, and given up the second time.
     `batch_tokens` bounds a batch's padded tokens (default: the choice's, else by the device), `chunk_rows` a chunk's
     rows (default: from the table's size).
     `overwrite` replaces an output of another job, and in an unfinished write of this one scores the chunks again in
