@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/torchlake demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests bench examples notebooks

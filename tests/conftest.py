@@ -15,8 +15,19 @@ import pytest
 
 import tiny
 
+CLUSTERS = ("spark", "ray", "torch_distributor", "torch_trainer")
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests run in several processes; those of Spark and Ray share one, which has one session of each."""
+    for item in items:
+        params = getattr(item, "callspec", None)
+        words = [*getattr(item, "fixturenames", ()), *(params.params.values() if params else ())]
+        if any(isinstance(word, str) and word in CLUSTERS for word in words):
+            item.add_marker(pytest.mark.xdist_group("clusters"))
 
 
 @pytest.fixture(scope="session")
