@@ -34,7 +34,7 @@ HOSTILE = {
     "one product": ("{% set n = 10 %}{{ 'x' * n ** 10 }}", MEMORY),
     "one product of constants": ("{{ 'x' * 10 ** 10 }}", MEMORY),
     "one call of a method": ("{{ 'x'.ljust(10 ** 10) }}", MEMORY),
-    "one filter": (f"{{{{ ({LONG} | list * 1000) | join('x' * 99999) }}}}", MEMORY),
+    "one filter": (f"{{{{ {LONG} | join('x' * 99999) }}}}", MEMORY),
     "doubling": (
         "{% set it = namespace(x='ab') %}{% for i in range(60) %}{% set it.x = it.x ~ it.x %}{% endfor %}",
         MEMORY,

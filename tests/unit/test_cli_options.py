@@ -27,6 +27,7 @@ OPTIONS = {
             "--chunk-rows",
             "--overwrite",
             "--accept-new-input",
+            "--accept-removed-input",
             "--on-bad-file",
             "--set",
             "--max-new-tokens",
