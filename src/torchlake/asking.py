@@ -149,8 +149,10 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
     }
 
 
-def refuse_collisions(names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
+def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:
+    """Raise UsageError when one of the `new` columns is there twice; Spark and Hive read `Label` as `label`."""
+    folded = [name.casefold() for name in names]
+    twice = sorted({name for name in new if folded.count(name.casefold()) > 1})
     if twice and twice[0] in ("row_id", "truncated", "error"):
         raise UsageError(
             f"Every output has a column {twice[0]!r} of its own: rename the input's column, or leave it out of columns."

@@ -112,7 +112,7 @@ def ray_stages(
         schema = engine.frame_schema(dataset)
         asked = checked_input(settings, spec, schema, "the dataset")
         added = [column.name for column in added_columns(settings, spec, schema)]
-        refuse_collisions([*schema.names, "input_ids", *added])
+        refuse_collisions([*schema.names, "input_ids", *added], ["input_ids", *added])
         return engine.map_in_tasks(dataset, partial(make_reading_worker, asked))
 
     def score(dataset: Any) -> Any:

@@ -212,7 +212,8 @@ def _map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: T
     """The frame of that Arrow schema with the prediction columns added, by the engine whose kind of frame it is."""
     settings = checked_input(settings, spec, schema, "the frame")
     added = added_columns(settings, spec, schema)
-    refuse_collisions([*schema.names, *(column.name for column in added)])
+    new = [column.name for column in added]
+    refuse_collisions([*schema.names, *new], new)
     make_export(settings, engine)
     return engine.map_frame(frame, partial(make_table_worker, settings), pa.schema([*schema, *added]))
 
@@ -235,7 +236,7 @@ def _predict_table(
     source = open_table(table, columns=columns, on_bad_file=on_bad_file)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
-    refuse_collisions(schema.names)
+    refuse_collisions(schema.names, schema.names)
     stored_schema(schema)  # refuses what cannot be written, before hours of scoring
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:

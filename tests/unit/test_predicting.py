@@ -13,7 +13,7 @@ import pytest
 import misbehaving
 import tiny
 import torchlake as tl
-from torchlake.errors import FingerprintError, TableError, TooManyErrors
+from torchlake.errors import FingerprintError, TableError, TooManyErrors, UsageError
 
 ROWS = 40
 
@@ -123,3 +123,13 @@ def test_provenance_names_what_decided_the_answers(model: Path, tmp_path: Path) 
     assert len(record["fingerprint"]["model"]) == 64
     assert record["provenance"]["engine"] == "local"
     assert record["provenance"].keys() >= {"torch", "transformers", "torchlake", "python", "tokens", "padding"}
+
+
+@pytest.mark.parametrize("name", ["label", "Label", "LABEL"])
+def test_a_carried_column_may_not_have_the_name_of_a_prediction(model: Path, tmp_path: Path, name: str) -> None:
+    """Spark and Hive read `Label` as `label`."""
+    pq.write_table(pa.table({"text": ["good"], name: ["x"]}), tmp_path / "t.parquet")
+    with pytest.raises(UsageError, match=rf"The column '(label|{name})' would be there twice.*--prefix predicted_"):
+        tl.predict(model, tmp_path / "t.parquet", tmp_path / "out", columns=[name])
+    with pytest.raises(UsageError, match="would be there twice"):
+        tl.predict(model, pa.table({"text": ["good"], name: ["x"]}))
