@@ -158,8 +158,11 @@ def _look_at(one: Found, columns: Sequence[str]) -> _Looked | DataError:
 
 
 def _each(found: Sequence[Found], look: Callable[[Found], T]) -> Iterator[tuple[Found, T]]:
-    """What `look` gives for each file, in their order; of many files by several threads, as most of it is waiting."""
-    if len(found) < THREADS and not any(is_url(one.file) for one in found):
+    """What `look` gives for each file, in their order; by several threads where most of it is waiting for answers.
+
+    Local files are looked at one after the other: it is Python's own work, and 16 threads take four times as long.
+    """
+    if not any(is_url(one.file) for one in found):
         yield from zip(found, map(look, found), strict=True)
         return
     with ThreadPoolExecutor(THREADS) as threads:
