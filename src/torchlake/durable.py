@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +41,7 @@ def write_bytes(path: Path, content: bytes, *, site: str) -> None:
 
     Raises StorageError with the free space left when the disk is full or the folder is gone.
     """
-    building = temporary(path)
-    try:
-        failpoint(f"{site}.write")
-        with open(building, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint(f"{site}.rename")
-        os.replace(building, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        building.unlink(missing_ok=True)
-        raise storage_error(error, path, needed=len(content)) from error
-    failpoint(f"{site}.done")
+    _write(path, content, os.replace, site=site)
 
 
 def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
@@ -62,6 +49,15 @@ def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
 
     On a file system without hard links a file that appears at the same moment is replaced.
     """
+    try:
+        _write(path, content, _link, site=site)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write(path: Path, content: bytes, place: Callable[[Path, Path], None], *, site: str) -> None:
+    """Write a temporary file and let `place` make it `path`. Raises FileExistsError as `place` does."""
     building = temporary(path)
     try:
         failpoint(f"{site}.write")
@@ -70,21 +66,27 @@ def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
             file.flush()
             os.fsync(file.fileno())
         failpoint(f"{site}.rename")
-        try:
-            os.link(building, path)
-        except FileExistsError:
-            return False
-        except OSError:
-            if path.exists():
-                return False
-            os.replace(building, path)
+        place(building, path)
         sync_folder(path.parent)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise storage_error(error, path, needed=len(content)) from error
     finally:
         building.unlink(missing_ok=True)
     failpoint(f"{site}.done")
-    return True
+
+
+def _link(building: Path, path: Path) -> None:
+    """Give the file its name. Raises FileExistsError where there is one of that name."""
+    try:
+        os.link(building, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if path.exists():
+            raise FileExistsError(path) from error
+        os.replace(building, path)
 
 
 def make_folder(path: Path) -> None:

@@ -87,7 +87,6 @@ class Plan:
         """The sha256 of what is read: names, content and rows of the files, columns, and the chunks' ranges."""
         value = plan_to_json(self)
         files = [value["inputs"][field] for field in ("name", "sha256", "rows")]
-        del value["chunks"]["groups_row"]  # follows from the others
         content = json.dumps([files, value["schema"], value["chunks"]], separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -224,7 +223,6 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "input": [place[chunk.name] for chunk in chunks],
             "format": chunks[0].format if chunks else "",
             "row_groups": [chunk.row_groups for chunk in chunks],
-            "groups_row": [chunk.groups_row for chunk in chunks],
             "first_row": [chunk.first_row for chunk in chunks],
             "rows": [chunk.rows for chunk in chunks],
             "offset": [chunk.offset for chunk in chunks],
@@ -248,8 +246,7 @@ def plan_from_json(value: Any) -> Plan:
         )
         serialized = base64.b64decode(value["schema"])
         columns = value["chunks"]
-        if value["format"] == 1:
-            columns["groups_row"] = _starts_of_groups(columns)
+        columns["groups_row"] = _starts_of_groups(columns)
         ranges = zip(*(columns[field] for field in ("index", "input", *Cut._fields)), strict=True)
         chunks = tuple(
             Chunk(
