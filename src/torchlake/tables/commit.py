@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import durable
-from torchlake.errors import LeaseLost, Locked, OutputError, StorageError, Unavailable
+from torchlake.errors import LeaseLost, Locked, OutputError, StorageError
 from torchlake.tables import staging
 from torchlake.tables.chunks import Chunk, Plan, plan_to_json
 from torchlake.tables.committed import COMMIT, FOLDER, PLAN, committed_files, output_path, read_commit
@@ -42,7 +42,7 @@ from torchlake.tables.jobs import (
 )
 from torchlake.tables.lease import Lease, acquire, locked
 from torchlake.tables.parts import TABLE, Part, part_name, read_part, write_part
-from torchlake.tables.versions import Unchanged, version_of
+from torchlake.tables.versions import Unchanged
 
 __all__ = ["Part", "Writing", "committed_files", "known_inputs", "part_name", "read_commit", "write_part", "writing"]
 
@@ -145,9 +145,8 @@ class Writing:
     def _check_inputs(self) -> None:
         unchanged = Unchanged()
         for one in self.plan.inputs:
-            with suppress(Unavailable):  # gone by now: each of its rows was read from the version that was planned
-                version_of(one.path)
-                unchanged.check(one.path, one.version, one.sha256)
+            # Each of its rows was read from the version that was planned, so it may be gone by now.
+            unchanged.check(one.path, one.version, one.sha256, may_be_gone=True)
 
     def _keep_only(self, sealed: Path, parts: Sequence[Part]) -> None:
         """Remove what is not a part of this job (a late worker's file), and make sure that every part is there."""

@@ -46,7 +46,7 @@ def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool
         base, files, listed = _expand(local_path(os.fspath(one)), wanted)
         bases.append(base)
         found += [(file, listed) for file in files]
-    twice = _first_twice([file if is_url(file) else os.path.realpath(file) for file, _ in found])
+    twice = _first_twice([_real(file) for file, _ in found]) if len(sources) > 1 else None  # a listing has each once
     if twice is not None:
         raise TableError(f"{twice} is named twice by {describe(source)}: its rows would be there twice. Name it once.")
     base = _common(bases)
@@ -170,8 +170,8 @@ def _wanted_files(base: str, files: Iterable[str], wanted: Callable[[str], bool]
     """
     shown = [file for file in files if not any(part[0] in "._" for part in _parts(file, base))]
     found, left, linked = {}, [], []
-    for file in sorted(shown, key=lambda file: (not is_url(file) and os.path.realpath(file) != file, file)):
-        real = file if is_url(file) else os.path.realpath(file)
+    reals = [(file, _real(file)) for file in shown]
+    for file, real in sorted(reals, key=lambda one: (one[1] != one[0], one[0])):
         if not wanted(file):
             left.append(file)
         elif real in found:
@@ -185,6 +185,11 @@ def _wanted_files(base: str, files: Iterable[str], wanted: Callable[[str], bool]
         if some and found:
             log.warning("%s: %d files are not read (%s), for example %s", base, len(some), what, some[0])
     return list(found.values())
+
+
+def _real(file: str) -> str:
+    """Where the links in a local path lead."""
+    return file if is_url(file) else os.path.realpath(file)
 
 
 def _parts(path: str, base: str) -> list[str]:

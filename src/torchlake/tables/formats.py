@@ -31,7 +31,7 @@ EXTENSIONS = {
     ".feather": "arrow",
 }
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip"})
-MAGIC = (b"PAR1", b"ARROW1")
+MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 MAX_BYTES = 16 << 20  # of a chunk in memory
 TYPED_LINES = 1_000
 
@@ -53,7 +53,7 @@ def is_table_file(name: str) -> bool:
     """
     stem, extension = os.path.splitext(name.lower())
     if not extension:  # as Hive names its files
-        return read_range(name, 0, 8).startswith(MAGIC)
+        return _by_first_bytes(name) is not None
     return extension in EXTENSIONS or (extension in COMPRESSED and os.path.splitext(stem)[1] in EXTENSIONS)
 
 
@@ -67,12 +67,15 @@ def format_of(file: str) -> str:
         )
     if extension in EXTENSIONS:
         return EXTENSIONS[extension]
-    head = read_range(file, 0, 8)
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head.startswith(b"ARROW1"):
-        return "arrow"
+    known = _by_first_bytes(file)
+    if known is not None:
+        return known
     raise TableError(f"{file}: the format is not known by its name; give it one of {', '.join(EXTENSIONS)}.")
+
+
+def _by_first_bytes(file: str) -> str | None:
+    head = read_range(file, 0, 8)
+    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
 
 
 def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) -> tuple[pa.Schema, Footer | None]:

@@ -27,13 +27,15 @@ _ADVICE = {
 
 def refuse_lakehouse_tables(found: Sequence[Found]) -> None:
     """Raise TableError when a listed file lies in such a table."""
+    files = {one.file for one in found if one.listed}
+    files |= {os.path.realpath(file) for file in files if not is_url(file) and os.path.islink(file)}
     folders: set[str] = set()
-    for one in found:
-        if one.listed and is_url(one.file):
+    for folder in {file.rpartition("/")[0] for file in files}:
+        if is_url(folder):
             # A partition's folder holds no log; there may be thousands, and each costs requests.
-            folders |= {folder for folder in _above(one.file) if "=" not in posixpath.basename(folder)}
-        elif one.listed:
-            folders |= {*_above(one.file), *_above(os.path.realpath(one.file))}
+            folders |= {above for above in _from(folder) if "=" not in posixpath.basename(above)}
+        else:
+            folders |= {*_from(folder), *_from(os.path.realpath(folder))}
     local = [folder for folder in folders if not is_url(folder)]
     with ThreadPoolExecutor(THREADS) as threads:
         urls = sorted(folders - {*local})
@@ -46,10 +48,9 @@ def refuse_lakehouse_tables(found: Sequence[Found]) -> None:
             )
 
 
-def _above(file: str) -> Iterator[str]:
-    """The folders that a file lies in, the nearest first; of an URL down to its bucket."""
-    scheme, separator, path = file.rpartition("://")
-    folder = posixpath.dirname(path)
+def _from(folder: str) -> Iterator[str]:
+    """The folder and those above it; of an URL down to its bucket."""
+    scheme, separator, folder = folder.rpartition("://")
     while folder.strip("/"):
         yield f"{scheme}{separator}{folder}"
         folder = posixpath.dirname(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchlake import durable
-from torchlake.errors import FingerprintError, TableError
+from torchlake.errors import FingerprintError, TableError, Unavailable
 from torchlake.tables.files import open_binary, unavailable
 from torchlake.tables.urls import filesystem_of, is_url
 
@@ -99,11 +99,13 @@ class Unchanged:
         self._equal.add((file, now, sha256))
         return True
 
-    def check(self, file: str, planned: Version, sha256: str) -> None:
-        """Raise FingerprintError when the file is gone or has another content."""
+    def check(self, file: str, planned: Version, sha256: str, *, may_be_gone: bool = False) -> None:
+        """Raise FingerprintError when the file has another content or, unless it may be, is gone."""
         try:
             held, what = self.holds(file, planned, sha256), "changed while it was being read"
         except TableError as error:
+            if may_be_gone and isinstance(error, Unavailable):
+                return
             held, what = False, f"can no longer be read ({error})"
         if not held:
             raise FingerprintError(
