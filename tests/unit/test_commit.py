@@ -3,6 +3,7 @@
 The job of the sweeps reads 2 CSV files, writes every row's text in capitals with its row id, and needs no model.
 """
 
+import io
 import json
 import os
 import signal
@@ -389,6 +390,40 @@ def test_a_changed_input_is_refused_then_accepted(source: Path, tmp_path: Path) 
     assert run(source, out, accept_removed_input=True)[0] == 0
     assert rows_of(out) == rows[6:]
     assert is_clean(out)
+
+
+def test_an_increment_does_not_read_what_it_keeps(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    run(source, out)
+    (source / "c.csv").write_text("t\nc0\n")
+    read: list[str] = []
+    original = io.open
+
+    def opened(path: Any, *rest: Any, **options: Any) -> Any:
+        read.append(os.path.basename(str(path)))
+        return original(path, *rest, **options)
+
+    monkeypatch.setattr("builtins.open", opened)
+    monkeypatch.setattr("io.open", opened)  # of pathlib
+    assert run(source, out, accept_new_input=True)[0] == 1
+    monkeypatch.undo()
+    assert "c.csv" in read
+    assert [name for name in read if name.startswith("part-")] == []
+    assert rows_of(out) == [*expected(), ("c.csv:0", "C0")]
+    assert verify(out).problems == []
+
+
+def test_a_published_part_that_is_cut_short_is_made_again_by_an_increment(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out)
+    part = min(out.glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    (source / "c.csv").write_text("t\nc0\n")
+    assert run(source, out, accept_new_input=True)[0] == 2
+    assert rows_of(out) == [*expected(), ("c.csv:0", "C0")]
+    assert verify(out).problems == []
 
 
 def test_an_interrupted_write_accepts_new_input_too(forks: Forks, source: Path, tmp_path: Path) -> None:

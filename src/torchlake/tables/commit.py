@@ -5,7 +5,7 @@
 Engines run a chunk at least once; this module makes that harmless. A second attempt writes the same bytes under the
 same name; a part counts only through the commit record; one writer at a time holds the lease, and a writer that lost
 it cannot publish. The same call after a crash keeps every sound part and asks only for the rest. Price: one fsync and
-rename per part, and reading the kept parts once when a job is resumed.
+rename per part, and reading the staged parts once when a job is resumed.
 """
 
 import base64
@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq
 
 from torchlake import durable
 from torchlake.errors import LeaseLost, Locked, OutputError, StorageError
+from torchlake.processes.hardware import cores
 from torchlake.tables import staging
 from torchlake.tables.chunks import Chunk, Plan, plan_to_json
 from torchlake.tables.committed import COMMIT, FOLDER, PLAN, committed_files, output_path, read_commit
@@ -48,6 +50,8 @@ __all__ = ["Part", "Writing", "committed_files", "known_inputs", "part_name", "r
 
 
 NOTHING_ELSE = Allowed()
+MOST_READERS = 8
+"Threads that read staged parts, each with one part in memory."
 
 
 @dataclass(kw_only=True)
@@ -251,15 +255,16 @@ def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, allowed: Allo
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": job.environments}
     durable.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = Writing(output=out, staging=folder, job=job, lease=lease)
-    _keep_sound_parts(write, present, retry_failed=allowed.overwrite)
+    _keep_sound_parts(write, present, thorough=allowed.overwrite)
     _check_room(write)
     return write
 
 
-def _keep_sound_parts(write: Writing, present: Job | None, *, retry_failed: bool) -> None:
+def _keep_sound_parts(write: Writing, present: Job | None, *, thorough: bool) -> None:
     """Sort the staged files into sound parts and debris; link in the parts that the present output shares.
 
-    With `retry_failed` a part in which rows failed is debris too.
+    A published part counts by its record and its size, so that an increment does not read what it keeps. When
+    `thorough` it counts by its bytes, and parts in which rows failed are debris.
     """
     table = write.staging / TABLE
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
@@ -267,22 +272,43 @@ def _keep_sound_parts(write: Writing, present: Job | None, *, retry_failed: bool
         if path.name not in expected or path.is_symlink() or not path.is_file():
             durable.remove([path])
             write.removed += 1
-    if present is not None and present.record is not None:
-        for part in present.record["parts"]:
-            path = write.output / part["name"]
-            wanted = part["name"] in expected and path.is_file() and not (table / path.name).exists()
-            if wanted and durable.sha256_file(path) == part["sha256"]:
-                _link(path, table / path.name)
-    sound: dict[int, Part] = {}
-    for path in sorted(table.iterdir()):
-        part = read_part(path, expected[path.name].index, expected[path.name].rows)
-        if part is None or (retry_failed and part.failed):
-            path.unlink()
-            write.removed += 1
-        else:
-            sound[part.chunk] = part
+    sound = _link_published(write, present, expected, thorough=thorough)
+    staged = sorted(path for path in table.iterdir() if path.name not in sound)
+
+    def read(path: Path) -> Part | None:
+        return read_part(path, expected[path.name].index, expected[path.name].rows)
+
+    with ThreadPoolExecutor(min(cores(), MOST_READERS)) as threads:  # to decode and to hash needs no interpreter lock
+        for path, part in zip(staged, threads.map(read, staged), strict=True):
+            if part is None or (thorough and part.failed):
+                path.unlink()
+                write.removed += 1
+            else:
+                sound[part.name] = part
     write.done = list(sound.values())
-    write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in sound)
+    kept = {part.chunk for part in write.done}
+    write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in kept)
+
+
+def _link_published(
+    write: Writing, present: Job | None, expected: Mapping[str, Chunk], *, thorough: bool
+) -> dict[str, Part]:
+    """Give the published parts that belong to this job a second name among the staged ones; by name."""
+    linked = {}
+    for entry in present.record["parts"] if present is not None and present.record is not None else ():
+        part = Part(**entry)
+        source, target = write.output / part.name, write.staging / TABLE / part.name
+        if part.name not in expected or (thorough and part.failed):
+            continue
+        if not source.is_file() or source.stat().st_size != part.bytes:
+            continue
+        if thorough and durable.sha256_file(source) != part.sha256:
+            continue
+        if not target.exists():
+            _link(source, target)
+        if target.samefile(source):  # else it was staged before, or copied, and is read
+            linked[part.name] = part
+    return linked
 
 
 def _link(source: Path, target: Path) -> None:
