@@ -9,7 +9,7 @@ BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check faults bench bench-scoring bench-training bench-spark bench-ray format clean
+.PHONY: demo test check faults mutants bench bench-scoring bench-training bench-spark bench-ray format clean
 
 demo: $(STAMP)
 	$(BIN)/torchlake demo
@@ -25,6 +25,12 @@ check: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
 	$(BIN)/python -m pytest -m slow tests/unit tests/examples tests/notebooks
+
+# Changes one thing after another in the code where a mistake loses rows, and lists the changes that no test noticed.
+mutants: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt mutmut
+	$(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 bench: $(STAMP)
 	for file in $(BENCHES); do $(BIN)/python $$file || exit 1; done
