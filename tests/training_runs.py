@@ -125,7 +125,7 @@ def _gather(ranks: list[tuple[int, Any]]) -> Any:
 
 
 def job(folder: Path, encoder: Path, *, rows: int = 96, **train: Any) -> dict[str, Any]:
-    """Sections of a job over `rows` generated reviews in `folder`: 4 epochs of short steps unless told otherwise."""
+    """Sections of a job over `rows` generated reviews in `folder`: short steps in fp32, but for what `train` says."""
     import tiny
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def job(folder: Path, encoder: Path, *, rows: int = 96, **train: Any) -> dict[st
         pq.write_table(tiny.reviews(rows), table)
     recipe = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "checkpoint_every": "3steps"}
     # So that tests can say which steps a killed run has kept.
-    recipe |= {"checkpoint_in_background": False, **train}
+    recipe |= {"checkpoint_in_background": False, "precision": "fp32", **train}
     return {
         "data": {"train": str(table), "validation": {"fraction": 0.25}},
         "model": {"base": str(encoder)},

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import models, plugins, run_folder, workload
-from torchlake.capacity import amount, describe_cluster, device, size
+from torchlake.capacity import describe_cluster, device, operations, size, size_in_bytes
 from torchlake.config import Fraction, Job, load_job
 from torchlake.costs import SHARINGS, Cluster, Memory, Parameters, Setting, Shape, Sharing, StepTime
 from torchlake.engines import bounds
 from torchlake.errors import UsageError
+from torchlake.processes import cpu
 from torchlake.strategy_options import LoraOptions
 from torchlake.surveying import TableSurvey, survey_model, survey_table
 from torchlake.workload import Case, Padding
@@ -134,8 +135,9 @@ def plan(
     """
     if sample_rows < 1 or (processes is not None and processes < 1) or (latency is not None and not latency > 0):
         raise UsageError("sample_rows and processes are 1 or more, and latency is a number of seconds above 0.")
-    given = {"gpu_memory": gpu_memory, "bandwidth": bandwidth, "flops": flops}
-    limit, bytes_s, flops_s = (None if value is None else amount(value, name) for name, value in given.items())
+    limit = None if gpu_memory is None else size_in_bytes(gpu_memory, "gpu_memory")
+    bytes_s = None if bandwidth is None else size_in_bytes(bandwidth, "bandwidth")
+    flops_s = None if flops is None else operations(flops, "flops")
     with tempfile.TemporaryDirectory(prefix="torchlake-plan-") as folder:
         frames, sections = run_folder.frames_to_paths(sections, Path(folder))
         wanted = load_job(job, overrides, **sections)
@@ -200,7 +202,7 @@ def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Case:
     train, rows = job.train, _training_rows(job, table)
     shape, parameters = survey_model(job, base, table.spec)
     setting = Setting(
-        bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and gpu),
+        bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and (gpu or cpu.multiplies_bf16())),
         gpu=gpu,
         checkpointing=train.activation_checkpointing,
         bucket_bytes=train.ddp.bucket_mib * 2**20,

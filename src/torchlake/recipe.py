@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchlake.config import TrainConfig
+from torchlake.processes import cpu
 
 
 def make_optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
@@ -57,8 +58,11 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """What the forward pass computes in beside fp32; None: nothing else. "auto": bf16 on a GPU that has it natively."""
+    """What the forward pass computes in beside fp32; None: fp32 alone. "auto" is bf16 where the device multiplies it."""
     if precision == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        if device.type == "cuda":
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            has_bf16 = device.type == "cpu" and cpu.multiplies_bf16()
         return torch.bfloat16 if has_bf16 else None
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -13,7 +13,8 @@ import tiny
 from torchlake import models
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
-from torchlake.runtimes import _cpu, _encoder, _ragged, bf16, compiled, int8, varlen
+from torchlake.processes import cpu
+from torchlake.runtimes import _encoder, _ragged, bf16, compiled, int8, varlen
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -83,13 +84,13 @@ def test_some_are_for_cpus(runtime: ModuleType, tiny_model: Path) -> None:
 
 
 def test_bf16_is_refused_where_it_would_be_emulated(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cpu, "words", lambda: frozenset({"avx2", "avx512_vnni"}))
+    monkeypatch.setattr(cpu, "words", lambda: frozenset({"avx2", "avx512_vnni"}))
     assert "no product of bf16" in (bf16.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="no product of bf16"):
         bf16.load(tiny_model, models.load_spec(tiny_model), device="cpu")
 
 
-@pytest.mark.skipif(not _cpu.multiplies_bf16(), reason="this CPU does not multiply bf16")
+@pytest.mark.skipif(not cpu.multiplies_bf16(), reason="this CPU does not multiply bf16")
 @pytest.mark.parametrize("activation", ["none", "gelu", "relu"])
 def test_a_product_in_bf16_is_off_by_the_rounding_of_its_operands(activation: str) -> None:
     """Eight bits of significand: operands, and the result, are off by a part in 256 at most; sums are fp32's."""

@@ -19,9 +19,9 @@ import tiny
 from torchlake import models, plugins
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
+from torchlake.processes import cpu
 from torchlake.runtimes import (
     _calibration,
-    _cpu,
     _encoder,
     _exported,
     _onnx_export,
@@ -136,7 +136,7 @@ def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, mo
 
 @pytest.mark.parametrize("name", ["int8", "onnx_int8"])
 def test_a_cpu_that_overflows_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cpu, "words", lambda: frozenset({"avx2", "avx512f"}))
+    monkeypatch.setattr(cpu, "words", lambda: frozenset({"avx2", "avx512f"}))
     runtime = plugins.load("runtimes", name)
     assert "VNNI" in str(runtime.refusal(exported))
     with pytest.raises(UsageError, match="VNNI"):

@@ -10,4 +10,5 @@ ranks           a group of ranks: the first to fail is the error, and all are as
 remote          what an engine's task finds on its machine, and what it has to know of the driver
 output          what ranks print on other machines
 hardware        the cores, memory and GPUs of this machine
+cpu             the products that its CPU has instructions for
 """

@@ -14,7 +14,8 @@ Rows are laid end to end as in `varlen`. Needs no calibration. On x86 it needs V
 from pathlib import Path
 
 from torchlake.errors import UsageError
-from torchlake.runtimes import Forward, _cpu, _encoder, _ragged
+from torchlake.processes import cpu
+from torchlake.runtimes import Forward, _encoder, _ragged
 from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.05
@@ -28,7 +29,7 @@ SMALLEST_SCALE = 1e-30
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    return _cpu.overflow() or _encoder.refusal(folder)
+    return cpu.overflow() or _encoder.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -37,7 +38,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     if device != "cpu":
         raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU take 'varlen'.")
-    if reason := _cpu.overflow():
+    if reason := cpu.overflow():
         raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UsageError(

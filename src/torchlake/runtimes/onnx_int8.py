@@ -11,7 +11,8 @@ import numpy as np
 
 from torchlake import exports
 from torchlake.errors import UsageError
-from torchlake.runtimes import Forward, _calibration, _cpu, _exported, _onnx_export, _onnx_int8
+from torchlake.processes import cpu
+from torchlake.runtimes import Forward, _calibration, _exported, _onnx_export, _onnx_int8
 from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.06
@@ -21,7 +22,7 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    return _cpu.overflow() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
+    return cpu.overflow() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -36,7 +37,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The calibrated model. Raises UsageError on a GPU, without VNNI, and when there is no export of these weights."""
     _exported.only_on_cpus("onnx_int8", device)
-    if reason := _cpu.overflow():
+    if reason := cpu.overflow():
         raise UsageError(f"The runtime 'onnx_int8' cannot run {folder}: {reason}")
     export = _exported.found(folder, "onnx_int8", calibrated=CALIBRATED)
     return _onnx_export.forward(export / _onnx_export.GRAPH)

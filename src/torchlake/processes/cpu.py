@@ -1,4 +1,4 @@
-"""What this machine's CPU says of itself: its maker, and the products that it has instructions for."""
+"""This machine's CPU: its maker, and the products that it has instructions for, as /proc/cpuinfo lists them."""
 
 from functools import cache
 from pathlib import Path
