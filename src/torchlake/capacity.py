@@ -24,22 +24,40 @@ LINKS = {
 }
 GPU_FLOPS = {True: 120e12, False: 12e12}
 "Taken for a GPU that is not here, in 16 bits and in fp32: what training reaches on an A100 (40 and 60 % of its peak)."
+SMALLEST = 2**20
+"Bytes; no device has less, and no link is slower."
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 UNITS |= {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 
 
-def amount(value: str | float, name: str) -> float:
-    """A positive number, or a text as "80GiB", "12.5GB" and "120T" (of bytes or operations), as a number.
+def operations(value: str | float, name: str) -> float:
+    """Operations a second: a positive number, or a text such as "120T" or "1e14".
 
     Raises UsageError naming the option `name`.
     """
-    text = str(value).strip().upper().removesuffix("/S").removesuffix("FLOP").removesuffix("B")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([KMGTP]?I?)", text)
-    if match is None or match[2] not in UNITS or not 0 < float(match[1]) < math.inf:
-        raise UsageError(
-            f'{name}: {value!r} is no amount; write a number above 0, or one with a unit as "80GiB", "12.5GB", "120T".'
-        )
-    return float(match[1]) * UNITS[match[2]]
+    number, _ = _number_and_unit(value, name, "FLOP", '"120T" or "1e14"')
+    return number
+
+
+def size_in_bytes(value: str | float, name: str) -> float:
+    """Bytes, or bytes a second: a text with a unit such as "80GiB" or "12.5GB", or a number of bytes, 1 MiB or more.
+
+    A number that stands for so few bytes was meant in another unit. Raises UsageError naming the option `name`.
+    """
+    number, unit = _number_and_unit(value, name, "B", '"80GB" or "80GiB"')
+    if (isinstance(value, str) and not unit) or (not isinstance(value, str) and value < SMALLEST):
+        plain = str(value).strip()
+        raise UsageError(f'{name}: {plain} has no unit; write "{plain}GB" or "{plain}GiB".')
+    return number
+
+
+def _number_and_unit(value: str | float, name: str, counted: str, examples: str) -> tuple[float, str]:
+    """The number of `counted` (bytes or operations), and the unit that was written: "" for none."""
+    text = str(value).strip().upper().removesuffix("/S")
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*(([KMGTP]?I?)({counted})?)", text)
+    if match is None or match[3] not in UNITS or not 0 < float(match[1]) < math.inf:
+        raise UsageError(f"{name}: {value!r} is not an amount; write a number above 0 and a unit, such as {examples}.")
+    return float(match[1]) * UNITS[match[3]], match[2]
 
 
 def device(limit: float | None, ranks: int) -> tuple[bool, float]:

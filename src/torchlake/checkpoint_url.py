@@ -28,7 +28,7 @@ from torchlake.checkpoint_folder import BEST, RUN, STATE, Draft, Files
 from torchlake.errors import DataError, MissingExtra, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.redaction import USER, redacted
-from torchlake.tables.urls import check_url, filesystem_of
+from torchlake.tables.urls import check_url, filesystem_of, missing_library
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,7 @@ class Remote:
         try:
             fsspec.get_filesystem_class(check_url(self.url, to_write=True))
         except ImportError as error:
-            raise MissingExtra(
-                f"train.checkpoint_folder: {self}: {error}. For S3: pip install 'torchlake[s3]'"
-            ) from None
+            raise MissingExtra(f"train.checkpoint_folder: {self}: {missing_library(self.url, error)}") from None
         except TableError as error:
             raise UsageError(f"train.checkpoint_folder: {error}") from None
 

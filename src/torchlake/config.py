@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from torchlake.complaints import sentence
-from torchlake.config_types import STRICT, Every, Float, Int, Interval, Name, Seconds
+from torchlake.config_types import STRICT, Every, Float, Int, Interval, Name, Seconds, StrategyName, TaskName
 from torchlake.engine_options import EngineConfig
 from torchlake.errors import ConfigError
 from torchlake.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
@@ -88,8 +88,8 @@ class ModelConfig(BaseModel):
 
     base: Name
     """Model folder, or a name on the Hugging Face hub; `name@revision` for a branch, tag or commit there."""
-    task: Name = "text_classification"
-    """What the model is asked; a file in torchlake/tasks."""
+    task: TaskName = "text_classification"
+    """What the model predicts; a file in torchlake/tasks."""
     max_length: Int | None = Field(default=None, ge=2)
     """Tokens a row is cut to, special tokens counted (text generation: of a block, and nothing is cut); null: what the
     model can take, at most 512."""
@@ -125,7 +125,7 @@ class TrainConfig(BaseModel):
     memory."""
     compile: bool = False
     """Compile the model with torch.compile: minutes at the start, faster steps on GPUs."""
-    strategy: Name = "auto"
+    strategy: StrategyName = "auto"
     """How ranks share the model, a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
     ddp: DdpOptions = DdpOptions()
     """Options of the strategy ddp."""

@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+
+from torchlake import plugins
 
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -76,10 +79,20 @@ def parse_ranks(value: Any) -> int | tuple[int, int]:
     return fewest if fewest == most else (fewest, most)
 
 
+def _plugin(kind: plugins.Kind, besides: tuple[str, ...], name: str) -> str:
+    problem = plugins.unknown(kind, name, besides=besides)
+    if problem is not None:
+        raise ValueError(problem)
+    return name
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 Ranks = Annotated[int | tuple[int, int], PlainValidator(parse_ranks)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 Interval = Annotated[Every, BeforeValidator(parse_every), PlainSerializer(str)]
 Name = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
+EngineName = Annotated[Name, AfterValidator(partial(_plugin, "engines", ()))]
+TaskName = Annotated[Name, AfterValidator(partial(_plugin, "tasks", ()))]
+StrategyName = Annotated[Name, AfterValidator(partial(_plugin, "strategies", ("auto",)))]
 STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)

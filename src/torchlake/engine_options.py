@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from torchlake.config_types import STRICT, Float, Int, Name, Ranks
+from torchlake.config_types import STRICT, EngineName, Float, Int, Name, Ranks
 
 
 class SparkOptions(BaseModel):
@@ -50,8 +50,8 @@ class EngineConfig(BaseModel):
 
     model_config = STRICT
 
-    name: Name = "local"
-    """A file in torchlake/engines."""
+    name: EngineName = "local"
+    """Where Python runs: local, spark or ray; a file in torchlake/engines."""
     processes: Ranks | None = None
     """Processes started; null: the engine's choice for scoring, 1 for training. [2, 8]: training goes on with as many
     of them as there is room for, and scoring takes up to the most."""

@@ -8,6 +8,7 @@ share them until a device needs them.
 
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +24,20 @@ ADAPTER = "adapter"
 "The folder, inside the model folder, that holds the small matrices alone, as peft loads them."
 
 
+def check_installed() -> None:
+    """Raise MissingExtra with the pip line when peft is not installed."""
+    if find_spec("peft") is None:
+        raise MissingExtra("model.lora needs the library 'peft', which is not installed: pip install 'torchlake[lora]'")
+
+
 def adapted(model: "nn.Module", options: LoraOptions) -> "nn.Module":
     """The model with matrices beside its linear layers, everything else but the head frozen.
 
     torch's global generator decides what A begins with; B begins with zeros. Raises MissingExtra without peft,
     ConfigError when `targets` names no layer.
     """
-    try:
-        import peft
-    except ImportError:
-        raise MissingExtra("model.lora needs peft: pip install 'torchlake[lora]'") from None
+    check_installed()
+    import peft
     from transformers.pytorch_utils import Conv1D
 
     targets = _targets(model, options.targets)

@@ -8,20 +8,37 @@ Files that begin with an underscore are their neighbours' helpers, not plug-ins.
 
 import importlib
 import pkgutil
+from collections.abc import Collection
 from difflib import get_close_matches
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal
 
 from torchlake.errors import MissingExtra, UsageError
 
 Kind = Literal["engines", "strategies", "tasks", "runtimes"]
+ONE: dict[Kind, str] = {"engines": "engine", "strategies": "strategy", "tasks": "task", "runtimes": "runtime"}
 
 
 def names(kind: Kind) -> list[str]:
-    """The plug-ins of one kind, sorted; none of them is imported."""
-    package = importlib.import_module(f"torchlake.{kind}")
-    found = (module.name for module in pkgutil.iter_modules(package.__path__))
+    """The plug-ins of one kind, sorted; neither they nor their folder's package are imported."""
+    package = find_spec(f"torchlake.{kind}")
+    assert package is not None
+    found = (module.name for module in pkgutil.iter_modules(package.submodule_search_locations))
     return sorted(name for name in found if not name.startswith("_"))
+
+
+def unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> str | None:
+    """What to say of a name that no plug-in has, with the nearest one and all choices; None for a name that one has.
+
+    `besides` are names that are allowed without a file of their own.
+    """
+    known = [*besides, *names(kind)]
+    if name in known:
+        return None
+    close = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"there is no {ONE[kind]} {name!r}.{hint} {kind.capitalize()}: {', '.join(known)}."
 
 
 def load(kind: Kind, name: str) -> ModuleType:
@@ -30,16 +47,15 @@ def load(kind: Kind, name: str) -> ModuleType:
     Raises UsageError listing the choices for an unknown name, MissingExtra with the pip line when its library is
     absent.
     """
-    known = names(kind)
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"{kind}: there is no {name!r}.{hint} Choose from: {', '.join(known)}.")
+    problem = unknown(kind, name)
+    if problem is not None:
+        raise UsageError(problem[0].upper() + problem[1:])
     try:
         return importlib.import_module(f"torchlake.{kind}.{name}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("torchlake"):
             raise
         raise MissingExtra(
-            f"{kind}/{name} needs the library {error.name!r}, which is not installed: pip install 'torchlake[{name}]'"
+            f"The {ONE[kind]} {name!r} needs the library {error.name!r}, which is not installed: "
+            f"pip install 'torchlake[{name}]'"
         ) from error

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake import attempts, checkpoint_places, durable, models, plugins, run_folder, tracking
+from torchlake import attempts, checkpoint_places, durable, lora, models, plugins, run_folder, tracking
 from torchlake.config import DataConfig, Job, load_job
 from torchlake.engines import Engine, bounds, make_engine
 from torchlake.errors import (
@@ -85,6 +85,8 @@ def train(
     frames, sections = run_folder.frames_to_paths(sections, folder)
     wanted = load_job(job, overrides, **sections)
     tracking.check(wanted.track)
+    if wanted.model.lora is not None:
+        lora.check_installed()
     if engine is None:
         engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
     processes = wanted.engine.processes or engine.span or 1
@@ -102,6 +104,7 @@ def train(
             with tracking.tracked(wanted, folder):  # what was not told while it ran
                 pass
             return _as_run(folder, finished, steps=0, began=began, complete=True)
+        _check_columns(wanted)
         base = models.model_folder(wanted.model.base)
         trained = run_folder.is_trained(folder, wanted)
         spec = find_spec(wanted, base, folder, trained=trained)
@@ -252,6 +255,17 @@ def _find_labels(job: Job, task: ModuleType) -> tuple[Problem, tuple[Label, ...]
         raise DataError(f"{table.source}, column {data.label!r}: {error}") from error
     finally:
         reader.close()
+
+
+def _check_columns(job: Job) -> None:
+    """Raise TableError for a table that is not there or lacks a column, before a model is fetched or rows are read."""
+    data = job.data
+    named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
+    for name, table in run_folder.stored_tables(job).items():
+        try:
+            open_table(table, columns=tuple(column for column in named if column is not None))
+        except TableError as error:
+            raise type(error)(f"data.{name}: {error}") from error
 
 
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:

@@ -4,6 +4,7 @@ A text is data. It is read through YAML's node tree: a duplicate key is an error
 depth and alias expansion are bounded before anything is built. Price: two passes, the first of which builds nothing.
 """
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def read_text(path: Path) -> str:
             content = file.read(MAX_BYTES + 1)
         return content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such job file") from None
+        raise ConfigError(f"{path}: no such job file{_nearest(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -91,6 +92,16 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, li
         return loader.construct_object(node)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError):
         raise ConfigError(f"{where}: {dotted(at)}: {quote(node.value)} is no {kind}") from None
+
+
+def _nearest(path: Path) -> str:
+    """A hint for a job file that is not there: one of its folder with nearly its name, such as .yaml for .yml."""
+    try:
+        there = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
+    except OSError:
+        return ""
+    close = [name for name in there if Path(name).stem == path.stem] or get_close_matches(path.name, there, n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _refuse_tag(node: yaml.Node, where: str) -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from torchlake import plugins
 from torchlake.config import (
     DataConfig,
     Job,
@@ -191,6 +192,60 @@ def test_tags_are_refused_and_run_nothing(tmp_path: Path, text: str) -> None:
     with pytest.raises(UnsafeError):
         load_job(None, [f"train.epochs={text.removeprefix('x: ')}"])
     assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "hint"),
+    [
+        ("job.yml", ["job.yaml"], "job.yaml"),
+        ("job.yaml", ["other.yaml", "job.yml"], "job.yml"),
+        ("reveiws.yaml", ["reviews.yaml", "reviews.csv"], "reviews.yaml"),
+        ("job.yaml", ["table.parquet", "job.csv"], None),
+    ],
+)
+def test_a_missing_job_file_suggests_one_that_is_there(
+    tmp_path: Path, asked: str, there: list[str], hint: str | None
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as error:
+        load_job(tmp_path / asked)
+    suggestion = "" if hint is None else f"; did you mean {tmp_path / hint}?"
+    assert str(error.value) == f"{tmp_path / asked}: no such job file{suggestion}"
+
+
+PLUGINS = [("model", "task", "tasks"), ("train", "strategy", "strategies"), ("engine", "name", "engines")]
+
+
+@pytest.mark.parametrize(("section", "key", "kind"), PLUGINS)
+@given(name=st.from_regex("[a-z_]{1,12}", fullmatch=True))
+def test_a_plug_in_that_there_is_not_is_named_by_its_key_and_line(
+    section: str, key: str, kind: plugins.Kind, name: str
+) -> None:
+    known = plugins.names(kind)
+    assume(name not in [*known, "auto"])
+    sections = {"data": {"train": "t"}, "model": {"base": "b"}}
+    sections.setdefault(section, {})[key] = name
+    with pytest.raises(ConfigError) as error:
+        load_job(None, **sections)
+    said = str(error.value)
+    one = {"tasks": "task", "strategies": "strategy", "engines": "engine"}[kind]
+    assert said.startswith(f"argument {section}: {section}.{key}: there is no {one} '{name}'.")
+    assert said.endswith(f"{kind.capitalize()}: {', '.join(['auto'] * (kind == 'strategies') + known)}.")
+    assert f"{kind}:" not in said, "the plug-ins' folder is not the user's business"
+
+
+@pytest.mark.parametrize(("section", "key", "kind"), PLUGINS)
+def test_every_plug_in_may_be_named(section: str, key: str, kind: plugins.Kind) -> None:
+    for name in plugins.names(kind):
+        job = load_job(None, [f"{section}.{key}={name}"], data={"train": "t"}, model={"base": "b"})
+        assert getattr(getattr(job, section), key) == name
+
+
+def test_a_wrong_task_is_named_by_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {train: t}\nmodel:\n  base: b\n  task: summarization\n")
+    with pytest.raises(ConfigError, match=rf"^{path}:4: model\.task: there is no task 'summarization'\. Tasks: text_"):
+        load_job(path)
 
 
 def test_a_job_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -237,9 +237,12 @@ def test_the_command_prints_tables_and_json(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"gpu_memory": "much"}, "gpu_memory: 'much' is no amount"),
-        ({"bandwidth": "-1GB"}, "bandwidth: '-1GB' is no amount"),
-        ({"flops": 0}, "flops: 0 is no amount"),
+        ({"gpu_memory": "much"}, "gpu_memory: 'much' is not an amount"),
+        ({"gpu_memory": "80"}, 'gpu_memory: 80 has no unit; write "80GB" or "80GiB"'),
+        ({"gpu_memory": 80}, 'gpu_memory: 80 has no unit; write "80GB" or "80GiB"'),
+        ({"bandwidth": "12.5"}, 'bandwidth: 12.5 has no unit; write "12.5GB" or "12.5GiB"'),
+        ({"bandwidth": "-1GB"}, "bandwidth: '-1GB' is not an amount"),
+        ({"flops": 0}, "flops: 0 is not an amount"),
         ({"latency": 0}, "above 0"),
         ({"processes": 0}, "1 or more"),
         ({"sample_rows": 0}, "1 or more"),
@@ -261,10 +264,26 @@ def test_wrong_tables_are_named(sections: dict[str, Any], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("80GiB", 80 * 2**30), ("24 GB", 24e9), ("12.5GB/s", 12.5e9), ("120T", 120e12), ("1e12", 1e12), (5, 5.0)],
+    [("80GiB", 80 * 2**30), ("24 GB", 24e9), ("80G", 80e9), ("12.5GB/s", 12.5e9), ("512 mib", 2**29), (2**31, 2.0**31)],
 )
-def test_amounts(text: str | float, value: float) -> None:
-    assert capacity.amount(text, "flops") == value
+def test_sizes(text: str | float, value: float) -> None:
+    assert capacity.size_in_bytes(text, "gpu_memory") == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("120T", 120e12), ("1.5PFLOP/s", 1.5e15), ("1e12", 1e12), (5, 5.0)])
+def test_operations(text: str | float, value: float) -> None:
+    assert capacity.operations(text, "flops") == value
+
+
+@given(number=st.floats(1e-3, 1e15), unit=st.sampled_from(["", " ", "b", "B", "/s", "FLOP", "GB", "gib", "TB", "K"]))
+def test_bytes_have_a_unit_or_are_refused_with_one(number: float, unit: str) -> None:
+    """No text without a unit is taken for bytes, whatever the number."""
+    text = f"{number}{unit}"
+    if unit.lower() in ("b", "gb", "gib", "tb", "k") and "e-" not in text:
+        assert capacity.size_in_bytes(text, "gpu_memory") >= number
+    else:
+        with pytest.raises(UsageError, match="has no unit|is not an amount"):
+            capacity.size_in_bytes(text, "gpu_memory")
 
 
 # what stands for the table

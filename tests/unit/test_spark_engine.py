@@ -1,6 +1,7 @@
 """What the Spark engine does beyond the promise of every engine: frames, SQL, streams, refusals, output."""
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,35 @@ import torchlake as tl
 import training_runs as runs
 from remote_work import own_pid, print_bytes
 from torchlake import launching
+from torchlake.engines._spark_session import Session
+from torchlake.engines.spark import Spark
 from torchlake.errors import TableError, UsageError
 
 TEXTS = ["good movie", None, "a bad plot", "", "good good film", "stale"]
+
+
+def test_a_master_that_does_not_answer_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Session, "_running", lambda session: None)  # another test's session may be running
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        port = closed.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(UsageError) as error:
+            Spark(master=f"spark://localhost:1,127.0.0.1:{port}").session.get()
+    assert time.monotonic() - began < 20
+    said = str(error.value)
+    assert f"cannot be reached (localhost:1: Connection refused; 127.0.0.1:{port}: Connection refused)" in said
+    assert "\n" not in said
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("master", ["spark://", "spark://host", "spark://:7077", "spark://host:port"])
+def test_a_master_without_host_and_port_is_refused(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "_running", lambda session: None)
+    with pytest.raises(UsageError, match="is not spark://HOST:PORT"):
+        Spark(master=master).session.get()
 
 
 @pytest.fixture

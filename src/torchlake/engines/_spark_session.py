@@ -1,6 +1,7 @@
 """The Spark session that an engine works in: the running one or a new one, and what it has room for."""
 
 import os
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 SLOTS_OF_CONNECT = 16  # assumed when many chunks are bundled
 SLOTS_S = 20.0  # for executors that are just starting to appear
+REACH_S = 5.0  # for each master to accept a connection
 # A session that torchlake makes on this machine listens to nobody else, retries lost tasks and says little.
 _ON_THIS_MACHINE = {
     "spark.driver.host": "127.0.0.1",
@@ -193,15 +195,39 @@ class Session:
         elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has settled where to run
             # The second number: a task may be lost three times, and Spark starts it again.
             conf.setdefault("spark.master", f"local[{self._slots_here},4]")
-        if conf.get("spark.master", "").startswith("local["):
+        master = conf.get("spark.master", "")
+        if master.startswith("local["):
             conf = {**_ON_THIS_MACHINE, **conf}
+        elif master.startswith("spark://"):
+            _check_reachable(master)
         builder = SparkSession.builder.appName("torchlake")
         for name, value in conf.items():
             builder = builder.config(name, value)
         session: SparkSession = builder.getOrCreate()
-        if conf.get("spark.master", "").startswith("local["):
+        if master.startswith("local["):
             session.sparkContext.setLogLevel("ERROR")  # a cluster's session also says that it waits for resources
         return session
+
+
+def _check_reachable(master: str) -> None:
+    """Raise UsageError unless one of the hosts of spark://HOST:PORT[,HOST:PORT...] accepts a connection.
+
+    Spark itself tries for minutes, and writes the stack of each attempt.
+    """
+    reasons = []
+    for address in master.removeprefix("spark://").split(","):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(f"engine.spark.master: {master!r} is not spark://HOST:PORT.")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            reasons.append(f"{address}: {getattr(error, 'strerror', None) or error}")
+    raise UsageError(
+        f"engine.spark.master: the Spark master {master} cannot be reached ({'; '.join(reasons)}). Start it, correct "
+        "the address, or leave engine.spark.master out to run Spark on this machine."
+    )
 
 
 def reason_of(error: BaseException) -> str:

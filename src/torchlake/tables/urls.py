@@ -15,6 +15,10 @@ STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hdfs", "memor
 READ_ONLY = ("https", "hf")
 "Protocols of public files: nothing is written there."
 
+_S3, _GCS, _AZURE = ("s3fs", "s3"), ("gcsfs", "gcs"), ("adlfs", "azure")
+EXTRAS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS} | dict.fromkeys(("abfs", "abfss", "az"), _AZURE)
+"By protocol, the library that opens it and the extra of torchlake that installs it."
+
 
 def is_url(path: str) -> bool:
     """Whether `path` is an fsspec URL (`file://` URLs are local paths and never get this far)."""
@@ -39,6 +43,15 @@ def check_url(url: str, *, to_write: bool = False) -> str:
     return protocol
 
 
+def missing_library(url: str, error: ImportError) -> str:
+    """What to install for the storage of an URL whose library is not there; `error` is fsspec's."""
+    protocol = url.partition("://")[0]
+    if protocol not in EXTRAS:
+        return str(error)
+    library, extra = EXTRAS[protocol]
+    return f"{protocol}:// needs the library {library!r}, which is not installed: pip install 'torchlake[{extra}]'"
+
+
 def filesystem_of(url: str) -> tuple[Any, str]:
     """The fsspec file system of an URL and the path in it.
 
@@ -50,7 +63,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     try:
         filesystem, path = url_to_fs(url)
     except ImportError as error:
-        raise MissingExtra(f"{redacted(url)}: {error}") from error
+        raise MissingExtra(f"{redacted(url)}: {missing_library(url, error)}") from error
     except ValueError as error:
         raise TableError(f"{redacted(url)}: {error}") from error
     return filesystem, path
