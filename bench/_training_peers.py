@@ -1,4 +1,5 @@
-"""One contender of `training.py` as a script for torchrun: an epoch by somebody else's loop, from the same weights.
+"""One contender of `training.py` as a script for torchrun: an epoch by a loop that is not torchlake's, from the same
+weights.
 
 All of them: the same rows, tokenised beforehand; AdamW with decay on everything but biases and norms, linear warm-up
 and decay, gradients clipped at 1. The clock runs from the first batch to the last; rank 0 then scores the test rows.
@@ -52,7 +53,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def model_of(setup: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
+    torch.manual_seed(setup["seed"])
     return AutoModelForSequenceClassification.from_pretrained(setup["model"], num_labels=2)
 
 
@@ -67,10 +68,11 @@ def schedule_of(optimizer: Any, steps: int) -> Any:
     return get_linear_schedule_with_warmup(optimizer, round(WARMUP * steps), steps)
 
 
-def loader_of(rows: Rows, batch: int) -> Any:
-    sampler = torch.utils.data.distributed.DistributedSampler(rows, WORLD, RANK, seed=0) if WORLD > 1 else None
+def loader_of(rows: Rows, setup: dict[str, Any]) -> Any:
+    distributed = torch.utils.data.distributed.DistributedSampler
+    sampler = distributed(rows, WORLD, RANK, seed=setup["seed"]) if WORLD > 1 else None
     return torch.utils.data.DataLoader(
-        rows, batch_size=batch // WORLD, shuffle=sampler is None, sampler=sampler, collate_fn=rows.collate
+        rows, batch_size=setup["batch"] // WORLD, shuffle=sampler is None, sampler=sampler, collate_fn=rows.collate
     )
 
 
@@ -88,7 +90,7 @@ def plain(setup: dict[str, Any], rows: Rows, count: Callable[[Any], None]) -> tu
         fully_shard(model, mesh=mesh)
     elif WORLD > 1:
         module = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=False)
-    loader = loader_of(rows, setup["batch"])
+    loader = loader_of(rows, setup)
     optimizer = optimizer_of(model, setup["rate"])
     schedule = schedule_of(optimizer, len(loader))
 
@@ -131,7 +133,8 @@ def trainer(setup: dict[str, Any], rows: Rows, count: Callable[[Any], None]) -> 
         use_cpu=True,
         ddp_backend="gloo" if WORLD > 1 else None,
         disable_tqdm=True,
-        seed=0,
+        seed=setup["seed"],
+        bf16=bool(setup.get("bf16")),
     )
     loop = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
     return model, lambda: loop.train() and None
@@ -169,7 +172,7 @@ def lightning(setup: dict[str, Any], rows: Rows, count: Callable[[Any], None]) -
     import lightning as pl
 
     model = model_of(setup)
-    loader = loader_of(rows, setup["batch"])
+    loader = loader_of(rows, setup)
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -233,7 +236,7 @@ def every_rank(value: Any) -> Iterator[Any]:
 
 def main() -> None:
     setup = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    torch.set_num_threads(setup["threads"])
     kind = {"plain": plain, "trainer": trainer, "accelerate": accelerated, "lightning": lightning}[setup["kind"]]
     if WORLD > 1 and kind is plain:
         dist.init_process_group("gloo")
@@ -243,14 +246,14 @@ def main() -> None:
     began = time.perf_counter()
     epoch()
     seconds = time.perf_counter() - began
-    told = list(every_rank((seconds, sum(computed), peak_mib())))
+    spent = list(every_rank((seconds, sum(computed), peak_mib())))
     # A model that is shared out answers only when all ranks ask.
     scored = accuracy(model, setup) if setup["score"] and (RANK == 0 or setup.get("fsdp")) else None
     if RANK == 0:
         result = {
-            "seconds": max(each[0] for each in told),
-            "computed_tokens": sum(each[1] for each in told),
-            "peak_memory_mib": max(each[2] for each in told),
+            "seconds": max(each[0] for each in spent),
+            "computed_tokens": sum(each[1] for each in spent),
+            "peak_memory_mib": max(each[2] for each in spent),
         }
         if scored is not None:
             result["accuracy"] = scored

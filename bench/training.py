@@ -47,6 +47,8 @@ CONTENDERS = [
         Contender("Hugging Face Trainer", "trainer", ranks),
         Contender("accelerate", "accelerate", ranks),
         Contender("Lightning", "lightning", ranks),
+        Contender("Hugging Face Trainer, bf16", "trainer", ranks, {"bf16": True}),
+        Contender("torchlake, fp32", "torchlake", ranks, {"precision": "fp32"}),
         Contender("torchlake", "torchlake", ranks),
         *([Contender("torchlake, fsdp", "torchlake", 2, {"strategy": "fsdp"})] if ranks == 2 else []),
     )
@@ -58,8 +60,8 @@ ABLATION = [
     Contender("+ FSDP", "plain", 2, {**SEED, "batch": 96, "fsdp": True}, True),
     Contender("+ 16 bits (bf16): the seed's FSDP", "plain", 2, {**SEED, "batch": 96, "fsdp": True, "bf16": True}, True),
     Contender("seed's DDP, padded to the batch's longest", "plain", 2, {"batch": 48}, True),
-    Contender("torchlake, fp32, batch 48", "torchlake", 2, {"batch": 48}, True),
-    Contender("torchlake, bf16, batch 48", "torchlake", 2, {"batch": 48, "bf16": True}, True),
+    Contender("torchlake, fp32, batch 48", "torchlake", 2, {"batch": 48, "precision": "fp32"}, True),
+    Contender("torchlake, bf16, batch 48", "torchlake", 2, {"batch": 48, "precision": "bf16"}, True),
 ]
 
 
@@ -67,8 +69,14 @@ def peer(contender: Contender, setup: dict[str, Any]) -> dict[str, Any]:
     """An epoch of a peer, under torchrun where there are several ranks."""
     out = SCRATCH / "training.out.json"
     out.unlink(missing_ok=True)
-    told = {**setup, **contender.options, "kind": contender.kind, "out": str(out), "scratch": str(SCRATCH / "trainer")}
-    script = [str(Path(__file__).parent / "_training_peers.py"), json.dumps(told)]
+    options = {
+        **setup,
+        **contender.options,
+        "kind": contender.kind,
+        "out": str(out),
+        "scratch": str(SCRATCH / "trainer"),
+    }
+    script = [str(Path(__file__).parent / "_training_peers.py"), json.dumps(options)]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(contender.ranks), "--standalone"]
     command = [sys.executable, *(torchrun if contender.ranks > 1 else []), *script]
     log = SCRATCH / "training.log"
@@ -108,7 +116,8 @@ def train_torchlake(contender: Contender, setup: dict[str, Any], out: str) -> No
             "batch_size": contender.options.get("batch", BATCH),
             "learning_rate": RATE,
             "checkpoint_every": "10h",
-            "precision": "bf16" if contender.options.get("bf16") else "fp32",
+            "precision": contender.options.get("precision", "auto"),
+            "seed": setup["seed"],
             "strategy": contender.options.get("strategy", "auto"),
         },
         engine=tl.Local(processes=contender.ranks),
@@ -172,6 +181,8 @@ def main() -> None:
         "batch": BATCH,
         "rows": options.rows,
         "score": True,
+        "seed": 0,
+        "threads": 1,
     }
     chosen = [contender for contender in CONTENDERS if not options.only or contender.kind in options.only]
     rows = measure(chosen, setup, options.rounds)
