@@ -19,7 +19,6 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.accumulators import AccumulatorParam
-from pyspark.util import InheritableThread
 
 from torchlake.engines._spark_session import Session, reason_of
 from torchlake.engines._spark_tasks import ChunkTask, Result, failure_of, run_batches, run_bundle
@@ -94,12 +93,8 @@ class _Submission:
         self._inbox: SimpleQueue[Result | None] = SimpleQueue()
         self._left = deque(bundles.items())
         self._building = threading.Lock()  # over the context's environment
-        self._lanes = [
-            InheritableThread(partial(self._lane, environment), session=self._session.get())
-            for environment in job.lanes or [{}]
-        ]
+        self._lanes = [self._session.thread(partial(self._lane, environment)) for environment in job.lanes or [{}]]
         for lane in self._lanes:
-            lane.daemon = True
             lane.start()
 
     @property

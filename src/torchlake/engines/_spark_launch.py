@@ -18,8 +18,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from pyspark.util import InheritableThread
-
 from torchlake.engines._spark_ranks import (
     FOLLOW_S,
     GRACE_S,
@@ -177,8 +175,7 @@ def submitted(job: LaunchJob, run: Callable[[], Any]) -> Iterator["SimpleQueue[A
         except Exception as error:
             outcome.put(error)
 
-    thread = InheritableThread(run_described, session=session.get())
-    thread.daemon = True
+    thread = session.thread(run_described)
     handler = signal.getsignal(signal.SIGINT)
     replaced = _in_main_thread() and str(getattr(handler, "__module__", "")).startswith("pyspark.")
     if replaced:

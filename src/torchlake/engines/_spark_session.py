@@ -4,6 +4,9 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
+from inspect import signature
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import UsageError
@@ -149,6 +152,15 @@ class Session:
         requests = TaskResourceRequests().cpus(max(cpus, self.cores_per_slot))
         amount = max(float(gpus_per_task), self.gpus_of("task"))
         return ResourceProfileBuilder().require(requests.resource("gpu", amount) if amount else requests).build
+
+    def thread(self, target: Callable[[], None]) -> Thread:
+        """A thread whose Spark jobs have the properties of this one's (pool, description, tags); not started yet."""
+        from pyspark.util import InheritableThread
+
+        takes_session = "session" in signature(InheritableThread).parameters  # from Spark 4 on
+        thread: Thread = InheritableThread(target, **({"session": self.get()} if takes_session else {}))
+        thread.daemon = True
+        return thread
 
     def describe(self, tag: str, job: str) -> None:
         """Name the jobs of this thread in Spark's user interface; what the caller has set stays."""
