@@ -24,9 +24,11 @@ from torchlake.checkpoint_folder import Place
 from torchlake.engines import Engine, Span, bounds
 from torchlake.errors import Interrupted, MoreRoom, OutOfMemory, RankFailed, StopAsked
 from torchlake.failpoints import failpoint
+from torchlake.interrupts import announced
 
 log = logging.getLogger(__name__)
 
+SAVING = "Saving a checkpoint; press Ctrl-C again to abort."
 LOOK_S = 30.0
 "Between two looks for room for more ranks: it costs a question to the cluster, and finding some costs a restart."
 
@@ -72,7 +74,7 @@ def train_to_the_end(
             "attempt": launch,
         }
         try:
-            with _looking_for_room(engine, processes, number, run):
+            with announced(SAVING), _looking_for_room(engine, processes, number, run):
                 summary: dict[str, Any] = engine.launch(
                     train_rank,
                     start,

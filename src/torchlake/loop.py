@@ -42,7 +42,7 @@ from torchlake.learner import (
     planned,
     steps_per_epoch,
 )
-from torchlake.progress import progress
+from torchlake.training_bar import training_bar
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,10 @@ def train_to_the_end(
         return [told_to_stop(), late, writer.written()]
 
     stop = distributed.any_rank(group, told_to_stop(), "starting")
-    with _telling(settings, group, position) as tell, _bar(group, total - position.step) as advance:
+    with (
+        _telling(settings, group, position) as tell,
+        training_bar(group.rank, position, total, settings.metric) as show,
+    ):
         while True:
             step = position.step
             at_end = step == total
@@ -131,6 +134,7 @@ def train_to_the_end(
                     to_validate = False
                     tell({"step": step, **{record.VALIDATION + name: value for name, value in outcome.items()}})
                     saving.keep_if_best(settings, learner, position, outcome, writer)
+                    show(0, outcome)
             position.seconds = time.monotonic() - began
             exhausted = train.patience is not None and position.stale >= train.patience
             finished = not to_validate and (at_end or exhausted)
@@ -153,7 +157,7 @@ def train_to_the_end(
             if written == group.world_size:
                 writer.all_written()
             tell(line)
-            advance(1)
+            show(1)
             if position.non_finite == NON_FINITE_IN_A_ROW:
                 raise Diverged(
                     f"step {position.step:,}: the loss or its gradient was not finite {NON_FINITE_IN_A_ROW} times in a "
@@ -302,12 +306,3 @@ def _telling(settings: RankSettings, group: distributed.Group, position: Positio
     record.cut_metrics(path, position.step, position.validated)
     with record.metrics_file(path) as file:
         yield lambda line: record.write_line(file, line)
-
-
-@contextmanager
-def _bar(group: distributed.Group, steps: int) -> Iterator[Callable[[int], None]]:
-    if group.rank != 0:
-        yield lambda steps: None
-        return
-    with progress("train", steps, "steps") as advance:
-        yield advance

@@ -33,6 +33,8 @@ from torchlake.engines import Engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
 from torchlake.failures import failures_of
+from torchlake.in_flight import InFlight
+from torchlake.interrupts import announced
 from torchlake.progress import progress
 from torchlake.runtime_choice import RuntimeChoice
 from torchlake.scoring import (
@@ -61,6 +63,7 @@ from torchlake.task_spec import TaskSpec
 log = logging.getLogger(__name__)
 
 ROWS_BEFORE_STOPPING = 1000
+KEPT = "Stopping. Finished chunks are kept; run the same command again to resume."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,10 @@ def predict(
             return _map_frame(table, engine.frame_schema(table), settings, spec, engine)
         return _predict_frame(table, settings, spec, engine, max_error_rate)
     if output is None:
-        raise UsageError("predict of a stored table needs an output folder: predict(model, table, output).")
+        raise UsageError(
+            "predict: a stored table needs an output folder: predict(model, table, output). Texts in memory are given "
+            f'as a frame, and come back as one: predict(model, pyarrow.table({{"{settings.text}": [...]}})).'
+        )
     return _predict_table(
         table,
         local_output(output),
@@ -305,8 +311,8 @@ def _score(
         name=f"predict {out.output.name}",
         label=chunk_label,
     )
-    with closing(chunks), progress("predict", total, "rows") as advance:
-        advance(rows)
+    before, ahead = rows, InFlight(out.staging / "journal").rows
+    with announced(KEPT), closing(chunks), progress("predict", total, "rows", done=before, ahead=ahead) as advance:
         _refuse_too_many(failed, rows, total, max_error_rate, examples)  # of a run before this one
         for chunk in chunks:
             made.append(chunk)

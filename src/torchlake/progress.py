@@ -1,65 +1,177 @@
 """How far a long step is, on standard error: a bar on a terminal, a plain line now and then in a log.
 
-Standard output stays free for results. TORCHLAKE_PROGRESS=0 silences both.
+The bar is a single line at any width, because other processes write to the same terminal: what does not fit is left
+out, the least important first. Standard output stays free for results. TORCHLAKE_PROGRESS=0 silences both.
 """
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 LINE_EVERY_S = 10.0
+REFRESHES_PER_S = 4
+NARROWEST_BAR = 6
+NO_NOTES: tuple[str, ...] = ()
+
+
+class Advance(Protocol):
+    """What `progress` yields; to be called from one thread."""
+
+    def __call__(self, n: int, notes: Sequence[str] | None = None) -> None:
+        """Count `n` more units as done; `notes` replace those shown so far, the most important first."""
 
 
 @contextmanager
-def progress(label: str, total: int, unit: str = "rows") -> Iterator[Callable[[int], None]]:
-    """Yield `advance(n)`, to be called from one thread with the number of units just done, of `total` altogether."""
+def progress(
+    label: str, total: int, unit: str = "rows", *, done: int = 0, ahead: Callable[[], int] | None = None
+) -> Iterator[Advance]:
+    """Show how many of `total` units are done while the block runs; `done` of them were when it began.
+
+    `ahead()` is asked now and then, in a thread, how many units are done beyond those that were counted.
+    """
+    shown = _Shown(label=label, total=total, unit=unit, done=done, before=done, ahead=ahead)
     if os.environ.get("TORCHLAKE_PROGRESS") == "0":
-        yield lambda n: None
-    elif sys.stderr.isatty():
-        yield from _bar(label, total, unit)
+        yield lambda n, notes=None: None
+    elif sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        yield from _bar(shown)
     else:
-        yield from _lines(label, total, unit)
+        yield from _lines(shown)
 
 
-def _bar(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+@dataclass(kw_only=True)
+class _Shown:
+    """What is known of a step; the bar is drawn from it in a thread of its own."""
+
+    label: str
+    total: int
+    unit: str
+    done: int
+    before: int
+    "Units that were done when the step began."
+    ahead: Callable[[], int] | None
+    notes: tuple[str, ...] = NO_NOTES
+    began: float = field(default_factory=time.monotonic)
+    first: tuple[float, int] | None = None
+    "When the first units came, and how many: what came before, such as loading a model, is in no estimate."
+    most: int = 0
+    ended: bool = False
+
+    def advance(self, n: int, notes: Sequence[str] | None = None) -> None:
+        self.done += n
+        if notes is not None:
+            self.notes = tuple(notes)
+        self.count()
+
+    def count(self) -> int:
+        """Units done, until the end with those not counted yet; never fewer than before."""
+        ahead = 0 if self.ahead is None else self.ahead()
+        self.most = self.done if self.ended else max(self.most, self.done, min(self.total, self.done + ahead))
+        if self.first is None and self.most > self.before:
+            self.first = time.monotonic(), self.most
+        return self.most
+
+    def left_s(self) -> float | None:
+        """Estimated seconds to the end; None while nothing is known."""
+        if self.first is None or self.most == self.first[1]:
+            return None
+        rate = (self.most - self.first[1]) / max(time.monotonic() - self.first[0], 1e-6)
+        return (self.total - self.most) / rate
+
+    def line(self) -> str:
+        """The line of a log."""
+        count, seconds = self.count(), time.monotonic() - self.began
+        share = f" ({count / self.total:.0%})" if self.total else ""
+        rate = (count - self.before) / seconds if seconds > 0 else 0.0
+        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        said = [f"{count:,}/{self.total:,} {self.unit}{share} in {seconds:.1f} s", f"{speed} {self.unit}/s"]
+        return f"{self.label}: {', '.join([*said, *self.notes])}"
+
+    def parts(self, width: int) -> list[str]:
+        """The parts of the bar's line that fit into `width` columns with blanks between; an empty one is the bar."""
+        count, left = self.count(), self.left_s()
+        clock = f"in {_clock(time.monotonic() - self.began)}" if self.ended else f"{_clock(left)} left" if left else ""
+        # In their order on the line; the number says which are left out last.
+        parts = [
+            (2, self.label),
+            (8, " " * NARROWEST_BAR),
+            (0, f"{count:,}/{self.total:,}"),
+            (7, self.unit),
+            (3, clock),
+            *((rank, note) for rank, note in zip((1, 4, 5, 6), self.notes, strict=False)),
+        ]
+        kept = [part for part in parts if part[1]]
+        while sum(len(text) + 1 for _, text in kept) - 1 > width and len(kept) > 1:
+            kept.remove(max(kept))
+        return [text.strip() for _, text in kept]
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        width = options.max_width - 1  # a full line would wrap on some terminals
+        parts = self.parts(width)
+        room = width - sum(len(part) + 1 for part in parts)
+        bar = ProgressBar(total=max(self.total, 1), completed=self.most if self.total else 1, width=min(40, room + 1))
+        grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+        for _ in parts:
+            grid.add_column(no_wrap=True, overflow="crop")
+        grid.add_row(*(part or bar for part in parts))
+        yield grid
+
+
+def _bar(shown: _Shown) -> Iterator[Advance]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.live import Live
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total, unit=unit)
-        yield lambda n: bar.advance(task, n)
+    with Live(
+        shown, console=Console(stderr=True, highlight=False), refresh_per_second=REFRESHES_PER_S, redirect_stdout=False
+    ):
+        yield shown.advance
+        shown.ended = True
 
 
-def _lines(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    started = last = time.monotonic()
-    done = 0
+def _lines(shown: _Shown) -> Iterator[Advance]:
+    last = shown.began
+    printing, ended = threading.Lock(), threading.Event()
 
-    def advance(n: int) -> None:
-        nonlocal done, last
-        done += n
-        now = time.monotonic()
-        if now - last >= LINE_EVERY_S and done < total:
-            last = now
-            _line(label, done, total, unit, now - started)
+    def print_when_due() -> None:
+        nonlocal last
+        with printing:
+            if time.monotonic() - last >= LINE_EVERY_S and shown.done < shown.total and not shown.ended:
+                last = time.monotonic()
+                print(shown.line(), file=sys.stderr, flush=True)
 
-    yield advance
-    _line(label, done, total, unit, time.monotonic() - started)
+    def advance(n: int, notes: Sequence[str] | None = None) -> None:
+        shown.advance(n, notes)
+        print_when_due()
+
+    def watch() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            print_when_due()
+
+    watching = threading.Thread(target=watch, name="progress", daemon=True)
+    if shown.ahead is not None:
+        watching.start()
+    try:
+        yield advance
+        with printing:
+            shown.ended = True
+            print(shown.line(), file=sys.stderr, flush=True)
+    finally:
+        ended.set()
+        if shown.ahead is not None:
+            watching.join()
 
 
-def _line(label: str, done: int, total: int, unit: str, seconds: float) -> None:
-    share = f" ({done / total:.0%})" if total else ""
-    rate = done / seconds if seconds > 0 else 0.0
-    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    print(
-        f"{label}: {done:,}/{total:,} {unit}{share} in {seconds:.1f} s, {speed} {unit}/s", file=sys.stderr, flush=True
-    )
+def _clock(seconds: float) -> str:
+    """Seconds as 1:02:03, or 2:03 below an hour."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}" if minutes >= 60 else f"{minutes}:{second:02}"

@@ -1,0 +1,117 @@
+"""Ctrl-C says at once what happens, and does what it did before."""
+
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+import training_runs as runs
+from terminal import CTRL_C, on_terminal
+from torchlake import attempts, predicting
+from torchlake.interrupts import announced
+from torchlake.tables.commit import Part
+
+SCRIPT = """
+import threading
+from torchlake.interrupts import announced
+with announced("Saving; press Ctrl-C again to abort."):
+    try:
+        print("working", flush=True)
+        threading.Event().wait(60)
+    except KeyboardInterrupt:
+        print("asked to stop", flush=True)
+        try:
+            threading.Event().wait(60)
+        except KeyboardInterrupt:
+            print("aborted", flush=True)
+"""
+
+
+def test_on_a_terminal_the_first_one_is_answered_and_the_second_aborts() -> None:
+    keys = [("working", CTRL_C), ("asked to stop", CTRL_C)]
+    code, shown = on_terminal([sys.executable, "-c", SCRIPT], columns=80, keys=keys)
+    assert code == 0
+    lines = [line for line in shown.replace("^C", "").split() if line]
+    assert " ".join(lines) == "working Saving; press Ctrl-C again to abort. asked to stop aborted"
+
+
+def test_what_handled_it_before_handles_it_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), announced("Stopping."):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_that_a_library_set_meanwhile_stays() -> None:
+    def own(number: int, frame: Any) -> None: ...
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with announced("Stopping."):
+            signal.signal(signal.SIGINT, own)
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("how", [signal.SIG_IGN, signal.SIG_DFL])
+def test_nothing_is_said_where_python_does_not_handle_it(how: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGINT, how)
+    try:
+        with announced("Stopping."):
+            assert signal.getsignal(signal.SIGINT) is how
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_thread_changes_no_handler() -> None:
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with announced("Stopping."):
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+class Interrupting(tiny.Here):
+    """An engine whose user presses Ctrl-C while it trains, or while it scores the second chunk."""
+
+    def run_chunks(self, make_worker: Any, chunks: Any, **options: Any) -> Any:
+        for done, result in enumerate(super().run_chunks(make_worker, chunks, **options)):
+            if done == 1 and not isinstance(result, Part):
+                signal.raise_signal(signal.SIGINT)
+            yield result
+
+    def launch(self, *args: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it goes on")
+
+
+def test_a_training_says_that_it_saves(tmp_path: Path, tiny_bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tl.train(run=tmp_path / "run", engine=Interrupting(), **runs.job(tmp_path, tiny_bert))
+    assert f"\n{attempts.SAVING}\n" in capfd.readouterr().err
+    assert attempts.SAVING == "Saving a checkpoint; press Ctrl-C again to abort."
+
+
+def test_a_scoring_says_that_finished_chunks_are_kept(
+    tmp_path: Path, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    table, output = tmp_path / "rows.parquet", tmp_path / "scored"
+    pq.write_table(tiny.reviews(60), table)
+    with pytest.raises(KeyboardInterrupt):
+        tl.predict(tiny_model, table, output, engine=Interrupting(), chunk_rows=10)
+    assert f"\n{predicting.KEPT}\n" in capfd.readouterr().err
+    done = tl.predict(tiny_model, table, output, engine=tiny.Here(), chunk_rows=10)
+    assert done.rows_out == 60
+    assert done.record["provenance"]["rows_scored"] < 60, "what was finished was kept"
