@@ -4,19 +4,22 @@ A command returns an `Outcome` and prints nothing to standard output itself; `cl
 raised into an exit status. The libraries that are slow to load are loaded inside the commands. Price: formatting.
 """
 
+import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchlake import plugins
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError
 from torchlake.redaction import redacted
 
 if TYPE_CHECKING:
     from torchlake.engine_options import EngineConfig
     from torchlake.engines import Engine
+
+log = logging.getLogger(__name__)
 
 LABELS_SHOWN = 10
 
@@ -231,7 +234,7 @@ def demo(where: str, rows: int) -> Outcome:
     folder = local_output(where)
     base = _demo_model()
     train_table, test_table = write_reviews(folder, rows)
-    print(f"{rows:,} generated reviews in {folder}; fine-tuning all-MiniLM-L6-v2 on them", file=sys.stderr)
+    log.info("%s generated reviews in %s; fine-tuning all-MiniLM-L6-v2 on them", f"{rows:,}", folder)
     from torchlake.evaluating import evaluate
     from torchlake.predicting import predict
     from torchlake.reporting import report
@@ -287,7 +290,10 @@ def make_engine(
 
 
 def engine_settings(name: str | None, processes: int | None) -> list[str]:
-    """The options --engine and --processes as overrides."""
+    """The options --engine and --processes as overrides. Raises UsageError for an engine that there is not."""
+    problem = None if name is None else plugins.unknown("engines", name)
+    if problem is not None:
+        raise UsageError(f"--engine: {problem}")
     given = {"engine.processes": processes, "engine.name": name}
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 

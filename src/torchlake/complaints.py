@@ -4,10 +4,10 @@ Price: nothing until a job is wrong.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -26,6 +26,30 @@ def sentence(
     known = [location[:length] for length in range(len(location), 0, -1) if location[:length] in origins]
     origin = origins[known[0]] if known else str(path) if path is not None else "job"
     return f"{origin}: {dotted(location)}: {_complaint(problem, location, sections)}"
+
+
+def nearest_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:
+    """The settings, by dotted name, that are called `name`; else the one that is nearly called so; or none."""
+    every = [setting for section, model in sections.items() for setting in _settings(model, section)]
+    exact = [setting for setting in every if f".{setting}".endswith(f".{name}")]
+    if exact:
+        return exact
+    by_last = {setting.rpartition(".")[2]: setting for setting in reversed(every)}
+    return [by_last[close] for close in get_close_matches(name, by_last, n=1, cutoff=0.8)]
+
+
+def _settings(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}.{name}"
+        for nested in _models_in(field.annotation):
+            yield from _settings(nested, f"{prefix}.{name}")
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
 
 
 def _complaint(problem: Any, location: Location, sections: Mapping[str, type[BaseModel]]) -> str:

@@ -4,7 +4,6 @@ Under --json, descriptor 1 itself points to standard error while a command runs,
 processes, which know nothing of Python's `sys.stdout`, write there too. Price: two system calls.
 """
 
-import logging
 import os
 import shlex
 import signal
@@ -27,21 +26,6 @@ def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: 
     if isinstance(error, RankFailed):
         described |= {"rank": error.rank, "signal": error.signal, "traceback": error.traceback}
     return Outcome(values={"error": redacted(described)}, lines=(), exit_code=exit_code)
-
-
-class WithoutSecrets(logging.Formatter):
-    """A log line, and its traceback, without secrets."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return str(redacted(super().format(record)))
-
-
-def log_to_stderr() -> None:
-    """Write what is logged to standard error, unless the process has a place for it already."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(WithoutSecrets("%(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("torchlake").setLevel(logging.INFO)
 
 
 def resume_line(words: Sequence[str]) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchlake import commands, errors
+from torchlake import cli, commands, errors, logs
 from torchlake.cli import main
+from torchlake.config import flat, load_job
 
 HEAVY = ("torch", "transformers", "pyspark", "ray", "sklearn", "pandas")
 RUN = [sys.executable, "-c", "import sys; from torchlake.cli import main; sys.exit(main())"]
@@ -53,7 +54,7 @@ def test_help_is_quick_and_loads_no_library() -> None:
 )
 def test_every_command_has_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
-    assert f"Example: torchlake {command}" in capfd.readouterr().out
+    assert f"Example:\n    torchlake {command}" in capfd.readouterr().out
 
 
 def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
@@ -247,3 +248,129 @@ def test_the_exit_status_is_the_process_s() -> None:
     done = subprocess.run([*RUN, "verify", "no such folder", "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == json.loads(done.stdout)["error"]["exit_code"] == 65
     assert "Traceback" not in done.stderr
+
+
+# unknown options that are settings
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "job.yaml", "--epochs", "3"], "--set train.epochs=3"),
+        (["train", "job.yaml", "--epochs=3"], "--set train.epochs=3"),
+        (["train", "job.yaml", "--learning-rate", "1e-5"], "--set train.learning_rate=1e-5"),
+        (["train", "job.yaml", "--train.epochs", "3"], "--set train.epochs=3"),
+        (["train", "job.yaml", "--epoch", "3"], "--set train.epochs=3"),
+        (["train", "job.yaml", "--compile"], "--set train.compile=VALUE"),
+        (["tune", "job.yaml", "--batch-size", "8", "--trials", "2"], "--set train.batch_size=8"),
+        (["plan", "--base", "roberta-base"], "--set model.base=roberta-base"),
+        (["predict", "m", "i", "o", "--address", "auto"], "--set engine.ray.address=auto"),
+    ],
+)
+def test_an_unknown_option_that_is_a_setting_says_how_to_set_it(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 64
+    err = capfd.readouterr().err
+    assert f"{said}." in err
+    assert main([*words, "--json"]) == 64
+    assert f"{said}." in json.loads(capfd.readouterr().out)["error"]["message"]
+
+
+def test_every_setting_of_a_job_is_suggested_for_its_name() -> None:
+    """A setting's last name, as an option, leads to the setting, with a value that the job file would read."""
+    names = [*flat(load_job(None, data={"train": "t"}, model={"base": "b"}).model_dump())]
+    for name in [*names, "data.validation", "model.lora.rank", "engine.spark.master"]:
+        option = f"--{name.rpartition('.')[2].replace('_', '-')}"
+        assert f"--set {name}=7" in cli._setting_hint(["train", "job.yaml", option, "7"], option)
+
+
+def test_an_option_like_no_setting_gets_no_suggestion(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["train", "job.yaml", "--bogus", "3"], ["predict", "m", "i", "o", "--epochs", "3"]):
+        assert main(words) == 64
+        assert "--set" not in capfd.readouterr().err.partition("Error")[2]
+
+
+def test_an_engine_that_there_is_not_is_a_wrong_option(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["train", "job.yaml"], ["predict", "m", "i", "o"], ["launch", "x.py"]):
+        assert main([*words, "--engine", "dask"]) == 64
+        assert "--engine: there is no engine 'dask'. Engines: local, ray, spark." in capfd.readouterr().err
+
+
+# how much is said
+
+SAYS = """
+import logging, sys
+from types import ModuleType, SimpleNamespace
+from torchlake import engines
+from torchlake.cli import main
+from torchlake.config import flat, load_job
+from torchlake.engines.local import Local
+from torchlake.progress import progress
+
+def chatter():
+    log = logging.getLogger("torchlake.chatter")
+    log.debug("a detail"), log.info("a step"), log.warning("a warning")
+    logging.getLogger("library").warning("a library's warning")
+    with progress("verify", 3) as advance:
+        advance(3)
+
+def make_worker():
+    def worker(chunks):
+        for chunk in chunks:
+            chatter()
+            yield chunk
+    return worker
+
+def verify(output):
+    chatter() if output == "here" else list(Local(1).run_chunks(make_worker, [1]))
+    if "bad" in sys.argv:
+        raise engines.UsageError("it is off")
+    return SimpleNamespace(rows_in=3, rows_out=3, rows_failed=0, parts=1, problems=[], notes=[])
+
+if __name__ == "__main__":
+    sys.modules["torchlake.verifying"] = ModuleType("torchlake.verifying")
+    sys.modules["torchlake.verifying"].verify = verify
+    sys.exit(main(["verify", sys.argv[1], *(word for word in sys.argv[2:] if word != "bad")]))
+"""
+DETAIL, STEP, WARNING, BAR = "a detail", "a step", "a warning", "verify: 3/3"
+
+
+@pytest.mark.parametrize("where", ["here", "in a child"])
+@pytest.mark.parametrize(
+    ("flags", "shown"), [([], {WARNING, BAR}), (["--quiet"], set()), (["--verbose"], {DETAIL, STEP, WARNING, BAR})]
+)
+def test_quiet_and_verbose_hold_for_this_process_and_its_children(
+    tmp_path: Path, where: str, flags: list[str], shown: set[str]
+) -> None:
+    script = tmp_path / "says.py"
+    script.write_text(SAYS)
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHLAKE_PROGRESS"}
+    words = [sys.executable, str(script), where, *flags]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert "here: complete" in done.stdout or "in a child: complete" in done.stdout, "results are always shown"
+    expected = shown | ({STEP} if where == "here" and not flags else set())
+    assert {word for word in (DETAIL, STEP, WARNING, BAR) if word in done.stderr} == expected
+    if where == "in a child":
+        return
+    bad = subprocess.run([*words, "bad"], capture_output=True, text=True, check=False, env=environment)
+    assert bad.returncode == 64
+    assert "error: it is off" in bad.stderr, "errors are always shown"
+    assert ("Traceback" in bad.stderr) == (flags == ["--verbose"])
+
+
+def test_what_the_flags_change_is_put_back(raising: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (logs.LEVEL, logs.PROGRESS):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    seen: list[tuple[str | None, str | None]] = []
+
+    def work() -> SimpleNamespace:
+        seen.append((os.environ.get(logs.LEVEL), os.environ.get(logs.PROGRESS)))
+        return SimpleNamespace(rows_in=3, rows_out=3, rows_failed=0, parts=1, problems=[], notes=[])
+
+    raising(work)
+    for flags in ([], ["--quiet"], ["--verbose"]):
+        assert main(["verify", "scored", *flags]) == 0
+    assert seen == [(None, None), ("ERROR", "0"), ("DEBUG", None)]
+    assert dict(os.environ) == before

@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 import typer
 
-from torchlake.cli import app
+from torchlake import plugins
+from torchlake.cli import main
+from torchlake.cli_app import app
 
+ALWAYS = {"--json", "--quiet", "--verbose"}
 OPTIONS = {
-    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard", "--json"}),
-    "tune": frozenset({"--space", "--trials", "--set", "--processes", "--engine", "--run", "--json"}),
+    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}),
+    "tune": frozenset({"--space", "--trials", "--set", "--processes", "--engine", "--run"}),
     "predict": frozenset(
         {
             "--text",
@@ -37,10 +40,9 @@ OPTIONS = {
             "--stop",
             "--seed",
             "--chat",
-            "--json",
         }
     ),
-    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set", "--json"}),
+    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set"}),
     "optimize": frozenset(
         {
             "--sample",
@@ -51,7 +53,6 @@ OPTIONS = {
             "--budget",
             "--runtimes",
             "--processes",
-            "--json",
         }
     ),
     "plan": frozenset(
@@ -63,15 +64,14 @@ OPTIONS = {
             "--bandwidth",
             "--latency",
             "--sample-rows",
-            "--json",
         }
     ),
-    "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set", "--json"}),
-    "verify": frozenset({"--json"}),
-    "report": frozenset({"--json"}),
-    "doctor": frozenset({"--json"}),
-    "demo": frozenset({"--folder", "--rows", "--json"}),
-    "version": frozenset({"--json"}),
+    "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
+    "verify": frozenset(set()),
+    "report": frozenset(set()),
+    "doctor": frozenset(set()),
+    "demo": frozenset({"--folder", "--rows"}),
+    "version": frozenset(set()),
 }
 ARGUMENTS = {
     "train": ["job"],
@@ -94,7 +94,7 @@ def test_the_commands_are_these() -> None:
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_the_options_are_these(name: str) -> None:
     options = [param for param in COMMANDS[name].params if param.param_type_name == "option"]
-    assert frozenset(word for option in options for word in option.opts) == OPTIONS[name]
+    assert {word for option in options for word in option.opts} == OPTIONS[name] | ALWAYS
     assert all(option.help for option in options)
 
 
@@ -106,4 +106,65 @@ def test_the_arguments_are_these(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_command_shows_an_example_of_itself(name: str) -> None:
-    assert f"Example: torchlake {name}" in COMMANDS[name].help
+    assert f"Example:\n  torchlake {name}" in COMMANDS[name].help
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize("name", ["", *sorted(OPTIONS)])
+def test_help_fits_and_shows_everything(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only the example, which is there to be copied, may be longer than the terminal is wide."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*name.split(), "--help"]) == 0
+    shown = capfd.readouterr().out
+    lines = [line for line in shown.splitlines() if not line.startswith("    torchlake ")]
+    assert max(map(len, lines)) < columns
+    assert "..." not in shown.replace("ARGS...", "").replace("[ARGS]...", ""), "nothing is cut"
+    words = " ".join(shown.split())
+    for command in COMMANDS.values() if not name else []:
+        assert f"{command.name} {command.help.splitlines()[0].partition('. ')[0].rstrip('.')}." in words
+    for param in COMMANDS[name].params if name else []:
+        assert f"{param.metavar or param.opts[0]}" in words
+        assert " ".join(param.help.split()) in words
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_help_has_no_oddities(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    shown = capfd.readouterr().out
+    for odd in ("[[", "]]", "{MODEL}", "<", " range>", "x>=", "(required)", "default: None"):
+        assert odd not in shown
+    for param in COMMANDS[name].params:
+        is_flag = getattr(param, "is_flag", False)
+        assert is_flag or (param.metavar and param.metavar not in ("TEXT_", "INTEGER")), f"{param.name}: what is given?"
+        assert param.help.endswith(".") and param.help[0].isupper()  # noqa: PT018
+
+
+def test_help_groups_the_options_of_predict(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--help"]) == 0
+    groups = [line[:-1] for line in capfd.readouterr().out.splitlines() if line.endswith(":") and line[0].isupper()]
+    assert groups == ["Arguments", "Input", "Output", "Execution", "Text generation", "General"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("train", "engines"),
+        ("train", "tasks"),
+        ("train", "strategies"),
+        ("predict", "engines"),
+        ("predict", "runtimes"),
+        ("optimize", "runtimes"),
+    ],
+)
+def test_help_names_the_plug_ins(name: str, kind: plugins.Kind, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert ", ".join(plugins.names(kind)) in " ".join(capfd.readouterr().out.split())
+
+
+def test_required_options_are_marked_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--help"]) == 0
+    words = " ".join(capfd.readouterr().out.split())
+    assert words.count("required") == 2
+    assert "choices per setting. [required]" in words

@@ -11,7 +11,7 @@ import torchlake
 
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
-    4: "__init__ __main__ cli commands console",
+    4: "__init__ __main__ cli cli_app cli_help cli_options commands console",
     3: "preparing training attempts predicting scoring scoring_workers launching evaluating verifying reporting "
     "report_page diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
     "planning plan_tables surveying capacity saving mapping perplexity asking training_bar",
@@ -20,7 +20,7 @@ FLOORS = {
     "exports failures generation runtime_choice study sharding checkpoint_writer lora",
     0: "processes tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data "
     "strikes following search_space config_types strategy_options engine_options redaction checkpoint_folder "
-    "checkpoint_url checkpoint_places system_errors in_flight interrupts",
+    "checkpoint_url checkpoint_places system_errors in_flight interrupts logs",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.

@@ -25,6 +25,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchlake.logs import log_as_parent
 from torchlake.processes.serialization import describe
 
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +34,7 @@ _PR_SET_PDEATHSIG = 1
 def main(descriptor: int, parent: int, death_signal: int) -> None:
     """Receive one job, do it, hand over its outcome. Exit code 1 when it failed."""
     _die_with(parent, death_signal)
+    log_as_parent()
     if sys.stderr is not None:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
