@@ -45,6 +45,8 @@ def scoring_settings(
     `generation` are fields of `GenerationOptions`, None where nothing was said; `settings` further fields of
     `ScoringSettings`. Raises UsageError for what the model cannot do.
     """
+    if isinstance(runtime, str):
+        plugins.load("runtimes", runtime)  # a wrong name is refused before a model is downloaded
     folder = model_folders.model_folder(model).absolute()  # workers may run in another folder
     spec = models.load_spec(folder)
     if runtime is None:

@@ -55,13 +55,14 @@ def model_folder(model: str | Path) -> Path:
     name = str(model)
     if not HUB_NAME.fullmatch(name):
         raise DataError(
-            f"{name}: there is no such model folder, and the name is none of the Hugging Face hub.{_nearest(folder)}"
+            f"{name}: there is no such model folder, and it is not a valid name on the Hugging Face Hub."
+            f"{_nearest(folder)}"
         )
     if len(folder.parts) > 1 and Path(folder.parts[0]).is_dir():
         raise DataError(
             f"{name}: there is no such model folder in {Path(folder.parts[0]).absolute()}.{_nearest(folder)} Because "
-            f"there is a folder {folder.parts[0]!r} here, it was not looked for on the Hugging Face hub; to have it "
-            "from there, download it (hf download) and give its path."
+            f"there is a folder {folder.parts[0]!r} here, it was not looked for on the Hugging Face Hub; to use a "
+            "model from there, download it (hf download) and give its path."
         )
     name, _, revision = name.partition("@")
     from huggingface_hub import snapshot_download
@@ -74,10 +75,11 @@ def model_folder(model: str | Path) -> Path:
             name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+        cause = "HF_HUB_OFFLINE is set" if offline else (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{model}: there is no such folder here ({folder.absolute()}), and it could not be had from the Hugging "
-            f"Face hub ({cause}). Give the path of a model folder, or download the model where there is a network."
+            f"{model}: there is no such folder here ({folder.absolute()}). Could not download it from the Hugging Face "
+            f"Hub ({cause}). Give the path of a model folder, or download the model where there is a network."
             f"{_nearest(folder)}"
         ) from None
     return Path(snapshot)

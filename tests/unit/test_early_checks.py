@@ -102,3 +102,15 @@ def test_a_table_that_is_missing_or_lacks_a_column_is_named_by_its_key(
     said = rf"^data\.{name}: .*{name}\.parquet.*" + ("" if column is None else f"no column '{column}'")
     with pytest.raises(TableError, match=said):
         tl.train(run=tmp_path / "run", engine=Untouched(), data=data, model={"base": "no/such_model"})
+
+
+def test_a_wrong_runtime_is_refused_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^There is no runtime 'onx'\. Did you mean 'onnx'\? Runtimes: better"):
+        tl.predict("no/such_model", tmp_path / "rows.parquet", tmp_path / "out", runtime="onx", engine=Untouched())
+
+
+@pytest.mark.parametrize("texts", [["great film"], "great film", ["great film", "a bore"]])
+def test_texts_are_no_table_and_the_message_says_how_to_give_them(tiny_model: Path, texts: Any) -> None:
+    with pytest.raises(UsageError, match=r'pyarrow\.table\(\{"text": \[\.\.\.\]\}\)') as error:
+        tl.predict(tiny_model, texts)
+    assert "a stored table needs an output folder" in str(error.value)

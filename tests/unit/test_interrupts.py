@@ -1,5 +1,6 @@
 """Ctrl-C says at once what happens, and does what it did before."""
 
+import json
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 import tiny
 import torchlake as tl
 import training_runs as runs
-from terminal import CTRL_C, on_terminal
+from terminal import CTRL_C, frames, on_terminal
 from torchlake import attempts, predicting
 from torchlake.interrupts import announced
 from torchlake.tables.commit import Part
@@ -115,3 +116,36 @@ def test_a_scoring_says_that_finished_chunks_are_kept(
     done = tl.predict(tiny_model, table, output, engine=tiny.Here(), chunk_rows=10)
     assert done.rows_out == 60
     assert done.record["provenance"]["rows_scored"] < 60, "what was finished was kept"
+
+
+@pytest.mark.slow
+def test_a_training_on_a_terminal_saves_at_the_first_and_is_aborted_by_the_second(
+    tmp_path: Path, tiny_bert: Path
+) -> None:
+    """The command itself; it resumes from what the first one saved."""
+    sections = runs.job(tmp_path, tiny_bert, epochs=500)
+    settings = [
+        f"{part}.{name}={value}" for part in ("data", "model", "train") for name, value in flat_of(sections[part])
+    ]
+    words = [sys.executable, "-m", "torchlake", "train", "--run", str(tmp_path / "run")]
+    words += [word for setting in settings for word in ("--set", setting)]
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    code, shown = on_terminal(words, columns=80, keys=[("loss", CTRL_C)], environment=environment)
+    assert code == 130
+    said, saved, again = (
+        shown.index(text) for text in (attempts.SAVING, "; saved. Run the same", "To continue, run it")
+    )
+    assert said < saved < again
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+    keys = [("loss", CTRL_C), (attempts.SAVING, CTRL_C)]
+    code, shown = on_terminal(words, columns=40, keys=keys, environment=environment)
+    assert code == 130
+    assert "training on 1 rank from step" in " ".join(shown.split())
+    assert "Stopped by Ctrl-C." in shown
+    assert "; saved." not in shown
+    drawn = [frame for frame in frames(shown) if frame.startswith(("train ", "prepare "))]
+    assert max(map(len, drawn)) < 40
+
+
+def flat_of(section: Any) -> list[tuple[str, Any]]:
+    return [(name, json.dumps(value)) for name, value in section.items()]
