@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchlake import plugins
+from torchlake.metrics import lower_is_better
 from torchlake.task_spec import TaskSpec
 
 CLOSE = 1e-3
@@ -108,7 +109,7 @@ def _with_metric(
         drawn = np.array([changed(rows) for rows in draws])
     drawn = drawn[np.isfinite(drawn)]
     low, high = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (change, change)
-    drop = change / spread if metric in task.LOWER_IS_BETTER else 0.0 - change
+    drop = change / spread if lower_is_better(metric, task.DIRECTIONS) else 0.0 - change
     return replace(
         found,
         metric=metric,

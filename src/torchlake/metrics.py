@@ -10,10 +10,10 @@ A metric is NaN where it is undefined (AUC of one class); such resamples are lef
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,28 @@ ECE_BINS = 15
 THRESHOLD = 0.5
 MAX_RANKED_CLASSES = 100
 "AUC sorts the rows once per class; with more classes than this it is not computed."
+
+Direction = Literal["higher", "lower"]
+DIRECTIONS: dict[str, Direction] = {
+    "loss": "lower",
+    "accuracy": "higher",
+    "balanced_accuracy": "higher",
+    "macro_f1": "higher",
+    "micro_f1": "higher",
+    "subset_accuracy": "higher",
+    "log_loss": "lower",
+    "ece": "lower",
+    "hamming_loss": "lower",
+    "auc": "higher",
+    "mean_average_precision": "higher",
+    "rmse": "lower",
+    "mae": "lower",
+    "r2": "higher",
+    "pearson": "higher",
+    "spearman": "higher",
+    "perplexity": "lower",
+}
+"Which values of each metric are the better ones."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +110,11 @@ def loss_metrics(
     return {
         name: _interval(value, np.array([each[name] for each in drawn]), confidence) for name, value in values.items()
     }
+
+
+def lower_is_better(metric: str, directions: Mapping[str, Direction] = DIRECTIONS) -> bool:
+    """Whether less of `metric` is better; it has to be in `directions`."""
+    return directions[metric] == "lower"
 
 
 def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: str) -> dict[str, float]:

@@ -20,6 +20,7 @@ from torchlake.checkpoint_folder import Place
 from torchlake.checkpoint_writer import CheckpointWriter
 from torchlake.errors import LeaseLost
 from torchlake.learner import Learner, Position, RankSettings
+from torchlake.metrics import lower_is_better
 from torchlake.tables import lease
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def keep_if_best(
 ) -> None:
     """Note a validation in `position`; where it beats all before it, keep the model."""
     value = outcome[settings.metric]
-    sign = -1 if settings.metric == LOSS or settings.metric in learner.task.LOWER_IS_BETTER else 1
+    sign = -1 if lower_is_better(settings.metric, learner.task.DIRECTIONS) else 1
     before = position.best
     position.validated = position.step
     if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):

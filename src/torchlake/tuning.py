@@ -33,6 +33,7 @@ from torchlake.errors import (
 )
 from torchlake.failpoints import failpoint
 from torchlake.following import following
+from torchlake.metrics import lower_is_better
 from torchlake.search_space import Range, Space, read_space
 from torchlake.study import WHY, Trial, best_trial, ended_trials, library, next_trial, opened, trial_folder
 from torchlake.tables import lease
@@ -108,7 +109,7 @@ def tune(
             wanted, models.model_folder(wanted.model.base), folder, trained=run_folder.is_trained(folder, wanted)
         )
         metric = choose_metric(wanted, spec)
-        less_is_more = metric == "loss" or metric in plugins.load("tasks", spec.task).LOWER_IS_BETTER
+        less_is_more = lower_is_better(metric, plugins.load("tasks", spec.task).DIRECTIONS)
         with opened(folder, less_is_more=less_is_more, prune=prune) as study:
             while True:
                 done = ended_trials(study, folder)

@@ -153,6 +153,7 @@ def test_the_default_metric_is_among_the_metrics(task: ModuleType, column: pa.Ar
     truth = np.array(task.encode_labels(column.drop_null(), spec).to_pylist())
     metrics = task.metrics(task.probabilities(outputs(spec, 3), spec), truth, spec)
     assert task.DEFAULT_METRIC[spec.problem] in metrics
+    assert metrics.keys() <= task.DIRECTIONS.keys()
     assert all(isinstance(value, float) for value in metrics.values())
 
 
@@ -160,7 +161,8 @@ def test_the_default_metric_is_among_the_metrics(task: ModuleType, column: pa.Ar
 def test_it_declares_what_it_is(name: str) -> None:
     task = plugins.load("tasks", name)
     assert hasattr(transformers, task.AUTO_CLASS)
-    assert isinstance(task.LOWER_IS_BETTER, frozenset)
+    assert task.DIRECTIONS["loss"] == "lower"
+    assert set(task.DIRECTIONS.values()) <= {"higher", "lower"}
     assert isinstance(task.FORWARD, dict)
     assert task.PACKED in (True, False)
 
@@ -171,7 +173,7 @@ def test_a_prompt_is_open_and_a_document_is_closed(
     """Also for a tokenizer that closes every text itself."""
     texts = ["a good film", "", "ünïcödé \x00 \u202e", "the " * 200]
     for folder in (tiny_gpt2, tiny_roberta):
-        tokenizer = models.load_tokenizer(folder, pad_with_end=True)
+        tokenizer = models.load_tokenizer(folder)
         theirs = [[token for token in ids if token != tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
         values, offsets, truncated = packed.documents(tokenizer, texts, packed_spec)
         assert (values.dtype, offsets.dtype, truncated.dtype) == (np.int32, np.int64, np.bool_)
@@ -187,7 +189,7 @@ def test_a_prompt_is_open_and_a_document_is_closed(
 
 
 def test_many_texts_are_tokenized_like_few(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_gpt2, pad_with_end=True)
+    tokenizer = models.load_tokenizer(tiny_gpt2)
     texts = tiny.reviews(2500)["text"].to_pylist()
     values, offsets, _ = packed.documents(tokenizer, texts, packed_spec)
     for row in (0, 999, 1000, 2499):
@@ -215,11 +217,12 @@ def test_the_loss_of_texts_is_that_of_transformers(packed: ModuleType, packed_sp
     assert packed.loss_sum(theirs.logits.bfloat16(), truth, packed_spec).dtype == torch.float32
     metrics = packed.loss_metrics(float(theirs.loss))
     assert {packed.DEFAULT_METRIC[problem] for problem in packed.PROBLEMS.values()} <= metrics.keys()
+    assert metrics.keys() <= packed.DIRECTIONS.keys()
     assert all(isinstance(value, float) for value in packed.loss_metrics(1e9).values())
 
 
 def test_answers_have_their_schema(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_gpt2, pad_with_end=True)
+    tokenizer = models.load_tokenizer(tiny_gpt2)
     answers = np.full((4, 6), NOTHING, dtype=np.int32)
     for row, (text, end) in enumerate(
         [(" good film", True), ("", True), (" good film story", False), (" a bad", False)]

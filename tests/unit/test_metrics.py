@@ -10,7 +10,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlake.metrics import Metric, evaluate_metrics, validation_metrics
+from torchlake.metrics import DIRECTIONS, Metric, evaluate_metrics, loss_metrics, lower_is_better, validation_metrics
 
 PROBLEMS = ["single_label", "multi_label", "regression"]
 RANKED = {"auc", "mean_average_precision", "spearman"}
@@ -220,3 +220,59 @@ def test_a_thousand_resamples_take_seconds() -> None:
     began = time.process_time()
     evaluated("single_label", scores, targets, resamples=100)
     assert time.process_time() - began < 2
+
+
+SCORERS = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced_accuracy",
+    "macro_f1": "f1_macro",
+    "micro_f1": "f1_micro",
+    "subset_accuracy": "accuracy",
+    "log_loss": "neg_log_loss",
+    "auc": "roc_auc",
+    "mean_average_precision": "average_precision",
+    "rmse": "neg_root_mean_squared_error",
+    "mae": "neg_mean_absolute_error",
+    "r2": "r2",
+}
+"Our metrics by the scorers of scikit-learn, which are greater for a better model; a name begins with neg_ where the \
+metric itself is smaller."
+
+
+@pytest.mark.parametrize(("metric", "scorer"), SCORERS.items())
+def test_directions_are_those_of_scikit_learn(metric: str, scorer: str) -> None:
+    import sklearn.metrics
+
+    # The sign by which scikit-learn multiplies a metric to make a score of it.
+    assert lower_is_better(metric) == (sklearn.metrics.get_scorer(scorer)._sign == -1)
+
+
+def test_every_metric_of_ours_that_scikit_learn_scores_is_held_against_it() -> None:
+    import sklearn.metrics
+
+    scored = {name.removeprefix("neg_") for name in sklearn.metrics.get_scorer_names()}
+    ours = {**{name: name for name in DIRECTIONS}, "macro_f1": "f1_macro", "micro_f1": "f1_micro", "auc": "roc_auc"}
+    ours |= {"rmse": "root_mean_squared_error", "mae": "mean_absolute_error"}
+    assert {name for name, scorer in ours.items() if scorer in scored} <= SCORERS.keys()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_better_predictions_are_better_by_every_metric(problem: str, seed: int) -> None:
+    noise, targets = draw(problem, rows=60, classes=3, seed=seed)
+    if problem == "regression":
+        perfect = targets[:, None].astype(np.float32)
+    else:
+        hot = np.eye(3, dtype=np.float32)[targets] if problem == "single_label" else targets
+        perfect = np.asarray(0.98 * hot + 0.01, np.float32)
+    good, bad = values(problem, perfect, targets), values(problem, noise, targets)
+    for name, value in good.items():
+        assert value < bad[name] if lower_is_better(name) else value > bad[name], name
+
+
+def test_less_loss_and_perplexity_are_better() -> None:
+    found = [
+        loss_metrics(np.array([loss]), np.array([1.0]), lambda mean: {"perplexity": math.exp(mean)}, resamples=2)
+        for loss in (0.5, 2.0)
+    ]
+    assert all(found[0][name].value < found[1][name].value and lower_is_better(name) for name in found[0])

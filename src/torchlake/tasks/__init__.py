@@ -7,7 +7,7 @@ vocabulary:
     PACKED: bool                        whether rows are learned end to end in blocks, each token from those before it
     FORWARD: dict[str, bool]            what a forward pass is given beside tokens and mask
     DEFAULT_METRIC: dict[problem, str]  the validation metric that chooses the best model
-    LOWER_IS_BETTER: frozenset[str]     the metrics of which less is more
+    DIRECTIONS: dict[metric, "higher" | "lower"]    which values of each of its metrics, and of "loss", are better
 
     tokenize(tokenizer, texts, spec) -> (values (T,) int32, offsets (B+1,) int64, truncated (B,) bool)
                                         rows as the model reads them when it is asked

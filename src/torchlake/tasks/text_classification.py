@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.metrics import validation_metrics
+from torchlake.metrics import DIRECTIONS, validation_metrics
 from torchlake.models import Problem, TaskSpec
 from torchlake.tasks._labels import encode_labels, find_labels, label_type, target_type
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO_CLASS",
     "DEFAULT_METRIC",
+    "DIRECTIONS",
     "FORWARD",
-    "LOWER_IS_BETTER",
     "PACKED",
     "encode_labels",
     "find_labels",
@@ -43,7 +43,6 @@ AUTO_CLASS = "AutoModelForSequenceClassification"
 PACKED = False
 FORWARD: dict[str, bool] = {}
 DEFAULT_METRIC: dict[Problem, str] = {"single_label": "macro_f1", "multi_label": "micro_f1", "regression": "rmse"}
-LOWER_IS_BETTER = frozenset({"rmse", "mae"})
 
 THRESHOLD = 0.5
 ROWS_AT_ONCE = 1_000

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.generation import END, NOTHING, decoded, stop_place
+from torchlake.metrics import DIRECTIONS
 from torchlake.models import Problem, TaskSpec
 from torchlake.tasks._chat import answers, is_chat, marks_answers, rendered
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO_CLASS",
     "DEFAULT_METRIC",
+    "DIRECTIONS",
     "FORWARD",
-    "LOWER_IS_BETTER",
     "NO_TARGET",
     "PACKED",
     "PROBLEMS",
@@ -54,7 +55,6 @@ PACKED = True
 FORWARD = {"use_cache": False}
 PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token"}
 DEFAULT_METRIC: dict[Problem, str] = dict.fromkeys(PROBLEMS.values(), "perplexity")
-LOWER_IS_BETTER = frozenset({"perplexity"})
 
 NO_TARGET = -100
 ROWS_AT_ONCE = 1_000
