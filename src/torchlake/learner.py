@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import checkpoint, distributed, durable, lora, models, plugins, recipe
+from torchlake import checkpoint, distributed, durable, lora, memory, models, plugins, probes, recipe
 from torchlake.checkpoint_folder import STATE
 from torchlake.config import Job, TrainConfig
 from torchlake.data import batching, loading, order, packing
@@ -125,18 +125,22 @@ class Learner:
     "The same, as far as memory has shown to reach."
     limit: Path
     "Where it is noted, so that a run that goes on does not have to find it again."
+    filler: np.ndarray
+    "(L,) int64, a row for ranks that have none."
+    equal_lengths: bool
+    "Whether rows of one length alone go through the model together, because padding would change their logits."
 
     def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, C), or (B, L, V), of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
 
-        A rank without rows runs one row of padding, so that it takes part in every collective; it adds nothing.
+        A rank without rows runs the filler, so that it takes part in every collective; it adds nothing.
         """
         device = self.group.device
         numbers = rows.numbers[positions]
         if len(numbers):
             ids, mask = rows.table.tokens.padded(numbers, self.tokenizer.pad_token_id)
         else:
-            ids, mask = np.full((1, 1), self.tokenizer.pad_token_id), np.ones((1, 1), dtype=np.int64)
+            ids, mask = self.filler[None], np.ones((1, len(self.filler)), dtype=np.int64)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.module(
                 input_ids=torch.from_numpy(packing.as_read(ids)).to(device),
@@ -174,7 +178,7 @@ class Learner:
 
         Raises OutOfMemory when several ranks have to begin again with it, UsageError when one row is too much.
         """
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        if not memory.ran_out(error):
             raise error
         lengths = rows.lengths
         if max(map(len, share)) <= 1:
@@ -199,7 +203,10 @@ class Learner:
         """
         lengths = rows.lengths
         shares = batching.micro_batches(
-            lengths, world_size=self.group.world_size, micro_batch_tokens=self.micro_batch_tokens
+            lengths,
+            world_size=self.group.world_size,
+            micro_batch_tokens=self.micro_batch_tokens,
+            equal_lengths=self.equal_lengths,
         )
         padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
         return shares[self.group.rank], padded
@@ -249,9 +256,10 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
     torch.manual_seed(train.seed)
     base = models.base_model(job.model.base, spec, task.AUTO_CLASS)
-    tokenizer = models.load_tokenizer(models.model_folder(job.model.base), pad_with_end=task.PACKED)
+    tokenizer = models.load_tokenizer(models.model_folder(job.model.base))
     model = base if job.model.lora is None else lora.adapted(base, job.model.lora)
-    _freeze_unreached(model, tokenizer.pad_token_id)
+    probe = probes.rows(task, tokenizer, spec)
+    probes.freeze_unreached(model, probe[1], task.FORWARD)
     names = recipe.names(model)
     state = model.state_dict()
     kept = state if job.model.lora is None else {name: state[name] for name in names}
@@ -264,6 +272,7 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
         for name, tensor in checkpoint.load_model(saved, wanted).items():
             state[name].copy_(tensor)
         position = Position(**durable.read_json(saved / STATE)["position"])
+    equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
     if train.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if train.compile:
@@ -292,6 +301,8 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
         asked=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
         limit=Path(settings.run) / MICRO_BATCH,
+        filler=probe[0],
+        equal_lengths=equal_lengths,
     ), position
 
 
@@ -318,18 +329,3 @@ def _tokens_that_fit(limit: Path, asked: int) -> int:
     """`asked`, or what an earlier attempt that asked for as much found to fit."""
     noted = durable.read_json(limit) if limit.exists() else {}
     return min(asked, int(noted["tokens"])) if noted.get("asked") == asked else asked
-
-
-def _freeze_unreached(model: nn.Module, pad_id: int) -> None:
-    """Freeze the parameters that the loss does not depend on, found by one backward pass over one row.
-
-    A pooler that a head ignores has no gradient: the optimizer skips it, and ranks would wait for it in vain. The model
-    is in training mode afterwards.
-    """
-    model.eval()
-    ids = torch.full((1, 1), pad_id)
-    model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.sum().backward()
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-        parameter.grad = None
-    model.train()

@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from torchlake import durable
 from torchlake.errors import DataError
+from torchlake.model_config import embeddings, in_words, load_config, positions, set_pad_id
 from torchlake.model_folders import model_folder
+from torchlake.model_tokenizer import has_tokenizer, load_tokenizer, max_length
 from torchlake.model_writing import quiet, save_model_folder
 from torchlake.safety import INDEX, check_folder
 from torchlake.task_spec import TASK_FILE, WRITING, Label, Problem, TaskSpec, spec_from_json
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
     "Label",
@@ -31,6 +33,7 @@ __all__ = [
     "TaskSpec",
     "base_model",
     "check_folder",
+    "embeddings",
     "load_config",
     "load_model",
     "load_spec",
@@ -42,7 +45,6 @@ __all__ = [
     "save_model_folder",
 ]
 
-MAX_LENGTH = 512
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "How transformers names the architectures that continue a text."
 PROBLEM_TYPES: dict[Problem, Any] = {
@@ -50,23 +52,6 @@ PROBLEM_TYPES: dict[Problem, Any] = {
     "multi_label": "multi_label_classification",
     "regression": "regression",
 }
-# Their tables of positions begin with the padding id and its predecessors, which no token can use.
-POSITIONS_AFTER_PADDING = frozenset(
-    {
-        "camembert",
-        "data2vec-text",
-        "esm",
-        "ibert",
-        "longformer",
-        "luke",
-        "mpnet",
-        "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    }
-)
 
 
 def load_spec(folder: str | Path) -> TaskSpec:
@@ -108,64 +93,6 @@ def load_spec(folder: str | Path) -> TaskSpec:
         label="label",
         max_length=max_length(folder),
     )
-
-
-def max_length(folder: str | Path, requested: int | None = None) -> int:
-    """Tokens that a row may have: `requested`, or what model and tokenizer can take, at most 512.
-
-    Raises DataError when more is requested than the model has positions.
-    """
-    folder = model_folder(folder)
-    check_folder(folder)
-    limit = positions(folder)
-    if requested is not None:
-        if limit is not None and requested > limit:
-            raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
-        return requested
-    return min(limit or MAX_LENGTH, load_tokenizer(folder, pad_with_end=True).model_max_length, MAX_LENGTH)
-
-
-def positions(folder: Path) -> int | None:
-    """Tokens that the model of a folder, which `check_folder` has let in, has positions for; None: no such limit."""
-    config = load_config(folder)
-    limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit <= 0:
-        return None
-    return limit - (config.pad_token_id or 0) - 1 if config.model_type in POSITIONS_AFTER_PADDING else limit
-
-
-def load_tokenizer(folder: str | Path, *, pad_with_end: bool = False) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of a model folder.
-
-    `pad_with_end` is for language models: many have no padding token, and the end of a text can stand for it, because
-    what is padding is told by the mask. Raises DataError when there is no tokenizer, or one without those tokens.
-    """
-    from transformers import AutoTokenizer
-
-    folder = model_folder(folder)
-    check_folder(folder, weights=False)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json")) and not any(
-        folder.glob("*.model")
-    ):
-        raise DataError(
-            f"{folder}: there is no tokenizer in it (tokenizer.json). Save the model's tokenizer there too."
-        )
-    try:
-        with quiet():
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise DataError(f"{folder}: its tokenizer cannot be loaded: {_in_words(error)}") from error
-    if not tokenizer.is_fast:
-        raise DataError(
-            f"{folder}: {type(tokenizer).__name__} is a tokenizer in Python; torchlake needs a fast one "
-            "(tokenizer.json). Convert it with transformers, or choose a model that has one."
-        )
-    if pad_with_end and tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise DataError(f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json)")
-    loaded: PreTrainedTokenizerFast = tokenizer
-    return loaded
 
 
 def load_model(
@@ -214,7 +141,7 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
-            raise DataError(f"{file}: cannot be read: {_in_words(error)}") from error
+            raise DataError(f"{file}: cannot be read: {in_words(error)}") from error
     return tensors
 
 
@@ -230,7 +157,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
     check_folder(folder)
     if spec.problem in WRITING:
         return _language_model(folder, auto_class)
-    config = load_config(folder)
+    config = _whole_config(folder, auto_class)
     names = [str(label).lower() if isinstance(label, bool) else str(label) for label in spec.labels] or ["value"]
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
@@ -253,33 +180,24 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
 
 
 def layers(model: "torch.nn.Module") -> "list[torch.nn.Module]":
-    """The model's transformer layers in their order: of its lists of modules of one class the one with most parameters.
+    """The model's transformer layers, in the order of its modules: of an encoder-decoder those of both.
 
-    Empty for a model without such a list.
+    They are the members of its outermost lists of modules that hold matrices. A list of lists (Funnel's blocks) stands
+    for the lists in it, because it is never called itself. Empty for a model without such a list.
     """
     from torch import nn
 
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    alike = [members for members in lists if len({type(member) for member in members}) == 1]
-    return max(alike, key=lambda members: sum(each.numel() for one in members for each in one.parameters()), default=[])
-
-
-def load_config(folder: Path) -> "PretrainedConfig":
-    """The configuration of a model folder that `check_folder` has let in. Raises DataError."""
-    import transformers
-
-    model_type = durable.read_json(folder / "config.json").get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise DataError(
-            f"{folder / 'config.json'}: the installed transformers has no model type {str(model_type)[:80]!r}; "
-            "a newer version may (pip install -U transformers)"
-        )
-    try:
-        auto: Any = transformers.AutoConfig
-        config: PretrainedConfig = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return config
-    except Exception as error:
-        raise DataError(f"{folder / 'config.json'}: cannot be loaded: {_in_words(error)}") from error
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or id(module) in inside:
+            continue
+        members = [each for each in module if not isinstance(each, nn.ModuleList)]
+        parts = [part for each in members for part in each.modules() if not isinstance(part, nn.Embedding)]
+        if any(parameter.ndim > 1 for part in parts for parameter in part.parameters(recurse=False)):
+            found += members
+            inside |= {id(each) for member in members for each in member.modules()}
+    return found
 
 
 def _language_model(folder: Path, auto_class: str) -> "PreTrainedModel":
@@ -299,6 +217,28 @@ def _language_model(folder: Path, auto_class: str) -> "PreTrainedModel":
     return model
 
 
+def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
+    """A folder's configuration; of a classifier with what it needs to tell a row's tokens from padding.
+
+    Decoders come without a padding token, and would refuse two rows at once. Raises DataError for a model that needs to
+    be told the language of its rows.
+    """
+    config = load_config(folder)
+    if getattr(config, "languages", None) and getattr(config, "default_language", None) is None:
+        known = ", ".join(map(str, config.languages[:4]))
+        raise DataError(
+            f"{folder / 'config.json'}: default_language is null, and a model of type {config.model_type!r} computes "
+            f"with the adapter of a row's language. Set default_language to the language of your rows ({known}, ...)."
+        )
+    if auto_class.endswith("ForSequenceClassification"):
+        # Keys and values are kept for answers that are continued; here they would fill memory.
+        config.get_text_config().use_cache = False
+        token = load_tokenizer(folder).pad_token_id if has_tokenizer(folder) else None
+        if isinstance(token, int):
+            set_pad_id(config, token)
+    return config
+
+
 def _from_pretrained(
     folder: Path, auto_class: str, *, config: "PretrainedConfig | None" = None, dtype: "torch.dtype | None" = None
 ) -> tuple["PreTrainedModel", dict[str, Any]]:
@@ -306,7 +246,7 @@ def _from_pretrained(
     import torch
     import transformers
 
-    config = config if config is not None else load_config(folder)
+    config = config if config is not None else _whole_config(folder, auto_class)
     try:
         with quiet():
             model, info = getattr(transformers, auto_class).from_pretrained(
@@ -320,7 +260,7 @@ def _from_pretrained(
                 output_loading_info=True,
             )
     except Exception as error:
-        raise DataError(f"{folder}: the model cannot be loaded: {_in_words(error)}") from error
+        raise DataError(f"{folder}: the model cannot be loaded: {in_words(error)}") from error
     return model, info
 
 
@@ -336,8 +276,3 @@ def _draw_head(model: "PreTrainedModel") -> None:
             for tensor in module.parameters(recurse=False):
                 tensor._is_hf_initialized = False  # type: ignore[attr-defined]
             initialise(module)
-
-
-def _in_words(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -105,7 +105,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
     task = plugins.load("tasks", spec.task)
     load = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
     forward = load(folder, spec, device=where)
-    pad_id = models.load_tokenizer(folder, pad_with_end=True).pad_token_id
+    pad_id = models.load_tokenizer(folder).pad_token_id
     blocks = _blocks(settings)
 
     def losses(numbers: np.ndarray) -> np.ndarray:

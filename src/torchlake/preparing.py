@@ -93,8 +93,8 @@ def prepare(
         made = engine.run_chunks(
             partial(make_token_worker, settings), items, name=f"prepare {out.output.name}", label=chunk_label
         )
-        with closing(made), progress("prepare", out.plan.rows, "rows") as advance:
-            advance(sum(part.rows for part in parts))
+        ready = sum(part.rows for part in parts)
+        with closing(made), progress("prepare", out.plan.rows, "rows", done=ready) as advance:
             for part in made:
                 parts.append(part)
                 advance(part.rows)
@@ -119,7 +119,7 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
     spec = settings.spec
     task = plugins.load("tasks", spec.task)
-    tokenizer = models.load_tokenizer(Path(settings.tokenizer), pad_with_end=task.PACKED)
+    tokenizer = models.load_tokenizer(Path(settings.tokenizer))
     reader = ChunkReader(spec.columns)
     schema = token_schema(spec)
 
@@ -187,7 +187,7 @@ def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *,
             f"{source}: data.learn is assistant, and {text!r} holds texts, not conversations (lists of structs with "
             "role and content). Leave data.learn out."
         )
-    if not task.marks_answers(models.load_tokenizer(tokenizer, pad_with_end=True)):
+    if not task.marks_answers(models.load_tokenizer(tokenizer)):
         raise UsageError(
             f"data.learn is assistant, and the chat template in {tokenizer} does not mark what the assistant says with "
             "{% generation %} and {% endgeneration %}. Add the two there, or leave data.learn out."

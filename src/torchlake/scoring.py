@@ -95,7 +95,7 @@ class TextReader:
         folder = Path(self.settings.model)
         self.spec = models.load_spec(folder)
         self.task = plugins.load("tasks", self.spec.task)
-        self.tokenizer = models.load_tokenizer(folder, pad_with_end=self.task.PACKED)
+        self.tokenizer = models.load_tokenizer(folder)
         self.room = room(folder, self.settings.generation)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:

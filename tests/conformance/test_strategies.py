@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import families
 import training_runs as runs
 from torchlake import plugins
 from torchlake.config import TrainConfig
@@ -71,6 +72,21 @@ def test_it_trains_a_language_model_like_single(name: str, tmp_path: Path, tiny_
     other = runs.succeed(tmp_path / name, sections, ranks=ranks(name))
     assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
     assert other.metrics == pytest.approx(one.metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in NAMES if name != "single"],
+)
+def test_it_trains_an_encoder_decoder_like_single(name: str, tmp_path: Path) -> None:
+    """Two lists of layers, and ranks without a row: BART computes only rows with an end token."""
+    skip_where_it_cannot_run(name)
+    base = families.build(tmp_path / "base", "bart", kind="classifier", dropout=False)
+    sections = runs.job(tmp_path, base, rows=20, epochs=1, batch_size=5, micro_batch_tokens=1, strategy="single")
+    runs.succeed(tmp_path / "single", sections)
+    sections["train"]["strategy"] = name
+    runs.succeed(tmp_path / name, sections, ranks=ranks(name))
+    assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -53,6 +53,17 @@ def test_micro_batches_hold_every_row_once_and_are_as_many_on_every_rank(lengths
         assert len(positions) <= 1 or len(positions) * lengths[positions].max() <= budget
 
 
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 300))
+def test_micro_batches_of_equal_lengths_need_no_padding(lengths, world_size: int, budget: int) -> None:
+    shares = micro_batches(lengths, world_size=world_size, micro_batch_tokens=budget, equal_lengths=True)
+    assert len({len(share) for share in shares}) == 1
+    cuts = [positions for share in shares for positions in share]
+    assert sorted(row for positions in cuts for row in positions.tolist()) == list(range(len(lengths)))
+    for positions in cuts:
+        assert len(set(lengths[positions].tolist())) <= 1
+        assert len(positions) <= 1 or len(positions) * lengths[positions].max() <= budget
+
+
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 8), st.integers(1, 4))
 def test_ranks_get_about_the_same_number_of_tokens(lengths, world_size: int) -> None:
     shares = micro_batches(lengths, world_size=world_size, micro_batch_tokens=10_000)

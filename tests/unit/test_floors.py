@@ -16,11 +16,11 @@ FLOORS = {
     "report_page diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
     "planning plan_tables surveying capacity saving mapping perplexity asking training_bar",
     2: "engines strategies tasks runtimes",
-    1: "costs workload data models model_folders model_writing task_spec checkpoint distributed metrics recipe safety "
+    1: "costs workload data models model_config model_tokenizer model_folders model_writing probes task_spec checkpoint distributed metrics recipe safety "
     "exports failures generation runtime_choice study sharding checkpoint_writer lora",
     0: "processes tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data "
     "strikes following search_space config_types strategy_options engine_options redaction checkpoint_folder "
-    "checkpoint_url checkpoint_places system_errors in_flight interrupts logs",
+    "checkpoint_url checkpoint_places system_errors memory in_flight interrupts logs",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.

@@ -42,7 +42,7 @@ def texts(rows: int) -> pa.Table:
 
 
 def tokens_of(model: Path, table: pa.Table) -> list[list[int]]:
-    tokenizer = models.load_tokenizer(model, pad_with_end=True)
+    tokenizer = models.load_tokenizer(model)
     return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(table["text"].to_pylist())["input_ids"]]
 
 

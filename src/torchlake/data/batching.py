@@ -63,26 +63,40 @@ def length_batches(lengths: np.ndarray, *, batch_tokens: int, max_rows: int) -> 
     return _cut(np.asarray(lengths), ranks=1, batch_tokens=batch_tokens, max_rows=max_rows)
 
 
-def micro_batches(lengths: np.ndarray, *, world_size: int, micro_batch_tokens: int) -> list[list[np.ndarray]]:
+def micro_batches(
+    lengths: np.ndarray, *, world_size: int, micro_batch_tokens: int, equal_lengths: bool = False
+) -> list[list[np.ndarray]]:
     """Share the rows of one batch among the ranks: `[rank][k]` are positions in the batch, each in exactly one place.
 
     lengths: (B,), of the whole batch. Rows are dealt like cards from the sorted deck, so ranks get about the same work,
     and the deck is cut for all ranks at once, so all have the same number of micro-batches: each within
-    `micro_batch_tokens` padded tokens (or one row). Those of the last cut may be empty.
+    `micro_batch_tokens` padded tokens (or one row), and with `equal_lengths` without padding. Those of the last cut, or
+    of the last of a length, may be empty.
     """
     lengths = np.asarray(lengths)
-    cuts = _cut(lengths, ranks=world_size, batch_tokens=micro_batch_tokens, max_rows=max(1, len(lengths)))
+    cuts = _cut(
+        lengths,
+        ranks=world_size,
+        batch_tokens=micro_batch_tokens,
+        max_rows=max(1, len(lengths)),
+        equal_lengths=equal_lengths,
+    )
     return [[cut[rank::world_size] for cut in cuts] for rank in range(world_size)]
 
 
-def _cut(lengths: np.ndarray, *, ranks: int, batch_tokens: int, max_rows: int) -> list[np.ndarray]:
+def _cut(
+    lengths: np.ndarray, *, ranks: int, batch_tokens: int, max_rows: int, equal_lengths: bool = False
+) -> list[np.ndarray]:
     """Positions sorted by length, longest first, cut so that each of `ranks` equal shares of a cut is within bounds."""
     order = np.argsort(-lengths, kind="stable")
+    shortness = -lengths[order]
     cuts = []
     first = 0
     while first < len(order):
         longest = max(1, int(lengths[order[first]]))
         rows = ranks * max(1, min(max_rows, batch_tokens // longest))
+        if equal_lengths:
+            rows = min(rows, int(np.searchsorted(shortness, shortness[first], side="right")) - first)
         cuts.append(order[first : first + rows])
         first += rows
     return cuts

@@ -28,7 +28,7 @@ from torchlake.runtimes import Forward
 
 def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
     """What answers prompts with `model`, which was loaded from `folder` and is where it shall run."""
-    tokenizer = models.load_tokenizer(folder, pad_with_end=True)
+    tokenizer = models.load_tokenizer(folder)
     ends = _ends(model, tokenizer)
     # What the folder's own generation_config.json asks for (sampling, penalties) would be a setting that no job shows.
     model.generation_config = GenerationConfig()

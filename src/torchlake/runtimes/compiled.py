@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from torchlake import models, plugins
+from torchlake.errors import UsageError
 from torchlake.runtimes import Forward
 from torchlake.task_spec import TaskSpec
 
@@ -32,11 +33,22 @@ def refusal(folder: Path) -> str | None:
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The model of `folder`, compiled by its first batch. Raises as `models.load_model` does."""
+    """The model of `folder`, compiled by its first batch.
+
+    Raises UsageError for a model whose answers padding changes, and as `models.load_model` does.
+    """
     import torch
 
-    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    from torchlake import probes
+
+    task = plugins.load("tasks", spec.task)
+    model, tokenizer = models.load_model(folder, spec, auto_class=task.AUTO_CLASS), models.load_tokenizer(folder)
     torch.nn.Module.to(model, device)
+    if probes.padding_matters(model, probes.rows(task, tokenizer, spec), tokenizer.pad_token_id):
+        raise UsageError(
+            f"{folder}: padding changes what a model of type {model.config.model_type!r} answers, and the runtime "
+            "'compiled' pads rows. Take 'eager', which computes rows of one length together."
+        )
     pad_id = model.config.pad_token_id or 0
     longest = spec.max_length
 

@@ -1,5 +1,7 @@
 """The stock transformers model, op by op, in fp32: the reference that every other runtime must agree with.
 
+Where padding would change a row's answer (XLNet, Funnel; `probes.py`) rows of one length go through it together.
+
 Three things keep it fast without touching its mathematics: `torch.inference_mode` (no autograd bookkeeping); no
 attention mask where a batch has no padding, so that scaled dot-product attention may take its unmasked kernel; and, on
 AMD's CPUs, oneDNN's matrix product in the linear layers (`_products.py`). The sums run in another order there, so
@@ -35,17 +37,31 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     # Here, not above: the process that plans a job reads this file's declarations and never runs a model.
     import torch
 
+    from torchlake import probes
+
     task = plugins.load("tasks", spec.task)
     model = _loaded(folder, spec, device)
+    tokenizer = models.load_tokenizer(folder)
 
-    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+    def logits_of(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         mask = None if attention_mask.all() else torch.from_numpy(attention_mask).to(device)
         with torch.inference_mode():
             logits = model(input_ids=torch.from_numpy(input_ids).to(device), attention_mask=mask, **task.FORWARD).logits
         scores: np.ndarray = logits.float().cpu().numpy()
         return scores
 
-    return forward
+    if task.PACKED or not probes.padding_matters(model, probes.rows(task, tokenizer, spec), tokenizer.pad_token_id):
+        return logits_of
+
+    def length_by_length(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        lengths = attention_mask.sum(axis=1).clip(min=1)
+        scores = np.zeros((len(input_ids), max(1, len(spec.labels))), dtype=np.float32)
+        for length in np.unique(lengths):
+            alike = lengths == length
+            scores[alike] = logits_of(input_ids[alike, :length], attention_mask[alike, :length])
+        return scores
+
+    return length_by_length
 
 
 def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:

@@ -1,0 +1,116 @@
+"""Every architecture that transformers has for a task trains, resumes and scores: a new one is tested at once.
+
+Each is built at a tiny size as the hub has it (`tests/families.py`): decoders without a padding token, encoder-decoders
+that look for an end token, models whose answers padding would change. What it must answer is what transformers answers
+for a row alone, without padding.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import families
+import tiny
+import torchlake as tl
+import training_runs as runs
+from torchlake import models, plugins
+from torchlake.errors import UsageError
+
+QUICK = ["bart", "gpt2", "llama", "mixtral", "modernbert", "t5", "xlnet", "xmod"]
+QUICK_WRITERS = ["gpt2", "qwen3", "mixtral"]
+QUICK_RUNTIMES = ("eager", "onnx")
+ROUNDING = 1e-5
+TEXTS = [
+    "good",
+    "a lovely film , warm and very funny",
+    "the plot is dull !",
+    "it was boring and we did not like all of it , but the acting is great fun " * 2,
+]
+EXACT = [name for name in plugins.names("runtimes") if plugins.load("runtimes", name).TOLERANCE <= ROUNDING]
+
+
+def some_quick(names: list[str], quick: list[str]) -> list[Any]:
+    assert set(quick) <= set(names)
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+def job(folder: Path, base: Path, **model: Any) -> dict[str, Any]:
+    sections = runs.job(folder, base, rows=18, max_steps=2, batch_size=4, checkpoint_every="1steps", precision="fp32")
+    sections["model"] |= model
+    return sections
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are computed faster by one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train_and_resume(
+    folder: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, thorough: bool
+) -> Path:
+    """The model folder of a run that failed in its second step and was resumed.
+
+    When `thorough`, it has the bytes of a run that did not fail.
+    """
+    engine = runs.Inline(1)
+    with monkeypatch.context() as context:
+        context.setenv("TORCHLAKE_FAILPOINT", "rank0.step:2:raise")
+        context.setattr("torchlake.failpoints._hits", {})
+        with pytest.raises(Exception, match=r"rank0\.step"):
+            tl.train(run=folder / "resumed", engine=engine, **sections)
+    resumed = tl.train(run=folder / "resumed", engine=engine, **sections)
+    assert resumed.steps == 1
+    assert len(runs.losses(folder / "resumed")) == 2
+    if thorough:
+        tl.train(run=folder / "whole", engine=engine, **sections)
+        assert runs.losses(folder / "resumed") == runs.losses(folder / "whole")
+        assert runs.weights_sha256(folder / "resumed") == runs.weights_sha256(folder / "whole")
+    return resumed.model
+
+
+def alone(model: Path) -> np.ndarray:
+    """The probabilities (B, C) that transformers gives each of `TEXTS` in a batch of its own."""
+    stock = AutoModelForSequenceClassification.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with torch.inference_mode():
+        rows = [stock(torch.tensor([tokenizer(text)["input_ids"]])).logits.softmax(-1) for text in TEXTS]
+    return torch.cat(rows).numpy()
+
+
+@pytest.mark.filterwarnings("default")  # transformers' own, of families that it is about to rename or to replace
+@pytest.mark.parametrize("name", some_quick(families.classifiers(), QUICK))
+def test_a_classifier_trains_resumes_and_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = families.build(tmp_path / "base", name, kind="classifier")
+    model = train_and_resume(tmp_path, job(tmp_path, base), monkeypatch, thorough=name not in QUICK)
+    expected = alone(model)
+    assert np.ptp(expected, axis=0).max() > 100 * ROUNDING, "answers that cannot be told apart"
+    scored_by = []
+    for runtime in EXACT:
+        if name in QUICK and runtime not in QUICK_RUNTIMES:
+            continue
+        module = plugins.load("runtimes", runtime)
+        if module.refusal(model) is not None:
+            continue
+        try:
+            if hasattr(module, "prepare"):
+                module.prepare(model, models.load_spec(model), [])
+            scored = tl.predict(
+                model, pa.table({"text": TEXTS}), engine=tiny.Here(), runtime=runtime, all_probabilities=True
+            )
+        except UsageError:  # it cannot take this family; `scored_by` says whether any did
+            continue
+        assert scored["error"].null_count == len(TEXTS), (runtime, scored["error"].to_pylist())
+        found = np.stack([scored[f"prob_{label}"].to_numpy() for label in ("bad", "good")], axis=1)
+        np.testing.assert_allclose(found, expected, atol=ROUNDING, err_msg=runtime)
+        scored_by.append(runtime)
+    assert "eager" in scored_by
