@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchlake import memory
 from torchlake.errors import UsageError
 
 WORDS_OF_A_LOST_PEER = ("timed out", "timeout", "connection", "socket", "broken pipe", "nccl", "unhandled system error")
@@ -99,7 +100,8 @@ def explained(group: Group, doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         words = str(error).lower()
-        if group.world_size == 1 or not any(word in words for word in WORDS_OF_A_LOST_PEER):
+        lost = any(word in words for word in WORDS_OF_A_LOST_PEER) and not memory.ran_out(error)
+        if group.world_size == 1 or not lost:
             raise
         raise RuntimeError(
             f"rank {group.rank} of {group.world_size} gave up waiting for the other ranks while {doing}: one of them "

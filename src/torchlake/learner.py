@@ -13,6 +13,7 @@ would fetch them ahead: a batch of 64 rows takes 0.03 ms, a step of the smallest
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ from torchlake.data import batching, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.errors import OutOfMemory, UsageError
 from torchlake.models import TaskSpec
+from torchlake.objective import PLAIN, Objective
 from torchlake.sharding import Pieces
 
 log = logging.getLogger(__name__)
@@ -127,6 +129,8 @@ class Learner:
     "Where it is noted, so that a run that goes on does not have to find it again."
     filler: np.ndarray
     "(L,) int64, a row for ranks that have none."
+    objective: Objective = PLAIN
+    "How the loss weighs classes."
     equal_lengths: bool
     "Whether rows of one length alone go through the model together, because padding would change their logits."
 
@@ -150,11 +154,18 @@ class Learner:
         if not len(numbers):
             return logits[:0], logits.float().sum() * 0
         labels = rows.table.targets
-        targets = torch.from_numpy(self.task.targets(ids, mask) if labels is None else labels[numbers]).to(device)
-        return logits, self.task.loss_sum(logits, targets, self.spec)
+        if labels is not None:
+            targets = torch.from_numpy(labels[numbers]).to(device)
+            return logits, self.task.loss_sum(logits, targets, self.spec, self.objective)
+        following = torch.from_numpy(self.task.targets(ids, mask)).to(device)
+        return logits, self.task.loss_sum(logits, following, self.spec)
 
-    def num_targets(self, rows: Rows) -> int:
-        """What the summed loss of the rows, over all ranks, is divided by."""
+    def num_targets(self, rows: Rows) -> float:
+        """What the summed loss of the rows, over all ranks, is divided by: their targets, or the sum of their weights."""
+        labels = rows.table.targets
+        if labels is not None:
+            divisor: float = self.task.divisor(labels[rows.numbers], self.spec, self.objective)
+            return divisor
         if self.spec.problem == "next_answer_token":
             tokens = rows.table.tokens
             assert isinstance(tokens, packing.Blocks), "what is learned is packed"
@@ -173,26 +184,41 @@ class Learner:
         pieces: Pieces = self.strategy.optimizer_share(self.model, self.optimizer, self.names, self.group)
         return pieces
 
-    def take_less(self, error: RuntimeError, rows: Rows, share: list[np.ndarray]) -> None:
-        """Halve the micro-batches when `error` says that memory ran out over `share`; any other error is raised again.
+    def take_less(self, error: Exception, rows: Rows, doing: str, *, repeatable: bool = True) -> None:
+        """Halve the micro-batches when `error` says that memory ran out over `rows`; any other error is raised again.
 
-        Raises OutOfMemory when several ranks have to begin again with it, UsageError when one row is too much.
+        Raises OutOfMemory when ranks have to begin again at the last checkpoint: several of them, and one that cannot
+        repeat what it was `doing`. Raises UsageError when micro-batches of one row are too much.
         """
         if not memory.ran_out(error):
             raise error
-        lengths = rows.lengths
+        lengths, share = rows.lengths, self.cut(rows)[0]
         if max(map(len, share)) <= 1:
             raise UsageError(
-                f"a single row of {int(lengths.max()):,} tokens does not fit into the memory of {self.group.device}. "
-                "Lower model.max_length, set train.activation_checkpointing=true, or share the model out: "
+                f"the memory of {self.group.device} ran out while {doing} with a single row at a time, of "
+                f"{int(lengths.max()):,} tokens at most. Lower model.max_length, set "
+                "train.activation_checkpointing=true, train fewer parameters (model.lora), or share the model out: "
                 "train.strategy=fsdp."
             ) from error
         largest = max(len(each) * int(lengths[each].max(initial=0)) for each in share)
         self.micro_batch_tokens = max(1, largest // 2)
-        log.warning("memory ran out over %d tokens; micro-batches are cut to %d", largest, self.micro_batch_tokens)
+        log.warning("memory ran out over %d tokens while %s; micro-batches are cut to %d", largest, doing, largest // 2)
         durable.write_json(self.limit, {"asked": self.asked, "tokens": self.micro_batch_tokens}, site="run.micro_batch")
-        if self.group.world_size > 1:
-            raise OutOfMemory(f"memory ran out over {largest:,} tokens, padding counted; half as many are tried next")
+        if self.group.world_size > 1 or not repeatable:
+            raise OutOfMemory(
+                f"memory ran out over {largest:,} tokens, padding counted, while {doing}; half as many are tried next"
+            ) from error
+
+    @contextmanager
+    def beginning_again(self, rows: Rows, doing: str) -> Iterator[None]:
+        """Raise OutOfMemory, for a start from the last checkpoint, when memory runs out inside; as `take_less` does."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self.take_less(error, rows, doing, repeatable=False)
+
+    def give_back_memory(self) -> None:
+        """Give the device's memory that no tensor holds back, so that it can be cut in another way."""
         if self.group.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -232,7 +258,8 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
     if share is None:
         return Rows(tables[0], every[0]), None
     assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
-    kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed)
+    classes = tables[0].targets if settings.spec.problem == "single_label" else None
+    kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed, classes)
     return Rows(tables[0], kept), _in_blocks(Rows(tables[0], held_out), block)
 
 
@@ -278,9 +305,17 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
     if train.compile:
         # In place: a wrapper would give the tensors other names.
         model.compile(dynamic=True)
-    module, optimizer = strategy.wrap(
-        model, lambda shared: recipe.make_optimizer(shared, train), group=group, train=train
-    )
+    try:
+        module, optimizer = strategy.wrap(
+            model, lambda shared: recipe.make_optimizer(shared, train), group=group, train=train
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not memory.ran_out(error):
+            raise
+        raise UsageError(
+            f"the model alone does not fit into the memory of {group.device}. Share it out (train.strategy=fsdp, or "
+            "deepspeed with stage 3), train it in part (model.lora), or take a smaller one."
+        ) from error
     if saved is not None:
         with checkpoint.opened(saved, checkpoint.OPTIMIZER) as tensors:
             strategy.restore(optimizer, names, tensors)

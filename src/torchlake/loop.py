@@ -42,6 +42,7 @@ from torchlake.learner import (
     planned,
     steps_per_epoch,
 )
+from torchlake.objective import find_objective
 from torchlake.training_bar import training_bar
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def _run_in(
     """Train; the summary, and a function that writes the model folder. Nothing that is returned refers to the group."""
     training, validation = load_rows(settings, group)
     learner, position = make_learner(settings, group)
+    learner.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
     with checkpoint_writer.writing(group, partial(saving.fenced, settings)) as writer:
         train_to_the_end(settings, learner, position, training, validation, told_to_stop, writer)
         writer.finish()
@@ -192,12 +194,15 @@ def train_step(
         seed = recipe.step_seed(train.seed, position.step, group.rank)
         # Gradients are averaged over the ranks; what is wanted is their sum over the targets of all.
         loss_sum, padded = add_gradients(learner, rows, factor=scale * group.world_size / targets, seed=seed)
-        norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
-    failpoint(f"rank{group.rank}.step")
-    loss_sums, *said = distributed.all_sum(group, [loss_sum, *flags()], doing)
-    loss_mean = loss_sums / targets
-    finite = math.isfinite(loss_mean) and math.isfinite(norm)
-    (strategy.step if finite else strategy.skip)(module, learner.optimizer)
+    # From here on gradients are scaled and weights half updated: what fails begins again at the last checkpoint.
+    with learner.beginning_again(rows, doing):
+        with distributed.explained(group, doing):
+            norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
+        failpoint(f"rank{group.rank}.step")
+        loss_sums, *said = distributed.all_sum(group, [loss_sum, *flags()], doing)
+        loss_mean = loss_sums / targets
+        finite = math.isfinite(loss_mean) and math.isfinite(norm)
+        (strategy.step if finite else strategy.skip)(module, learner.optimizer)
     position.step += 1
     note_outcome(position, loss_mean, norm, finite=finite, scaled=scale > 1)
     line = {
@@ -228,13 +233,24 @@ def add_gradients(learner: Learner, rows: Rows, *, factor: float, seed: int) -> 
         try:
             for index, positions in enumerate(share, start=1):
                 with nullcontext() if index == len(share) else strategy.no_sync(module):
-                    _, loss = learner.forward(rows, positions)
-                    strategy.backward(module, loss * factor)
-                loss_sum += loss.detach()
+                    loss_sum += _backpropagated(learner, rows, positions, factor)
             return loss_sum.item(), padded
-        except RuntimeError as error:
-            learner.take_less(error, rows, share)
+        except (RuntimeError, MemoryError) as error:
+            learner.take_less(error, rows, "computing gradients")
+        # The error is gone, and with it the tensors that it held.
         strategy.skip(module, learner.optimizer)
+        learner.give_back_memory()
+
+
+def _backpropagated(learner: Learner, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
+    """The sum of the losses of one micro-batch, () fp32, its gradients added.
+
+    A function of its own, so that the logits are gone before the next forward pass makes others: of a language model
+    they are the largest tensor there is.
+    """
+    _, loss = learner.forward(rows, positions)
+    learner.strategy.backward(learner.module, loss * factor)
+    return loss.detach()
 
 
 def note_outcome(position: Position, loss: float, norm: float, *, finite: bool, scaled: bool) -> None:
@@ -260,25 +276,23 @@ def note_outcome(position: Position, loss: float, norm: float, *, finite: bool, 
 def validate(learner: Learner, rows: Rows, told_to_stop: Callable[[], bool]) -> record.Line | None:
     """The loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was told to stop.
 
-    Ranks run the same number of batches in step, so that all of them stop after the same one.
+    Where memory runs out it begins again with smaller micro-batches.
     """
     group, task, labels = learner.group, learner.task, rows.table.targets
     doing = "validating"
     logits = np.zeros((0 if labels is None else len(rows.numbers), max(1, len(learner.spec.labels))), dtype=np.float32)
-    loss_sum = 0.0
-    learner.module.eval()
-    try:
-        for positions in learner.cut(rows)[0]:
-            with torch.no_grad(), distributed.explained(group, doing):
-                out, loss = learner.forward(rows, positions)
-            if labels is not None:
-                logits[positions] = out.float().cpu().numpy()
-            loss_sum += loss.item()
-            failpoint(f"rank{group.rank}.validate")
-            if distributed.any_rank(group, told_to_stop(), doing):
-                return None
-    finally:
-        learner.module.train()
+    while True:
+        learner.module.eval()
+        try:
+            loss_sum = _pass_over(learner, rows, logits, told_to_stop)
+            break
+        except (RuntimeError, MemoryError) as error:
+            learner.take_less(error, rows, doing)
+        finally:
+            learner.module.train()
+        learner.give_back_memory()
+    if loss_sum is None:
+        return None
     (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
     mean = loss_sum / learner.num_targets(rows)
     if labels is None:
@@ -287,6 +301,25 @@ def validate(learner: Learner, rows: Rows, told_to_stop: Callable[[], bool]) -> 
     logits = distributed.all_sum_array(group, logits, doing)
     targets = np.asarray(labels[rows.numbers])
     return {LOSS: mean, **task.metrics(task.probabilities(logits, learner.spec), targets, learner.spec)}
+
+
+def _pass_over(learner: Learner, rows: Rows, logits: np.ndarray, told_to_stop: Callable[[], bool]) -> float | None:
+    """The summed loss of this rank's share of the rows; its logits are put into `logits` (N, C), of a task with labels.
+
+    Ranks run as many batches, in step, so that all of them stop after the same one; None when one was told to stop.
+    """
+    group, loss_sum = learner.group, 0.0
+    for positions in learner.cut(rows)[0]:
+        with torch.no_grad(), distributed.explained(group, "validating"):
+            out, loss = learner.forward(rows, positions)
+        if len(logits):
+            logits[positions] = out.float().cpu().numpy()
+        loss_sum += loss.item()
+        del out, loss  # before the next forward pass makes others
+        failpoint(f"rank{group.rank}.validate")
+        if distributed.any_rank(group, told_to_stop(), "validating"):
+            return None
+    return loss_sum
 
 
 def _falls_on(every: Every, step: int, per_epoch: int) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake import model_folders, models, plugins
+from torchlake import memory, model_folders, models, plugins
 from torchlake.data.batching import Ragged, length_batches, pad
 from torchlake.errors import Interrupted, StorageError, TableError, UsageError
 from torchlake.generation import NON_FINITE, NOTHING, GenerationOptions
@@ -205,11 +205,11 @@ class Scorer:
                     raise
                 if len(batch) > 1:
                     pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
-                    if _is_out_of_memory(error):
+                    if memory.ran_out(error):
                         self.batch_tokens = max(1, min(self.batch_tokens, input_ids.size) // 2)
                         log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
                 else:
-                    errors[int(rows[0])] = "out_of_memory" if _is_out_of_memory(error) else _in_words(error)
+                    errors[int(rows[0])] = "out_of_memory" if memory.ran_out(error) else _in_words(error)
                 continue
             answers[rows] = out
             for row in rows[_non_finite(out)]:
@@ -333,14 +333,9 @@ def _non_finite(out: np.ndarray) -> np.ndarray:
     return np.asarray(~np.isfinite(out).all(axis=1))
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    words = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in words or "not enough memory" in words
-
-
 def _device_is_lost(error: Exception) -> bool:
     """After such an error every later call on the device fails too: it says nothing about the row."""
-    return type(error).__name__ == "AcceleratorError" and not _is_out_of_memory(error)
+    return type(error).__name__ == "AcceleratorError" and not memory.ran_out(error)
 
 
 def _in_words(error: Exception) -> str:

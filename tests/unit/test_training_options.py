@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 import training_runs as runs
 from torchlake import learner, models
 from torchlake.data import batching
-from torchlake.learner import Learner, Rows
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -109,46 +108,6 @@ def test_ddp_sends_gradients_in_sixteen_bits(tmp_path: Path, tiny_bert: Path) ->
     plain, found = runs.losses(tmp_path / "plain"), runs.losses(tmp_path / "fp16")
     assert found != plain
     assert found == pytest.approx(plain, abs=0.05)
-
-
-def memory_for_100_tokens() -> None:
-    """Forward passes over more than 100 tokens find no memory, as on a small GPU."""
-    forward = Learner.forward
-
-    def limited(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = rows.lengths[positions]
-        if len(lengths) * int(lengths.max(initial=0)) > 100:
-            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
-        return forward(self, rows, positions)
-
-    Learner.forward = limited  # type: ignore[method-assign]
-
-
-def memory_for_3_tokens() -> None:
-    def limited(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
-
-    Learner.forward = limited  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
-def test_memory_that_runs_out_halves_the_micro_batches(
-    tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
-) -> None:
-    sections = runs.job(tmp_path, tiny_bert, epochs=1, batch_size=36, strategy=strategy, max_restarts=0)
-    runs.succeed(tmp_path / "roomy", sections, ranks=ranks)
-    runs.succeed(tmp_path / "tight", sections, ranks=ranks, stub=memory_for_100_tokens)
-    assert runs.losses(tmp_path / "tight") == pytest.approx(runs.losses(tmp_path / "roomy"), abs=TOLERANCE)
-    noted = models.durable.read_json(tmp_path / "tight" / learner.MICRO_BATCH)
-    assert noted["tokens"] <= 100
-    assert noted["asked"] == 16384
-
-
-def test_a_row_that_never_fits_ends_the_run_with_the_remedies(tmp_path: Path, tiny_bert: Path) -> None:
-    failed = runs.attempt(tmp_path / "run", runs.job(tmp_path, tiny_bert), stub=memory_for_3_tokens)
-    assert failed.exit_code == 64
-    assert "a single row of" in failed.error
-    assert "train.activation_checkpointing=true" in failed.error
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
