@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Discriminator,
     Field,
     Tag,
@@ -29,6 +30,7 @@ from torchlake.config_types import STRICT, Every, Float, Int, Interval, Name, Se
 from torchlake.engine_options import EngineConfig
 from torchlake.errors import ConfigError
 from torchlake.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
+from torchlake.task_spec import label_name
 from torchlake.yaml_tree import Location, read_text, read_yaml, shape
 
 
@@ -38,6 +40,19 @@ def _kind(value: Any) -> str:
     return "<paths>" if isinstance(value, list | tuple) else "<path>"
 
 
+def _weights_kind(value: Any) -> str:
+    return "<weights>" if isinstance(value, Mapping) else "<word>"
+
+
+def _label_names(value: Any) -> Any:
+    """Labels as text: YAML reads some as numbers or booleans."""
+    return {label_name(label): weight for label, weight in value.items()} if isinstance(value, Mapping) else value
+
+
+Weights = Annotated[dict[str, Annotated[Float, Field(gt=0)]], Field(min_length=1), BeforeValidator(_label_names)]
+ClassWeights = Annotated[
+    Annotated[Literal["balanced"], Tag("<word>")] | Annotated[Weights, Tag("<weights>")], Discriminator(_weights_kind)
+]
 OnePath = Annotated[Name, Tag("<path>")]
 ManyPaths = Annotated[tuple[Name, ...], Field(min_length=1), Tag("<paths>")]
 
@@ -66,12 +81,15 @@ class DataConfig(BaseModel):
     """Column of the input."""
     label: Name = "label"
     """Column of the target: strings or integers, lists of strings, or floats; text generation has none."""
+    problem: Literal["single_label", "multi_label", "regression"] | None = None
+    """What the label says: one class per row, several (lists of strings), or a number; null: found from the column."""
     learn: Literal["all", "assistant"] = "all"
     """Of conversations: every token, or those of the assistant's turns, where the chat template marks them."""
     key: Name | None = None
     """Column that identifies a row, unique and never null; null: file and row number."""
     bad_rows: Literal["error", "drop"] = "error"
-    """What a null or undecodable row does: stop the job, or be left out and counted."""
+    """What a row does that is null, cannot be decoded or has a label that is NaN or no class of the model: stop the
+    job, or be left out and counted."""
 
     @field_validator("label")
     @classmethod
@@ -114,6 +132,10 @@ class TrainConfig(BaseModel):
     """Share of all steps over which the learning rate rises from 0."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the learning rate falls after the warm-up."""
+    class_weights: ClassWeights | None = None
+    """Weights of the classes in the loss: balanced, or {label: weight} with 1 for the others; null: none."""
+    label_smoothing: Float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread over all classes."""
     clip_norm: Float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient over all ranks; null: not clipped."""
     micro_batch_tokens: Int = Field(default=16384, ge=1)

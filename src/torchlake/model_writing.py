@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import yaml
 from torchlake import durable
 from torchlake.failpoints import failpoint
 from torchlake.tables.staging import exchange
-from torchlake.task_spec import TASK_FILE, TaskSpec
+from torchlake.task_spec import TASK_FILE, TaskSpec, spec_to_json
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +64,7 @@ def save_model_folder(
         with quiet():
             model.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
-        durable.write_json(temporary / TASK_FILE, asdict(spec), site=f"{site}.task")
+        durable.write_json(temporary / TASK_FILE, spec_to_json(spec), site=f"{site}.task")
         durable.write_bytes(temporary / "README.md", model_card(spec, card).encode(), site=f"{site}.card")
         if beside is not None:
             shutil.copytree(beside, temporary / beside.name)

@@ -6,9 +6,10 @@ that ends the process is found by `strikes.py`. Cost: the tokens are stored (abo
 and the text is never tokenized again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -17,21 +18,27 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from torchlake import durable, model_folders, models, plugins
+from torchlake.data.batching import Ragged
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.progress import progress
-from torchlake.scoring import check_prompts, string_column, within, without_rows
+from torchlake.scoring import beyond_embeddings, check_prompts, string_column, within, without_rows
 from torchlake.strikes import Strikes, read_chunk
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.commit import Part, known_inputs, part_name, write_part, writing
 from torchlake.tables.jobs import Allowed
-from torchlake.tables.parts import part_of_lost_attempt
+from torchlake.tables.parts import TABLE, part_of_lost_attempt
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
-from torchlake.task_spec import TaskSpec
+from torchlake.task_spec import TaskSpec, spec_to_json
 
+log = logging.getLogger(__name__)
+
+WARN_ABOVE = 0.05
+"Share of rows that may be cut without a warning."
 STEP_S = 600.0
 "Seconds that reading or tokenizing a chunk may take."
 
@@ -60,7 +67,7 @@ def prepare(
     """Tokenize `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
 
     Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read and not learned),
-    `length` int32, `target` (the task's encoding of the label, where it has labels), `error` string, null for rows that
+    `length` int32, `cut` int32 (tokens that were left out, because the text is longer than `spec.max_length`), `target` (the task's encoding of the label, where it has labels), `error` string, null for rows that
     can be trained on.
 
     Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
@@ -79,7 +86,7 @@ def prepare(
     fingerprint = {
         "format": 1,
         "tokenizer": model_folders.tokenizer_hash(tokenizer),
-        "spec": durable.fingerprint(asdict(spec)),
+        "spec": durable.fingerprint(spec_to_json(spec)),
         "bad_rows": bad_rows,
     }
     allowed = Allowed(overwrite=overwrite)
@@ -98,7 +105,10 @@ def prepare(
             for part in made:
                 parts.append(part)
                 advance(part.rows)
-        return out.commit(parts, {"tokenizer": str(tokenizer)})
+        cut = _truncation([out.staging / TABLE / part.name for part in parts], spec)
+        if cut["rows"] > WARN_ABOVE * max(1, cut["of_rows"]):
+            log.warning("%s: %s", source.source, truncation_in_words(cut))
+        return out.commit(parts, {"tokenizer": str(tokenizer), "truncated": cut})
 
 
 def token_schema(spec: TaskSpec) -> pa.Schema:
@@ -109,6 +119,7 @@ def token_schema(spec: TaskSpec) -> pa.Schema:
             pa.field("row_id", pa.string()),
             pa.field("input_ids", pa.list_(pa.int32())),
             pa.field("length", pa.int32()),
+            pa.field("cut", pa.int32()),
             *([] if task.PACKED else [pa.field("target", task.target_type(spec))]),
             pa.field("error", pa.string()),
         ]
@@ -121,16 +132,20 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     task = plugins.load("tasks", spec.task)
     tokenizer = models.load_tokenizer(Path(settings.tokenizer))
     reader = ChunkReader(spec.columns)
-    schema = token_schema(spec)
+    schema, embeddings = token_schema(spec), models.embeddings(Path(settings.tokenizer))
 
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
         """The columns, all but `row_id`, of some of the chunk's rows."""
         labels = None if spec.label is None else table[spec.label].combine_chunks()
         blank, unreadable, tokens_of = _learned(task, tokenizer, table[spec.text], unreadable, spec)
         errors = _untrainable(blank, labels, unreadable)
+        if labels is not None and settings.bad_rows == "drop":
+            for row, reason in task.bad_labels(labels, spec).items():
+                errors.setdefault(row, reason)
         refused = bool(errors) and settings.bad_rows == "error"
         good = pa.array([row not in errors and not refused for row in range(len(table))], pa.bool_())
-        flat, offsets, _ = tokens_of(good)
+        flat, offsets, cut = tokens_of(good)
+        _refuse_unknown_tokens(chunk, Ragged(flat, offsets), embeddings, tokenizer)
         ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
         try:
             targets = [] if labels is None else [task.encode_labels(pc.filter(labels, good), spec)]
@@ -141,6 +156,7 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
         columns = [
             ids.take(place),
             pc.fill_null(pc.list_value_length(ids).take(place), 0),
+            pc.fill_null(pa.array(cut, pa.int32()).take(place), 0),
             *(array.take(place) for array in targets),
             pa.array([errors.get(row) for row in range(len(table))], pa.string()),
         ]
@@ -180,6 +196,49 @@ def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
         )
 
 
+def truncation_in_words(cut: Mapping[str, int]) -> str:
+    """A sentence on what a prepared table's record says under `truncated`."""
+    rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])
+    return (
+        f"{cut['rows']:,} of {cut['of_rows']:,} rows ({rows:.1%}) are cut to {cut['max_length']:,} tokens, and "
+        f"{cut['tokens']:,} of {cut['of_tokens']:,} tokens ({tokens:.1%}) are not learned; model.max_length sets the length"
+    )
+
+
+def _truncation(parts: Sequence[Path], spec: TaskSpec) -> dict[str, int]:
+    """Rows and tokens of token Parquet that were cut, and out of how many."""
+    rows = tokens = of_rows = of_tokens = 0
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            if "cut" not in file.schema_arrow.names:  # staged by an earlier version
+                continue
+            table = file.read(columns=["length", "cut"])
+        cut = table["cut"].to_numpy()
+        rows, tokens = rows + int((cut > 0).sum()), tokens + int(cut.sum())
+        lengths = table["length"].to_numpy()
+        of_rows, of_tokens = of_rows + int((lengths > 0).sum()), of_tokens + int(lengths.sum())
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "of_rows": of_rows,
+        "of_tokens": of_tokens + tokens,
+        "max_length": spec.max_length,
+    }
+
+
+def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None, tokenizer: Any) -> None:
+    """Raise DataError for a row with a token that the model has no embedding for."""
+    unknown = beyond_embeddings(tokens, embeddings, tokenizer)
+    if unknown:
+        reason = next(iter(unknown.values()))
+        raise DataError(
+            f"{chunk.file}, rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}: {reason}, while the "
+            f"tokenizer has {len(tokenizer):,} tokens. Use the tokenizer that belongs to the model or, if you have added "
+            "tokens to it, give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of "
+            "transformers) and save both."
+        )
+
+
 def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
     """Raise UsageError when the assistant's turns cannot be told from the rest."""
     if not chat:
@@ -202,7 +261,11 @@ def _learned(
     if spec.problem == "next_answer_token":
         rows, errors = task.answers(tokenizer, texts)
         nothing = pa.array([row is None for row in rows], pa.bool_())
-        return nothing, {**errors, **unreadable}, lambda good: task.flat(compress(rows, good.to_pylist()))
+        return (
+            nothing,
+            {**errors, **unreadable},
+            lambda good: task.conversations(tokenizer, compress(rows, good.to_pylist()), spec),
+        )
     tokens_of = partial(task.documents if task.PACKED else task.tokenize, tokenizer)
     if task.PACKED and task.is_chat(column.type):
         texts, errors = task.rendered(tokenizer, texts, asking=False)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torchlake import checkpoint_places, durable, record
+from torchlake import checkpoint_places, data_summary, durable, record
 from torchlake.config import load_job
 from torchlake.diagnosing import doctor
 from torchlake.errors import DataError, StorageError, UsageError
@@ -67,7 +67,7 @@ def collect(folder: Path) -> dict[str, Any]:
             "metric": result.get("metric"),
             "metrics": best["metrics"] if best else result.get("metrics", {}),
             "best_step": best["step"] if best else None,
-            "data": _data(steps),
+            "data": {**_data(steps), **_summary(folder)},
             "job": job.model_dump(mode="json"),
             "model": _model(folder / "model"),
             "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
@@ -104,6 +104,12 @@ def _data(steps: Sequence[record.Line]) -> dict[str, Any]:
         "tokens_per_row": round(tokens / rows, 1) if rows else None,
         "padding_percent": round(100 * (1 - tokens / held), 1) if held else None,
     }
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """The data as it was summarized before training; a run of an earlier version has no such file."""
+    path = folder / data_summary.FILE
+    return {"summary": durable.read_json(path)} if path.is_file() else {}
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The run folder: whose it is, whether it is finished, and the frames that a job brought along.
 
-    job.yaml  task.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/  report.html  result.json
+    job.yaml  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/  report.html
+    result.json
 
 One trainer at a time holds it, by a lease that its ranks check before they write. A folder in which nothing was trained
 yet may be given another job (a first attempt that failed on its data is mended in place); one that holds training may
@@ -13,7 +14,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torchlake.tables import lease
 from torchlake.tables.commit import known_inputs
 from torchlake.tables.committed import local_output
 from torchlake.tables.frames import engine_of, is_frame, to_arrow
-from torchlake.task_spec import TASK_FILE, TaskSpec
+from torchlake.task_spec import TASK_FILE, TaskSpec, spec_to_json
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,9 @@ def belongings(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
     """
     values = redacted(flat(job.model_dump(mode="json")))
     settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LEAD_ELSEWHERE}
-    task = {f"task.{name}": list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
+    task = {
+        f"task.{name}": list(value) if isinstance(value, tuple) else value for name, value in spec_to_json(spec).items()
+    }
     tables = {f"data.{name}": _content(folder / "prepared" / name) for name in stored_tables(job)}
     return {**settings, **task, **tables}
 

@@ -9,6 +9,7 @@ Arrow) or one pass (CSV, JSON lines) of the table, and the import of transformer
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from torchlake.strategy_options import LoraOptions
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
-from torchlake.task_spec import Label, Problem, TaskSpec
+from torchlake.task_spec import LabelColumn, TaskSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +49,8 @@ class TableSurvey:
     "Of these, rows without a text or a label."
     truncated: int
     "Of these, rows longer than `spec.max_length` tokens."
+    cut: int
+    "Tokens that these rows lose."
     lengths: np.ndarray
     "(N,) int64, tokens of each usable row, special tokens included, in the table's order."
     spec: TaskSpec
@@ -86,22 +89,23 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
             f"{table.source}: none of {len(pool):,} rows looked at has both a text in {data.text!r} and a label in "
             f"{data.label!r}."
         )
-    problem, labels = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
+    found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
     spec = TaskSpec(
         task=job.model.task,
-        problem=problem,
-        labels=labels,
+        problem=found.problem,
+        labels=found.labels,
         text=data.text,
         label=data.label,
         max_length=models.max_length(base, job.model.max_length),
     )
     wanted = texts.filter(usable).to_pylist()
-    _, offsets, truncated = task.tokenize(models.load_tokenizer(base), wanted, spec)
+    _, offsets, cut = task.tokenize(models.load_tokenizer(base), wanted, spec)
     return TableSurvey(
         rows=plan.rows,
         sampled=len(pool),
         unusable=len(pool) - len(wanted),
-        truncated=int(truncated.sum()),
+        truncated=int((cut > 0).sum()),
+        cut=int(cut.sum()),
         lengths=np.diff(offsets),
         spec=spec,
     )
@@ -238,19 +242,22 @@ def _widths(module: "nn.Module") -> tuple[int, int] | None:
     return None
 
 
-def _find_labels(
-    job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bool, source: str
-) -> tuple[Problem, tuple[Label, ...]]:
+def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bool, source: str) -> LabelColumn:
     """What the task makes of the sample's labels; where they do not suffice, of all labels, as training does."""
-    task, column = plugins.load("tasks", job.model.task), job.data.label
+    column = job.data.label
+    find = partial(
+        plugins.load("tasks", job.model.task).find_labels,
+        problem=job.data.problem,
+        drop_bad=job.data.bad_rows == "drop",
+    )
     try:
-        found: tuple[Problem, tuple[Label, ...]] = task.find_labels(iter([pool[column]]))
+        found: LabelColumn = find(iter([pool[column]]))
     except DataError as error:
         if whole:
             raise DataError(f"{source}, column {column!r}: {error}") from error
         reader = ChunkReader((column,))
         try:
-            found = task.find_labels(reader.read(chunk)[0][column] for chunk in chunks)
+            found = find(reader.read(chunk)[0][column] for chunk in chunks)
         except DataError as of_all:
             raise DataError(f"{source}, column {column!r}: {of_all}") from of_all
         finally:

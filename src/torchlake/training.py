@@ -9,7 +9,7 @@ This half runs in the caller's process. It decides everything once and keeps a s
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlake import attempts, checkpoint_places, durable, lora, models, plugins, run_folder, tracking
+from torchlake import attempts, checkpoint_places, data_summary, durable, lora, models, plugins, run_folder, tracking
 from torchlake.config import DataConfig, Job, load_job
 from torchlake.engines import Engine, bounds, make_engine
 from torchlake.errors import (
@@ -28,6 +28,7 @@ from torchlake.errors import (
     TableError,
     UsageError,
 )
+from torchlake.objective import check_objective
 from torchlake.preparing import prepare
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.commit import known_inputs
@@ -36,9 +37,12 @@ from torchlake.tables.keys import check_key
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 from torchlake.tables.versions import Unchanged
-from torchlake.task_spec import TASK_FILE, Label, Problem, TaskSpec, spec_from_json
+from torchlake.task_spec import TASK_FILE, LabelColumn, TaskSpec, spec_from_json, spec_to_json
 
 log = logging.getLogger(__name__)
+
+MOST_SINGLE = 10
+"So many rows may have a label of their own in a table however small."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,7 @@ def train(
         spec = find_spec(wanted, base, folder, trained=trained)
         metric = choose_metric(wanted, spec)
         prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
+        _summarize(wanted, spec, prepared, folder)
         settings = {
             "job": wanted,
             "spec": spec,
@@ -227,34 +232,63 @@ def find_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
         raise ConfigError(f"data.label: {job.model.task} learns the text itself and reads no label; leave it out")
     if not task.PACKED and data.learn != "all":
         raise ConfigError(f"data.learn: {job.model.task} learns labels, not what is said; leave it out")
-    problem, labels = (task.PROBLEMS[data.learn], ()) if task.PACKED else _find_labels(job, task)
+    if task.PACKED and data.problem is not None:
+        raise ConfigError(f"data.problem: {job.model.task} learns the text itself and reads no label; leave it out")
+    found = None if task.PACKED else _find_labels(job, task)
     spec = TaskSpec(
         task=job.model.task,
-        problem=problem,
-        labels=labels,
+        problem=task.PROBLEMS[data.learn] if found is None else found.problem,
+        labels=() if found is None else found.labels,
         text=data.text,
         label=None if task.PACKED else data.label,
         max_length=models.max_length(base, job.model.max_length),
+        mean=None if found is None else found.mean,
+        deviation=None if found is None else found.deviation,
     )
-    durable.write_json(path, asdict(spec), site="run.task")
+    check_objective(job.train, spec)
+    durable.write_json(path, spec_to_json(spec), site="run.task")
     return spec
 
 
-def _find_labels(job: Job, task: ModuleType) -> tuple[Problem, tuple[Label, ...]]:
+def _find_labels(job: Job, task: ModuleType) -> LabelColumn:
     """What the label column asks for. Raises DataError naming the column."""
     data = job.data
     table = open_table(data.train, columns=(data.text, data.label))
     reader = ChunkReader((data.label,))
     chunks = plan_chunks(table, columns=(data.label,)).chunks
     try:
-        found: tuple[Problem, tuple[Label, ...]] = task.find_labels(
-            reader.read(chunk)[0][data.label] for chunk in chunks
-        )
-        return found
+        pieces = (reader.read(chunk)[0][data.label] for chunk in chunks)
+        found: LabelColumn = task.find_labels(pieces, data.problem, drop_bad=data.bad_rows == "drop")
+        _check_classes(found)
     except DataError as error:
         raise DataError(f"{table.source}, column {data.label!r}: {error}") from error
     finally:
         reader.close()
+    if found.note is not None:
+        log.warning("column %r: %s", data.label, found.note)
+    return found
+
+
+def _check_classes(found: LabelColumn) -> None:
+    """Raise DataError when most labels occur once, as those of an identifier do; warn of single ones."""
+    if found.problem != "single_label":
+        return
+    single = [label for label, rows in zip(found.labels, found.counts, strict=True) if rows == 1]
+    shown = ", ".join(map(repr, single[:3])) + (" ..." if len(single) > 3 else "")
+    if len(single) > max(MOST_SINGLE, found.rows // 2):
+        number = "" if isinstance(single[0], str) else " If it is a number to predict, set data.problem to regression."
+        raise DataError(
+            f"{len(single):,} of {found.rows:,} rows have a label that no other row has ({shown}): it identifies rows "
+            f"and cannot be learned. Name the column of the classes with data.label.{number}"
+        )
+    if single:
+        log.warning(
+            "%d of %d classes have a single row (%s): such a class is hardly learned, and is not in the validation "
+            "that is cut from the training table",
+            len(single),
+            len(found.labels),
+            shown,
+        )
 
 
 def _check_columns(job: Job) -> None:
@@ -300,6 +334,14 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
             log.warning("%s: %d of %d rows are left out (data.bad_rows=drop)", table, done["failed"], done["rows"])
         folders.append(output)
     return folders
+
+
+def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path) -> None:
+    """Say what the data is, and keep it in the run folder."""
+    facts = data_summary.summarize(job, spec, prepared)
+    durable.write_json(folder / data_summary.FILE, facts, site="run.data")
+    for line in data_summary.in_lines(facts):
+        log.info("%s", line)
 
 
 def _refuse_changed_input(job: Job, folder: Path) -> None:

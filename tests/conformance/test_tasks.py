@@ -16,6 +16,7 @@ import tiny
 from torchlake import models, plugins
 from torchlake.generation import END, NOTHING
 from torchlake.models import TaskSpec
+from torchlake.objective import PLAIN
 
 COLUMNS = {
     "strings": (pa.array(["good", "bad", None, "good"]), ("bad", "good")),
@@ -55,9 +56,9 @@ def column(request: pytest.FixtureRequest) -> pa.Array:
 
 @pytest.fixture
 def spec(task: ModuleType, column: pa.Array) -> TaskSpec:
-    problem, labels = task.find_labels(iter([column.slice(0, 2), column.slice(2)]))
+    found = task.find_labels(iter([column.slice(0, 2), column.slice(2)]), None)
     name = task.__name__.rpartition(".")[2]
-    return TaskSpec(task=name, problem=problem, labels=labels, text="text", label="label", max_length=12)
+    return TaskSpec(task=name, problem=found.problem, labels=found.labels, text="text", label="label", max_length=12)
 
 
 def outputs(spec: TaskSpec, rows: int) -> np.ndarray:
@@ -116,7 +117,7 @@ def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: Tas
     assert torch.allclose(total, torch.stack(parts).sum())
     assert task.loss_sum(logits.bfloat16(), truth, spec).dtype == torch.float32
     assert task.loss_sum(logits[:0], truth[:0], spec).item() == 0.0
-    assert task.num_targets(np.array([1, 5, 9]), spec) == truth.numel()
+    assert task.divisor(truth.numpy(), spec, PLAIN) == truth.numel()
 
 
 def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, spec: TaskSpec, tiny_bert: Path) -> None:
@@ -126,7 +127,7 @@ def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, sp
     truth = torch.tensor(task.encode_labels(column.drop_null(), spec).to_pylist())
     with torch.inference_mode():
         theirs = model(ids, labels=truth)
-        ours = task.loss_sum(theirs.logits, truth, spec) / task.num_targets(np.array([8] * 3), spec)
+        ours = task.loss_sum(theirs.logits, truth, spec) / task.divisor(truth.numpy(), spec, PLAIN)
     assert torch.allclose(theirs.loss, ours, atol=1e-6)
 
 

@@ -321,12 +321,12 @@ def loss_is_nan_in_steps(*steps: int) -> None:
     calls = 0
     right = task.loss_sum
 
-    def loss_sum(logits: Any, targets: Any, spec: Any) -> Any:
+    def loss_sum(logits: Any, targets: Any, spec: Any, objective: Any) -> Any:
         nonlocal calls
         calls += logits.requires_grad  # not in validations
         if logits.requires_grad and calls in steps:
             runs.mark_fault()
-        loss = right(logits, targets, spec)
+        loss = right(logits, targets, spec, objective)
         return loss * float("nan") if logits.requires_grad and calls in steps else loss
 
     task.loss_sum = loss_sum

@@ -101,10 +101,10 @@ def one_loss_is_infinite_its_gradient_not() -> None:
     calls = 0
     right = task.loss_sum
 
-    def loss_sum(logits: Any, targets: Any, spec: Any) -> Any:
+    def loss_sum(logits: Any, targets: Any, spec: Any, objective: Any) -> Any:
         nonlocal calls
         calls += logits.requires_grad  # not in validations
-        loss = right(logits, targets, spec)
+        loss = right(logits, targets, spec, objective)
         return loss + float("inf") if logits.requires_grad and calls in (3, 4) else loss
 
     task.loss_sum = loss_sum

@@ -13,14 +13,14 @@ SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli cli_app cli_help cli_options commands console",
     3: "preparing training attempts predicting scoring scoring_workers launching evaluating verifying reporting "
-    "report_page diagnosing loop learner run_folder optimizing candidates trials sampling agreement tuning tracking "
-    "planning plan_tables surveying capacity saving mapping perplexity asking training_bar",
+    "report_page diagnosing loop learner training_rows run_folder optimizing candidates trials sampling agreement tuning tracking "
+    "planning plan_tables surveying capacity saving mapping perplexity asking training_bar data_summary",
     2: "engines strategies tasks runtimes",
-    1: "costs workload data models model_config model_tokenizer model_folders model_writing probes task_spec checkpoint distributed metrics recipe safety "
-    "exports failures generation runtime_choice study sharding checkpoint_writer lora",
+    1: "costs workload data models model_config model_tokenizer model_folders model_writing probes checkpoint distributed metrics recipe safety "
+    "exports failures generation runtime_choice study sharding checkpoint_writer lora objective",
     0: "processes tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data "
     "strikes following search_space config_types strategy_options engine_options redaction checkpoint_folder "
-    "checkpoint_url checkpoint_places system_errors memory in_flight interrupts logs",
+    "checkpoint_url checkpoint_places system_errors memory in_flight interrupts logs task_spec",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Who may call whom among the verbs. Everyone else there is a stranger.
@@ -35,16 +35,17 @@ CALLS = {
     "perplexity": {"preparing", "scoring"},
     "predicting": {"asking", "scoring", "scoring_workers"},
     "preparing": {"scoring"},
-    "loop": {"learner", "saving", "training_bar"},
+    "loop": {"learner", "saving", "training_rows", "training_bar"},
     "training_bar": {"learner", "saving"},
-    "saving": {"learner"},
-    "reporting": {"diagnosing", "report_page"},
+    "learner": {"training_rows"},
+    "saving": {"learner", "training_rows"},
+    "reporting": {"data_summary", "diagnosing", "report_page"},
     "sampling": {"scoring"},
     "scoring_workers": {"scoring"},
     "surveying": {"scoring"},
     "trials": {"scoring"},
-    "attempts": {"learner", "loop", "run_folder"},
-    "training": {"attempts", "preparing", "reporting", "run_folder", "tracking"},
+    "attempts": {"loop", "run_folder", "training_rows"},
+    "training": {"attempts", "data_summary", "preparing", "reporting", "run_folder", "tracking"},
     "tuning": {"training", "run_folder"},
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}

@@ -1,5 +1,7 @@
 """Labels: which problem a column of them is, and what cannot be one."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -11,8 +13,9 @@ from torchlake.errors import DataError
 from torchlake.tasks import text_classification as task
 
 
-def find(*pieces: pa.Array) -> tuple[str, tuple[object, ...]]:
-    return task.find_labels(iter(pieces))
+def find(*pieces: pa.Array, problem: Any = None, drop_bad: bool = False) -> tuple[str, tuple[object, ...]]:
+    found = task.find_labels(iter(pieces), problem, drop_bad=drop_bad)
+    return found.problem, found.labels
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,7 @@ def find(*pieces: pa.Array) -> tuple[str, tuple[object, ...]]:
     [
         (["1", "0", "10"], ("single_label", (0, 1, 10))),
         (["-1", "0"], ("single_label", (-1, 0))),
-        (["007", "008"], ("regression", ())),
+        (["007", "008"], ("single_label", ("007", "008"))),
         (["007", "bond"], ("single_label", ("007", "bond"))),
         (["1", "0.5"], ("regression", ())),
         (["1e3", "-.5", "2."], ("regression", ())),
@@ -48,7 +51,8 @@ def test_what_was_found_can_be_encoded(values: list[str]) -> None:
     targets = task.encode_labels(pa.array(values, pa.string()), spec)
     assert targets.null_count == 0
     if problem == "single_label":
-        assert [str(labels[index]) for index in targets.to_pylist()] == values
+        read = [labels[index] for index in targets.to_pylist()]
+        assert read == [float(value) if isinstance(labels[0], int) else value for value in values]
     else:
         assert targets.to_pylist() == [pytest.approx(float(value), rel=1e-6) for value in values]
 
@@ -62,11 +66,11 @@ def test_what_was_found_can_be_encoded(values: list[str]) -> None:
         ([pa.array([1, 1])], "only 1 in every row"),
         ([pa.array([[], []], pa.list_(pa.string()))], "no label at all"),
         ([pa.array([1]), pa.array(["a"])], "integers and strings"),
-        ([pa.array(range(1001))], "distinct integers.*Cast it to float"),
+        ([pa.array(range(1001))], "distinct integers.*data.problem to regression"),
         ([pa.array(map(str, range(1001)))], "distinct integers"),
         ([pa.array(f"text {row}" for row in range(10_001))], "Is it the right column"),
         ([pa.array(f"{row}.5" for row in range(10_001)), pa.array(["word"])], "'word' among them"),
-        ([pa.array([1.0, float("nan")])], "1 numbers that are NaN or infinite"),
+        ([pa.array([1.0, float("nan")])], "1 numbers that are NaN, infinite"),
         ([pa.array([[1, 2]])], r"list<.*int64"),
         ([pa.array([b"a", b"b"])], "binary"),
         ([pa.array([{"a": 1}])], "struct"),
@@ -105,9 +109,9 @@ def test_the_same_label_in_another_type(labels: tuple[object, ...], column: pa.A
             "single_label",
             ("a", "b"),
             pa.array(["c", "a", "c", "d"]),
-            r"'c' \(2 rows\), 'd' \(1 rows\). It knows: 'a', 'b'",
+            r"'c' \(2 rows\), 'd' \(1 rows\). Its classes: 'a', 'b'",
         ),
-        ("single_label", (0, 1), pa.array([2]), r"2 \(1 rows\). It knows: 0, 1"),
+        ("single_label", (0, 1), pa.array([2]), r"2 \(1 rows\). Its classes: 0, 1"),
         ("single_label", (0, 1), pa.array(["good"]), "'label'.*0, 1"),
         ("single_label", (0, 1), pa.array([0.5]), "'label'.*0, 1"),
         ("single_label", (False, True), pa.array([5]), "False, True"),

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from torchlake.data.order import WINDOW_BATCHES, epoch_batches, split
@@ -73,3 +73,46 @@ def test_a_split_gives_each_row_to_one_side(rows: int, fraction: float, seed: in
 def test_one_row_cannot_be_split() -> None:
     with pytest.raises(DataError, match="at least 2 rows"):
         split(1, 0.1, 0)
+
+
+SIZES = st.lists(st.one_of(st.integers(1, 4), st.integers(1, 200)), min_size=1, max_size=12)
+
+
+@given(SIZES, st.floats(0.01, 0.9), SEEDS)
+def test_a_split_gives_each_class_its_share_on_both_sides(sizes: list[int], fraction: float, seed: int) -> None:
+    rows = sum(sizes)
+    assume(rows > 1)
+    classes = np.random.default_rng(seed % 2**32).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    training, validation = split(rows, fraction, seed, classes)
+    assert sorted([*training.tolist(), *validation.tolist()]) == list(range(rows))
+    assert (np.diff(training) > 0).all()
+    assert (np.diff(validation) > 0).all()
+    wanted = min(max(1, round(rows * fraction)), rows - 1)
+    many = [number for number, size in enumerate(sizes) if size > 1]
+    held_out = np.bincount(classes[validation], minlength=len(sizes))
+    if many:
+        assert len(validation) == min(wanted, sum(size - 1 for size in sizes))
+        assert all(held_out[number] < sizes[number] for number in range(len(sizes)))
+    # Every class of two rows or more is validated on, or as many of them as there are validation rows for.
+    assert sum(held_out[number] > 0 for number in many) == min(len(many), len(validation)) or not many
+
+
+def test_rare_classes_are_on_both_sides_for_every_seed() -> None:
+    classes = np.random.default_rng(0).permutation(np.repeat([0, 1, 2, 3, 4], [900, 90, 6, 3, 1]))
+    for seed in range(200):
+        training, validation = split(1000, 0.1, seed, classes)
+        assert np.bincount(classes[validation], minlength=5).tolist() == [89, 9, 1, 1, 0]
+        assert np.bincount(classes[training]).tolist() == [811, 81, 5, 2, 1]
+
+
+def test_a_stratified_split_is_this_one() -> None:
+    """A resumed run has to find the same rows held out."""
+    classes = np.array([0, 1, 0, 0, 1, 2, 0, 1, 0, 0])
+    assert split(10, 0.3, 7, classes)[1].tolist() == [0, 1, 2]
+    assert split(10, 0.3, 8, classes)[1].tolist() != [0, 1, 2]
+
+
+def test_rows_of_one_class_are_split_as_without_classes() -> None:
+    for seed in range(5):
+        plain, stratified = split(50, 0.2, seed), split(50, 0.2, seed, np.zeros(50, dtype=np.int64))
+        assert all(np.array_equal(one, other) for one, other in zip(plain, stratified, strict=True))

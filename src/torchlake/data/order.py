@@ -47,10 +47,12 @@ def laid(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
     return np.asarray(rows[_permutation(rng, len(rows))])
 
 
-def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers 0 to `rows` - 1 as (training rows, validation rows), each sorted and neither empty.
 
-    Raises DataError when there are not two rows to split.
+    With `classes` (rows,) int64, the class of each row, every class has its share of the validation rows, and a class
+    of two rows or more has rows on both sides, as far as there are validation rows for that: larger classes first. A
+    class of one row is trained on. Raises DataError when there are not two rows to split.
     """
     if rows < 2:
         raise DataError(
@@ -59,7 +61,41 @@ def split(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray
         )
     shuffled = _permutation(np.random.Philox(key=np.array([seed, SPLIT], dtype=np.uint64)), rows)
     validation = min(max(1, round(rows * fraction)), rows - 1)
+    if classes is not None:
+        sizes = np.bincount(classes)
+        if (sizes > 1).any():
+            held_out = _first_of_each(classes[shuffled], sizes, _seats(sizes, fraction, validation))
+            return np.sort(shuffled[~held_out]), np.sort(shuffled[held_out])
     return np.sort(shuffled[validation:]), np.sort(shuffled[:validation])
+
+
+def _seats(sizes: np.ndarray, fraction: float, total: int) -> np.ndarray:
+    """(C,) validation rows of classes of these sizes (C,), `total` together unless too few classes have two rows.
+
+    Each has its fraction rounded down, at least one and never all of its rows; what is missing goes to those furthest
+    below their fraction. Where there are too few, a class keeps its only one longest, the larger class longer.
+    """
+    most = np.maximum(sizes - 1, 0)
+    total = min(total, int(most.sum()))
+    exact = sizes * fraction
+    seats = np.clip(np.floor(exact).astype(np.int64), np.minimum(1, most), most)
+    while (missing := total - int(seats.sum())) > 0:
+        able = np.flatnonzero(seats < most)
+        seats[able[np.argsort((seats - exact)[able], kind="stable")[:missing]]] += 1
+    while (over := int(seats.sum()) - total) > 0:
+        able = np.flatnonzero(seats > 1) if (seats > 1).any() else np.flatnonzero(seats)
+        seats[able[np.argsort((exact - seats)[able], kind="stable")[:over]]] -= 1
+    return seats
+
+
+def _first_of_each(classes: np.ndarray, sizes: np.ndarray, seats: np.ndarray) -> np.ndarray:
+    """(N,) bool: the first `seats` (C,) places of each class among `classes` (N,), whose classes have these sizes."""
+    by_class = np.argsort(classes, kind="stable")
+    starts = np.cumsum(sizes) - sizes
+    place = np.arange(len(classes)) - np.repeat(starts, sizes)
+    chosen = np.zeros(len(classes), dtype=bool)
+    chosen[by_class] = place < np.repeat(seats, sizes)
+    return chosen
 
 
 def _permutation(rng: np.random.Philox, count: int) -> np.ndarray:

@@ -15,7 +15,9 @@ import pyarrow as pa
 
 from torchlake.metrics import DIRECTIONS, validation_metrics
 from torchlake.models import Problem, TaskSpec
-from torchlake.tasks._labels import encode_labels, find_labels, label_type, target_type
+from torchlake.objective import PLAIN, Objective
+from torchlake.tasks._label_column import find_labels
+from torchlake.tasks._labels import bad_labels, encode_labels, label_type, target_type
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +28,12 @@ __all__ = [
     "DIRECTIONS",
     "FORWARD",
     "PACKED",
+    "bad_labels",
+    "divisor",
     "encode_labels",
     "find_labels",
     "loss_sum",
     "metrics",
-    "num_targets",
     "output_columns",
     "output_schema",
     "probabilities",
@@ -52,14 +55,14 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec) -> tuple[np.n
     """Token ids of all texts in one flat array, special tokens included, each text cut to `spec.max_length`, on the
     side that the tokenizer names.
 
-    Returns values (T,) int32, offsets (B+1,) int64 and truncated (B,) bool.
+    Returns values (T,) int32, offsets (B+1,) int64 and cut (B,) int64, the tokens that each text has lost.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.enable_truncation(spec.max_length, direction=tokenizer.truncation_side)
     pieces: list[np.ndarray] = []
     lengths = np.zeros(len(texts), dtype=np.int64)
-    truncated = np.zeros(len(texts), dtype=bool)
+    cut = np.zeros(len(texts), dtype=np.int64)
     for first in range(0, len(texts), ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         encodings = backend.encode_batch_fast(texts[rows])
@@ -67,36 +70,54 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec) -> tuple[np.n
         lengths[rows] = [len(row) for row in ids]
         pieces.append(np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(lengths[rows].sum())))
         for row in np.flatnonzero(lengths[rows] >= spec.max_length):
-            truncated[first + row] = bool(encodings[row].overflowing)
+            # Each piece of what is left has special tokens of its own.
+            cut[first + row] = sum(piece.special_tokens_mask.count(0) for piece in encodings[row].overflowing)
     offsets = np.zeros(len(texts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32), offsets, truncated
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32), offsets, cut
 
 
-def loss_sum(logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec) -> "torch.Tensor":
-    """The loss summed over all targets, in fp32: cross entropy, binary cross entropy, or squared error.
+def loss_sum(
+    logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec, objective: Objective = PLAIN
+) -> "torch.Tensor":
+    """The loss summed over all targets, in fp32: cross entropy, binary cross entropy, or the squared error in standard
+    deviations of the target.
 
-    `logits` (B, C); `targets` (B,) int64, (B, C) float32, or (B,) float32.
+    `logits` (B, C); `targets` (B,) int64, (B, C) float32, or (B,) float32. Class weights multiply the loss of a row of
+    that class, or, where a row may have several, of a class that a row has.
     """
     from torch.nn import functional
 
     logits = logits.float()
+    weights = None if objective.class_weights is None else logits.new_tensor(objective.class_weights)
     if spec.problem == "single_label":
-        return functional.cross_entropy(logits, targets, reduction="sum")
+        return functional.cross_entropy(
+            logits, targets, weights, label_smoothing=objective.label_smoothing, reduction="sum"
+        )
+    targets = targets.float()
     if spec.problem == "multi_label":
-        return functional.binary_cross_entropy_with_logits(logits, targets.float(), reduction="sum")
-    return functional.mse_loss(logits.squeeze(-1), targets.float(), reduction="sum")
+        return functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights, reduction="sum")
+    if spec.mean is not None and spec.deviation is not None:
+        targets = (targets - spec.mean) / spec.deviation
+    return functional.mse_loss(logits.squeeze(-1), targets, reduction="sum")
 
 
-def num_targets(lengths: np.ndarray, spec: TaskSpec) -> int:
-    """What the summed loss of rows of so many tokens (B,) is divided by: rows, times classes if each is a question."""
-    return len(lengths) * len(spec.labels) if spec.problem == "multi_label" else len(lengths)
+def divisor(targets: np.ndarray, spec: TaskSpec, objective: Objective = PLAIN) -> float:
+    """What the summed loss of rows with these targets, (B,) or (B, C), is divided by.
+
+    As PyTorch has it: rows, or the sum of the weights of their classes; rows times classes where a row has several.
+    """
+    if spec.problem == "single_label" and objective.class_weights is not None:
+        return float(np.asarray(objective.class_weights)[targets].sum())
+    return targets.size
 
 
 def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
-    """Softmax, sigmoid or the number itself; (B, C) float32 in and out."""
+    """Softmax, sigmoid, or the number in the units of the labels; (B, C) float32 in and out."""
     if spec.problem == "regression":
-        return logits
+        if spec.mean is None or spec.deviation is None:
+            return logits
+        return np.asarray(logits.astype(np.float64) * spec.deviation + spec.mean, dtype=np.float32)
     if spec.problem == "multi_label":
         # exp of a negative number alone cannot overflow.
         small = np.exp(-np.abs(logits))

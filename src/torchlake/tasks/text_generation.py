@@ -4,7 +4,8 @@ Learning: each row is closed by the tokenizer's end token, and rows are laid end
 Nothing is cut off a long row; it goes on in the next block. A token attends to all before it in its block, also to
 those of the rows before its own, as in the training of the GPTs: the end token tells where a text begins, and masks for
 each row would cost the fast kernels. Of a conversation every token is learned, or the assistant's turns alone
-(`next_answer_token`): the rest is read, and adds nothing to the loss.
+(`next_answer_token`): the rest is read, and adds nothing to the loss. Such conversations are packed whole
+(`data/bins.py`), so that an answer has its question before it and nothing else; one that is longer than a block is cut.
 
 Asking: a prompt is a row as the tokenizer gives it, without an end token after it, because the text is to go on. It is
 never cut; one that leaves no room for the answer is an error row.
@@ -35,6 +36,7 @@ __all__ = [
     "PACKED",
     "PROBLEMS",
     "answers",
+    "conversations",
     "documents",
     "flat",
     "is_chat",
@@ -61,7 +63,7 @@ ROWS_AT_ONCE = 1_000
 ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
 
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
-"values (T,) int32, offsets (B+1,) int64, truncated (B,) bool: never, here."
+"values (T,) int32, offsets (B+1,) int64, cut (B,) int64: tokens that a row has lost."
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool = False) -> Tokens:
@@ -84,8 +86,17 @@ def documents(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: boo
     return flat(ids if ids and ids[-1] == end else [*ids, end] for ids in _encoded(tokenizer, texts, chat))
 
 
+def conversations(tokenizer: Any, rows: Iterable[list[int]], spec: TaskSpec) -> Tokens:
+    """Conversations as `answers` gives them, end to end, each cut to a block on the side that the tokenizer names."""
+    at_start = tokenizer.truncation_side == "left"
+    whole = list(rows)
+    kept = [row[-spec.max_length :] if at_start else row[: spec.max_length] for row in whole]
+    values, offsets, cut = flat(kept)
+    return values, offsets, cut + [len(row) - len(rest) for row, rest in zip(whole, kept, strict=True)]
+
+
 def flat(rows: Iterable[list[int]]) -> Tokens:
-    """Rows of token ids end to end."""
+    """Rows of token ids end to end, whole."""
     lengths = [0]
 
     def counted(row: list[int]) -> list[int]:
@@ -93,7 +104,7 @@ def flat(rows: Iterable[list[int]]) -> Tokens:
         return row
 
     values = np.fromiter(chain.from_iterable(map(counted, rows)), dtype=np.int32)
-    return values, np.cumsum(lengths, dtype=np.int64), np.zeros(len(lengths) - 1, dtype=bool)
+    return values, np.cumsum(lengths, dtype=np.int64), np.zeros(len(lengths) - 1, dtype=np.int64)
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[int]]:

@@ -1,0 +1,329 @@
+"""What a column of labels asks for.
+
+    strings, integers, booleans   single label; the classes, sorted, keep their type through to the output
+    lists of strings              multi label; any number of classes per row, also none
+    floats                        regression, unless they are few whole numbers, such as integers with a missing value
+
+`data.problem` says it where this guess is wrong. A column of strings may come from a file without types (CSV). So
+strings that all read as integers, written as Python writes them ("7", not "007"), are integers, and strings that all
+read as finite numbers are floats.
+Price: one pass of Arrow's `value_counts`, and at most 10,000 classes in memory.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake.errors import DataError
+from torchlake.task_spec import LabelColumn, Problem
+
+MAX_INTEGER_CLASSES = 1_000
+MAX_CLASSES = 10_000
+FEW = 20
+"Floats with so many distinct values, all whole and each on two rows or more on average, are taken for classes."
+EXACT = 2.0**53
+"Up to here a float is one whole number and no other."
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+# A zero in front is of a code, such as a postal code, not of a number.
+NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
+LISTS = "lists of strings"
+
+
+@dataclass
+class Moments:
+    """Count, mean and sum of squared deviations of numbers that come in pieces."""
+
+    count: float = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Take in `values` (N,) float64, each as often as `counts` (N,) says."""
+        if not len(values):
+            return
+        weights = np.ones(len(values)) if counts is None else counts.astype(np.float64)
+        count = float(weights.sum())
+        mean = float(values @ weights) / count
+        between = mean - self.mean
+        self.squares += float((values - mean) ** 2 @ weights) + between**2 * self.count * count / (self.count + count)
+        self.count += count
+        self.mean += between * count / self.count
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation; 1 where all numbers are the same."""
+        return math.sqrt(self.squares / self.count) or 1.0
+
+
+@dataclass
+class _Seen:
+    """What the pieces of a column held so far."""
+
+    kind: str = ""
+    rows: int = 0
+    counts: dict[Any, int] = field(default_factory=dict)
+    "Rows of each distinct value; empty once there were too many of them to be classes."
+    many: bool = False
+    "Whether there were too many."
+    integers: bool = True
+    "Of strings: whether each is written as an integer."
+    numbers: Moments | None = field(default_factory=Moments)
+    "None once a value is no number."
+    word: str | None = None
+    "The first value that is none."
+
+
+def find_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False) -> LabelColumn:
+    """What the label column, in pieces, asks for; `problem` says it, None: it is guessed. Nulls are passed over.
+
+    `drop_bad` passes over what is no finite number too. Raises DataError for that otherwise, when there is nothing to
+    tell apart, when there are too many classes, and for a type that is none of a label or does not fit `problem`.
+    """
+    seen = _Seen()
+    for array in arrays:
+        array = plain(array).drop_null()
+        if not len(array):
+            continue
+        kind = kind_of(array.type)
+        if seen.kind not in ("", kind):
+            raise DataError(f"the label column holds {' and '.join(sorted([seen.kind, kind]))}; it must be of one type")
+        seen.kind = kind
+        _check_kind(kind, problem)
+        if problem == "regression":
+            numbers = as_numbers(array, drop_bad=drop_bad)
+            seen.rows += len(numbers)
+            assert seen.numbers is not None
+            seen.numbers.add(numbers.to_numpy(zero_copy_only=False))
+        elif kind == "floats":
+            _add_floats(seen, as_numbers(array, drop_bad=drop_bad).to_numpy(zero_copy_only=False))
+        else:
+            _add_values(seen, array)
+    if not seen.rows:
+        raise DataError("the label column is empty, or null in every row")
+    return _regression(seen) if problem == "regression" else _decided(seen, problem)
+
+
+def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One array, not dictionary-encoded, of plain string or list type."""
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    kind = array.type
+    if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
+        array = array.cast(pa.string())
+    if pa.types.is_string(array.type):
+        # An empty cell of a file without types is no label; no class is named by nothing.
+        return pc.if_else(pc.equal(array, ""), pa.scalar(None, pa.string()), array)
+    if pa.types.is_large_list(kind) or pa.types.is_list_view(kind) or pa.types.is_fixed_size_list(kind):
+        return array.cast(pa.list_(kind.value_type))
+    return array
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """What the values of a type are called. Raises DataError for a type that is none of a label."""
+    types = pa.types
+    if types.is_boolean(kind):
+        return "booleans"
+    if types.is_integer(kind):
+        return "integers"
+    if types.is_floating(kind) or types.is_decimal(kind):
+        return "floats"
+    if types.is_string(kind):
+        return "strings"
+    if types.is_list(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
+        return LISTS
+    raise DataError(
+        f"the label column holds {kind}; a label is a string, an integer or a boolean (one class per row), "
+        "a list of strings (several), or a float (a number to predict)"
+    )
+
+
+def as_numbers(array: pa.Array, *, drop_bad: bool = False) -> pa.Array:
+    """The labels as float64, nulls kept. Raises DataError for what is no number, and for NaN, infinity and numbers
+    beyond float32, unless `drop_bad` leaves all of these out.
+    """
+    try:
+        numbers = array.cast(pa.float64())
+    except pa.ArrowNotImplementedError:
+        raise DataError(f"the label column holds {array.type}; the model predicts numbers") from None
+    except pa.ArrowInvalid as error:
+        if not drop_bad:
+            raise DataError(f"the label column holds something that is no number: {error}") from None
+        known = pa.array([word for word in pc.unique(array.drop_null()).to_pylist() if _is_number(word)], pa.string())
+        numbers = array.filter(pc.is_in(array, known)).cast(pa.float64())
+    fine = pc.is_finite(numbers.cast(pa.float32(), safe=False))
+    if not pc.all(fine, min_count=0).as_py():
+        if not drop_bad:
+            wrong = pc.sum(pc.invert(fine)).as_py()
+            raise DataError(
+                f"the label column holds {wrong:,} numbers that are NaN, infinite or too large. Correct them or "
+                "set them to null; data.bad_rows=drop leaves such rows out of a training."
+            )
+        numbers = numbers.filter(fine)
+    return numbers
+
+
+def _is_number(word: str) -> bool:
+    try:
+        pa.array([word]).cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _check_kind(kind: str, problem: Problem | None) -> None:
+    if (problem == "multi_label") == (kind == LISTS) or problem is None:
+        return
+    expected = "lists of strings" if problem == "multi_label" else "one value per row"
+    raise DataError(f"data.problem is {problem}, which needs {expected}; the label column holds {kind}")
+
+
+def _add_floats(seen: _Seen, numbers: np.ndarray) -> None:
+    assert seen.numbers is not None
+    seen.rows += len(numbers)
+    seen.numbers.add(numbers)
+    if seen.many:
+        return
+    values, counts = np.unique(numbers, return_counts=True)
+    odd = values[(values != np.rint(values)) | (np.abs(values) > EXACT)]
+    if len(odd):
+        seen.many, seen.word = True, f"{odd[0]:g}"
+    else:
+        _count(seen, {int(value): int(count) for value, count in zip(values, counts, strict=True)}, MAX_INTEGER_CLASSES)
+
+
+def _add_values(seen: _Seen, array: pa.Array) -> None:
+    """Take in strings, integers, booleans or lists of strings."""
+    seen.rows += len(array)
+    pairs = pc.value_counts(array.flatten().drop_null() if seen.kind == LISTS else array)
+    found = dict(zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True))
+    if seen.kind == "strings" and seen.numbers is not None:
+        _add_words(seen, found)
+    _count(seen, found, MAX_INTEGER_CLASSES if seen.kind == "integers" else MAX_CLASSES)
+    # Very many strings may still be numbers; nothing else may.
+    if seen.many and (seen.kind in ("integers", LISTS) or seen.numbers is None):
+        raise _too_many(seen)
+
+
+def _add_words(seen: _Seen, found: dict[str, int]) -> None:
+    assert seen.numbers is not None
+    seen.integers = seen.integers and all(map(INTEGER.fullmatch, found))
+    seen.word = next((value for value in found if not NUMBER.fullmatch(value)), None)
+    if seen.word is None:
+        seen.numbers.add(np.array([float(value) for value in found]), np.array(list(found.values())))
+    else:
+        seen.numbers = None
+
+
+def _count(seen: _Seen, found: dict[Any, int], most: int) -> None:
+    if seen.many:
+        return
+    for value, count in found.items():
+        seen.counts[value] = seen.counts.get(value, 0) + count
+    if len(seen.counts) > most:
+        seen.many, seen.counts = True, {}
+
+
+def _too_many(seen: _Seen) -> DataError:
+    if seen.kind == "integers":
+        return DataError(
+            f"the label column holds more than {MAX_INTEGER_CLASSES:,} distinct integers, too many for classes. Set "
+            "data.problem to regression to predict a number, or name another column with data.label."
+        )
+    among = "" if seen.word is None else f", {seen.word[:80]!r} among them"
+    return DataError(
+        f"the label column holds more than {MAX_CLASSES:,} distinct strings{among}. Is it the right column "
+        "(data.label)?"
+    )
+
+
+def _regression(seen: _Seen, note: str | None = None) -> LabelColumn:
+    assert seen.numbers is not None
+    return LabelColumn(
+        problem="regression",
+        labels=(),
+        counts=(),
+        rows=seen.rows,
+        mean=seen.numbers.mean,
+        deviation=seen.numbers.deviation,
+        note=note,
+    )
+
+
+def _decided(seen: _Seen, problem: Problem | None) -> LabelColumn:
+    """The problem that the values ask for, or the classes of the one that was asked for."""
+    if seen.kind == LISTS:
+        return _classes(seen, "multi_label")
+    text = seen.kind == "strings"
+    if text and seen.integers:
+        seen.kind = "integers"
+        if seen.many or len(seen.counts) > MAX_INTEGER_CLASSES:
+            raise _too_many(seen)
+        seen.counts = {int(value): count for value, count in seen.counts.items()}
+        return _classes(seen, "single_label")
+    if seen.kind in ("booleans", "integers") or (text and seen.numbers is None):
+        return _classes(seen, "single_label")
+    return _of_floats(seen, problem)
+
+
+def _of_floats(seen: _Seen, problem: Problem | None) -> LabelColumn:
+    """Floats, or strings that are all numbers and not all integers."""
+    words = seen.counts
+    if seen.kind == "strings":
+        whole = _whole(words)
+        if whole is None and problem == "single_label" and not seen.many:
+            return _classes(seen, "single_label")
+        seen.counts, seen.many = whole or {}, whole is None
+    number = len(seen.counts)
+    if problem == "single_label":
+        if seen.many:
+            told = f"{seen.word} among its numbers" if seen.word else f"more than {MAX_INTEGER_CLASSES:,} numbers"
+            raise DataError(
+                f"data.problem is single_label, and the label column holds {told}: classes are strings, integers or "
+                "booleans. Write them as strings, or set data.problem to regression."
+            )
+        return _classes(seen, "single_label")
+    if not seen.many and (number <= 2 or number <= min(FEW, seen.rows // 2)):
+        note = (
+            f"the label column holds floats that are all whole, {number} different ones: they are taken as classes. "
+            "Set data.problem to regression to predict a number."
+        )
+        return _classes(seen, "single_label", note)
+    uncertain = (
+        f"{number:,} different ones: they are predicted as numbers. Set data.problem to single_label for classes."
+    )
+    return _regression(seen, None if seen.many else f"the label column holds floats that are all whole, {uncertain}")
+
+
+def _whole(words: dict[str, int]) -> dict[Any, int] | None:
+    """The rows of each whole number, where the words are nothing else and not too many; None where they are not."""
+    counts: dict[Any, int] = {}
+    for word, count in words.items():
+        number = float(word)
+        if not number.is_integer() or abs(number) > EXACT:
+            return None
+        counts[int(number)] = counts.get(int(number), 0) + count
+    return counts if 0 < len(counts) <= MAX_INTEGER_CLASSES else None
+
+
+def _classes(seen: _Seen, problem: Problem, note: str | None = None) -> LabelColumn:
+    labels = tuple(sorted(seen.counts))
+    if len(labels) < (1 if problem == "multi_label" else 2):
+        shown = f"only {labels[0]!r}" if labels else "no label at all"
+        raise DataError(
+            f"the label column holds {shown} in every row; there is nothing to learn. Give 2 classes or more."
+        )
+    return LabelColumn(
+        problem=problem,
+        labels=labels,
+        counts=tuple(seen.counts[label] for label in labels),
+        rows=seen.rows,
+        note=note,
+    )
