@@ -3,6 +3,7 @@
 The job of the sweeps reads 2 CSV files, writes every row's text in capitals with its row id, and needs no model.
 """
 
+import errno
 import io
 import json
 import os
@@ -411,6 +412,25 @@ def test_an_increment_does_not_read_what_it_keeps(
     monkeypatch.undo()
     assert "c.csv" in read
     assert [name for name in read if name.startswith("part-")] == []
+    assert rows_of(out) == [*expected(), ("c.csv:0", "C0")]
+    assert verify(out).problems == []
+
+
+def test_an_increment_copies_what_it_keeps_where_there_are_no_hard_links(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    run(source, out)
+    (source / "c.csv").write_text("t\nc0\n")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("torchlake.tables.commit.os.link", refuse)
+    with writing(out, plan=plan_of(source), fingerprint={"suffix": ""}, allowed=Allowed(new_input=True)) as write:
+        monkeypatch.undo()  # new parts are written by links
+        assert len(write.pending) == 1
+        write.commit([*write.done, *score(write)], {})
     assert rows_of(out) == [*expected(), ("c.csv:0", "C0")]
     assert verify(out).problems == []
 

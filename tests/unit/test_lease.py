@@ -168,11 +168,23 @@ def test_a_process_that_may_not_be_looked_at_is_alive(staging: Path, monkeypatch
     lease.release()
 
 
-def test_a_lock_says_who_holds_it_and_since_when(staging: Path) -> None:
+def test_a_lock_says_who_holds_it_and_since_when(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = acquire(staging, 60)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
     edit(staging, pid=4711, host="node-7", machine="elsewhere", started=1_700_000_000.0)
     with pytest.raises(
         Locked, match=r"being written by pid 4711 on node-7 since 2023-11-14 22:13:20 UTC\. Wait for it"
     ):
         acquire(staging, 60)
+    lease.stop()
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_lease_that_is_damaged_is_lost(staging: Path) -> None:
+    lease = acquire(staging, 60)
+    (staging / "lease.json").write_text("")
+    with pytest.raises(LeaseLost, match="taken over by another process"):
+        lease.check()
     lease.stop()

@@ -138,7 +138,7 @@ def _take(descriptor: int, staging: Path) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 current = _read(staging)
-                holder = _holder(current) if current else "another process"
+                holder = _holder(current)
                 raise Locked(
                     f"{staging}: locked for {LOCK_WAIT_S:.0f} s by {holder}, which may have been stopped in the middle "
                     "of publishing. Continue it (kill -CONT) or end it, then run the same command again."
