@@ -11,6 +11,7 @@ through `safety.check_folder`, then through transformers with local files, safet
 is a manifest it is verified first, which reads the weights once more.
 """
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torchlake.model_folders import model_folder
 from torchlake.model_tokenizer import has_tokenizer, load_tokenizer, max_length
 from torchlake.model_writing import quiet, save_model_folder
 from torchlake.safety import INDEX, check_folder
-from torchlake.task_spec import TASK_FILE, WRITING, Label, Problem, TaskSpec, spec_from_json
+from torchlake.task_spec import TASK_FILE, WRITING, Label, Problem, TaskSpec, label_name, spec_from_json
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,8 @@ __all__ = [
     "positions",
     "save_model_folder",
 ]
+
+log = logging.getLogger(__name__)
 
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "How transformers names the architectures that continue a text."
@@ -148,7 +151,8 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
 def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrainedModel":
     """The encoder `base` with a fresh head for `spec`, in fp32; torch's global generator decides the head's weights.
 
-    A language model keeps the head that it was trained with.
+    A language model keeps the head that it was trained with, and so does a classifier of the same classes, whose rows
+    are put into their order, and a regression in the same units.
     Raises DataError when the architecture has no such head or the model's own weights are incomplete.
     """
     import transformers
@@ -157,8 +161,9 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
     check_folder(folder)
     if spec.problem in WRITING:
         return _language_model(folder, auto_class)
+    trained = head_spec(folder)
     config = _whole_config(folder, auto_class)
-    names = [str(label).lower() if isinstance(label, bool) else str(label) for label in spec.labels] or ["value"]
+    names = [label_name(label) for label in spec.labels] or ["value"]
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.problem_type = PROBLEM_TYPES[spec.problem]
@@ -174,9 +179,28 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
     torn = sorted(key for key in lacking if key.startswith(body) and not key.startswith(f"{body}pooler."))
     if torn:
         raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
-    _draw_head(model)
+    head = _head(model)
+    kept = None if trained is None or lacking or len(head) != 1 else _rows_kept(trained, spec)
+    if kept is None:
+        _draw_head(model, head)
+    else:
+        _order_rows(head[0], kept)
+    if trained is not None:
+        what = "drawn: it was trained for other classes or numbers" if kept is None else "kept: it has the same classes"
+        log.info("%s: the head is %s", folder, what)
     model.config.architectures = [type(model).__name__]
     return model
+
+
+def head_spec(folder: Path) -> TaskSpec | None:
+    """What the head of a model folder was trained for; None where there is none, or its classes have no names."""
+    check_folder(folder)
+    if not (load_config(folder).architectures or [""])[0].endswith("ForSequenceClassification"):
+        return None
+    try:
+        return load_spec(folder)
+    except DataError:
+        return None
 
 
 def layers(model: "torch.nn.Module") -> "list[torch.nn.Module]":
@@ -264,15 +288,41 @@ def _from_pretrained(
     return model, info
 
 
-def _draw_head(model: "PreTrainedModel") -> None:
-    """Draw the output layer anew, also where the folder brought one of the same shape; it may mean other classes."""
+def _rows_kept(trained: TaskSpec, spec: TaskSpec) -> list[int] | None:
+    """The row of a head trained for `trained` that is each output of `spec`; None where it means something else."""
+    before, now = ([label_name(label) for label in each.labels] for each in (trained, spec))
+    same_units = (trained.mean, trained.deviation) == (spec.mean, spec.deviation)
+    if trained.problem != spec.problem or sorted(before) != sorted(now) or not same_units:
+        return None
+    return [before.index(name) for name in now] or [0]
+
+
+def _head(model: "PreTrainedModel") -> "list[torch.nn.Module]":
+    """The output layer: what has an output for each class and is not in the body; one module in every architecture
+    known, unless a layer before it is as narrow."""
     import torch
 
-    initialise: Any = model._init_weights
     body = getattr(model, model.base_model_prefix, None)
     inside = {id(module) for module in body.modules()} if isinstance(body, torch.nn.Module) else set()
-    for module in model.modules():
-        if id(module) not in inside and getattr(module, "out_features", None) == model.config.num_labels:
-            for tensor in module.parameters(recurse=False):
-                tensor._is_hf_initialized = False  # type: ignore[attr-defined]
-            initialise(module)
+    return [
+        module
+        for module in model.modules()
+        if id(module) not in inside and getattr(module, "out_features", None) == model.config.num_labels
+    ]
+
+
+def _order_rows(head: "torch.nn.Module", rows: list[int]) -> None:
+    import torch
+
+    with torch.no_grad():
+        for tensor in head.parameters(recurse=False):
+            tensor.copy_(tensor[rows])
+
+
+def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
+    """Draw the output layer, also where the folder brought one of the same shape: it means other classes."""
+    initialize: Any = model._init_weights
+    for module in head:
+        for tensor in module.parameters(recurse=False):
+            tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+        initialize(module)

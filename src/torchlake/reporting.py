@@ -109,7 +109,7 @@ def _data(steps: Sequence[record.Line]) -> dict[str, Any]:
 def _summary(folder: Path) -> dict[str, Any]:
     """The data as it was summarized before training; a run of an earlier version has no such file."""
     path = folder / data_summary.FILE
-    return {"summary": durable.read_json(path)} if path.is_file() else {}
+    return {"summary": data_summary.in_lines(durable.read_json(path))} if path.is_file() else {}
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:

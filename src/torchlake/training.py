@@ -242,12 +242,26 @@ def find_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
         text=data.text,
         label=None if task.PACKED else data.label,
         max_length=models.max_length(base, job.model.max_length),
-        mean=None if found is None else found.mean,
-        deviation=None if found is None else found.deviation,
+        **_scale(found, base),
     )
     check_objective(job.train, spec)
     durable.write_json(path, spec_to_json(spec), site="run.task")
     return spec
+
+
+def _scale(found: LabelColumn | None, base: Path) -> dict[str, float | None]:
+    """The mean and the deviation by which a regression standardizes its targets.
+
+    Those of the base where it predicts numbers about as large: it goes on with the head that it has.
+    """
+    if found is None or found.mean is None or found.deviation is None:
+        return {}
+    trained = models.head_spec(base)
+    if trained is not None and trained.mean is not None and trained.deviation is not None:
+        near = abs(found.mean - trained.mean) <= trained.deviation
+        if near and trained.deviation / 2 <= found.deviation <= trained.deviation * 2:
+            return {"mean": trained.mean, "deviation": trained.deviation}
+    return {"mean": found.mean, "deviation": found.deviation}
 
 
 def _find_labels(job: Job, task: ModuleType) -> LabelColumn:

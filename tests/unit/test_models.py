@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -179,11 +180,12 @@ def test_a_state_dict_is_saved_like_its_model(tmp_path: Path, tiny_bert: Path) -
 def test_the_head_is_fresh_and_the_encoder_is_not(tiny_model: Path, tiny_bert: Path) -> None:
     weight, bias, inside = "classifier.weight", "classifier.bias", "bert.pooler.dense.weight"
     tuned = models.load_model(tiny_model, auto_class=AUTO).state_dict()
+    other = tiny.spec_for("single_label", ("no", "yes"))
     torch.manual_seed(3)
-    first = models.base_model(tiny_model, tiny.SPEC, AUTO).state_dict()
+    first = models.base_model(tiny_model, other, AUTO).state_dict()
     torch.manual_seed(3)
-    second = models.base_model(tiny_bert, tiny.SPEC, AUTO).state_dict()
-    third = models.base_model(tiny_bert, tiny.SPEC, AUTO).state_dict()
+    second = models.base_model(tiny_bert, other, AUTO).state_dict()
+    third = models.base_model(tiny_bert, other, AUTO).state_dict()
     assert not torch.equal(first[weight], tuned[weight])
     assert torch.equal(first[inside], second[inside])
     assert not torch.equal(second[weight], third[weight])
@@ -356,3 +358,88 @@ def test_processes_share_the_weights(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert weights > 100 << 20
     assert int(done.stdout) < weights / 4
+
+
+LABELS = ("a", "b", "c")
+
+
+def output_layer(folder: Path, spec: TaskSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(7)
+    model: Any = models.base_model(folder, spec, AUTO)
+    return model.classifier.weight.detach().clone(), model.classifier.bias.detach().clone()
+
+
+def test_the_same_classes_keep_their_rows_of_the_head(tmp_path: Path, tiny_bert: Path) -> None:
+    spec = tiny.spec_for("single_label", LABELS)
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
+    trained: Any = models.load_model(folder, spec, auto_class=AUTO)
+    weight, bias = output_layer(folder, spec)
+    assert torch.equal(weight, trained.classifier.weight)
+    assert torch.equal(bias, trained.classifier.bias)
+    other = tiny.spec_for("single_label", ("c", "a", "b"))
+    weight, bias = output_layer(folder, other)
+    assert torch.equal(weight, trained.classifier.weight[[2, 0, 1]])
+    assert models.base_model(folder, other, AUTO).config.id2label == {0: "c", 1: "a", 2: "b"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [("single_label", ("a", "b", "d")), ("single_label", ("a", "b")), ("multi_label", LABELS), ("regression", ())],
+)
+def test_other_classes_get_a_head_of_their_own(
+    tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As wide or not: it is the head that the bare encoder would get."""
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=tiny.spec_for("single_label", LABELS))
+    spec = tiny.spec_for(problem, labels)
+    with caplog.at_level("INFO", logger="torchlake"):
+        weight, _ = output_layer(folder, spec)
+    trained: Any = models.load_model(folder, auto_class=AUTO)
+    assert weight.shape[0] == max(1, len(labels))
+    assert not any(torch.equal(row, before) for row in weight for before in trained.classifier.weight)
+    assert "the head is drawn" in caplog.text
+
+
+def test_a_classifier_of_transformers_keeps_its_head_by_the_names_of_its_classes(
+    tmp_path: Path, tiny_bert: Path
+) -> None:
+    """It has no task.json; config.json names the classes."""
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=tiny.spec_for("single_label", (1, 2)))
+    (folder / "task.json").unlink()
+    (folder / "manifest.json").unlink()
+    trained: Any = models.load_model(folder, auto_class=AUTO)
+    assert torch.equal(output_layer(folder, tiny.spec_for("single_label", (1, 2)))[0], trained.classifier.weight)
+    assert not torch.equal(output_layer(folder, tiny.spec_for("single_label", (1, 3)))[0], trained.classifier.weight)
+
+
+def test_a_regression_keeps_its_head_in_the_same_units(tmp_path: Path, tiny_bert: Path) -> None:
+    spec = replace(tiny.spec_for("regression", ()), mean=1000.0, deviation=50.0)
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
+    trained: Any = models.load_model(folder, auto_class=AUTO)
+    assert torch.equal(output_layer(folder, spec)[0], trained.classifier.weight)
+    assert not torch.equal(output_layer(folder, replace(spec, mean=0.0))[0], trained.classifier.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": 1.0},
+        {"mean": 1.0, "deviation": 0.0},
+        {"mean": float("nan"), "deviation": 1.0},
+        {"mean": True, "deviation": 1.0},
+        {"mean": "1", "deviation": 1.0},
+        {"problem": "single_label", "labels": ["a", "b"], "mean": 1.0, "deviation": 1.0},
+        {"median": 1.0},
+    ],
+)
+def test_a_scale_that_no_regression_has_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    value = {**spec_to_json(tiny.spec_for("regression", ())), **change}
+    with pytest.raises(DataError, match="task.json: "):
+        spec_from_json(tmp_path / "task.json", value)
+
+
+def test_a_scale_comes_back_and_may_be_absent(tmp_path: Path) -> None:
+    plain = tiny.spec_for("regression", ())
+    assert spec_to_json(plain).keys() == {"task", "problem", "labels", "text", "label", "max_length"}
+    for spec in (plain, replace(plain, mean=-2.5, deviation=1e-3)):
+        assert spec_from_json(tmp_path / "task.json", json.loads(json.dumps(spec_to_json(spec)))) == spec
