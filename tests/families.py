@@ -105,7 +105,7 @@ def build(folder: Path, name: str, *, kind: Literal["classifier", "writer"], dro
     config = config_of(name, vocab_size=len(tokenizer), **special)
     if not dropout:
         for field in config.to_dict():
-            if "dropout" in field and isinstance(getattr(config, field), float):
+            if "drop" in field and isinstance(getattr(config, field), float):
                 setattr(config, field, 0.0)
     with torch.random.fork_rng(), quiet():
         with torch.device("meta"):

@@ -110,8 +110,8 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     def asked_to_stop() -> bool:
         return terminated.is_set() or interrupted.exists() or any(file.exists() for file in reasons)
 
-    from torchlake.learner import RankSettings
     from torchlake.loop import run_rank
+    from torchlake.training_rows import RankSettings
 
     rank = int(os.environ.get("RANK", "0"))
     with record.log_file(run / "logs" / f"rank_{rank}.jsonl", rank=rank):

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from torchlake.config import Job
 from torchlake.data import order
 from torchlake.failures import count_reasons
-from torchlake.tables.commit import committed_files
+from torchlake.tables.commit import committed_files, read_commit
 from torchlake.task_spec import TaskSpec, label_name
 
 SHOWN_CLASSES = 10
@@ -33,8 +33,9 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
     """The facts as plain values; `prepared` are the folders of token Parquet, the training table's first.
 
     `problem`, `rows` ({training, validation}; validation None without one), `classes` ({label: training rows}), `mean`
-    and `deviation` of a regression, `tokens` ({median, p95, longest, total}) of the training rows, and `left_out`
-    ({reason: rows}) of all tables.
+    and `deviation` of a regression, `tokens` ({median, p95, longest, total}) of the training rows, `left_out`
+    ({reason: rows}) of all tables, and what was `truncated` of the training table ({rows, tokens, of_rows, of_tokens,
+    max_length}; None where an earlier version prepared it).
     """
     lengths, targets, reasons = _read(prepared[0])
     training, validation = np.arange(len(lengths)), None
@@ -59,6 +60,7 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
             "total": int(tokens.sum()),
         },
         "left_out": dict(reasons.most_common()),
+        "truncated": read_commit(prepared[0])["provenance"].get("truncated"),
     }
     if spec.labels and targets is not None:
         found = targets[training]
@@ -83,10 +85,21 @@ def in_lines(facts: Mapping[str, Any]) -> list[str]:
         f"{rows['training']:,} rows to train on, {validated}",
         f"tokens per row: median {tokens['median']:,}, 95 % at most {tokens['p95']:,}, longest {tokens['longest']:,}",
     ]
+    if (cut := facts.get("truncated")) and cut["rows"]:
+        lines.append(truncation_in_words(cut))
     if left_out := facts["left_out"]:
         why = ", ".join(f"{reason} {number:,}" for reason, number in left_out.items())
         lines.append(f"{sum(left_out.values()):,} rows left out: {why}")
     return lines
+
+
+def truncation_in_words(cut: Mapping[str, int]) -> str:
+    """A sentence on what a prepared table's record says under `truncated`."""
+    rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])
+    return (
+        f"{cut['rows']:,} of {cut['of_rows']:,} rows ({rows:.1%}) are cut to {cut['max_length']:,} tokens, and "
+        f"{cut['tokens']:,} of {cut['of_tokens']:,} tokens ({tokens:.1%}) are left out (model.max_length)"
+    )
 
 
 def _classes(classes: Mapping[str, int], rows: int) -> str:

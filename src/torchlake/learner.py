@@ -1,17 +1,12 @@
-"""What the training loop works with: rows, the model and what moves it, and how far it is.
+"""What the training loop works with: the model and what moves it, and how far it is.
 
-    prepared tokens -> Rows -> planned batches          base model or checkpoint -> wrap -> optimizer = Learner
+    base model or checkpoint -> wrap -> optimizer = Learner
 
-A task that packs has blocks (packing.py) where another has rows: the rows are laid end to end anew for every epoch, in
-an order of its own, and a "row" of what follows is a block.
-
-`planned` says which rows make the batch of every step (order.py), `Learner.cut` how the ranks share them (batching.py);
-each rank computes both. Rows are cut out of the memory map when the model wants them, without a thread that
-would fetch them ahead: a batch of 64 rows takes 0.03 ms, a step of the smallest model some 10 ms.
+`training_rows.py` says which rows make the batch of every step, `Learner.cut` how the ranks share them (batching.py);
+each rank computes both.
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,56 +18,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import checkpoint, distributed, durable, lora, memory, models, plugins, probes, recipe
+from torchlake import checkpoint, durable, lora, memory, models, plugins, probes, recipe
 from torchlake.checkpoint_folder import STATE
-from torchlake.config import Job, TrainConfig
-from torchlake.data import batching, loading, order, packing
+from torchlake.data import batching, bins, packing
 from torchlake.distributed import Group
 from torchlake.errors import OutOfMemory, UsageError
 from torchlake.models import TaskSpec
 from torchlake.objective import PLAIN, Objective
 from torchlake.sharding import Pieces
+from torchlake.training_rows import RankSettings, Rows
 
 log = logging.getLogger(__name__)
 
 MICRO_BATCH = "micro_batch.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSettings:
-    """What every rank is told; plain values, so that any engine can carry it."""
-
-    job: Job
-    spec: TaskSpec
-    run: str
-    "The run folder."
-    tokens: str
-    "Token Parquet of the training table."
-    validation_tokens: str | None
-    "Token Parquet of the validation table; None where the validation is a share of `tokens`, or there is none."
-    strategy: str
-    metric: str
-    "The validation metric that chooses the best model."
-    checkpoint: str | None
-    "The checkpoint to continue from; None: from the base model."
-    attempt: str
-    "The name of this launch, which no other one has."
-    lease: tuple[str, str]
-    "Where the run folder's lease lies, and the token that must stand in it while this run may write."
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Some rows of a token table."""
-
-    table: loading.TokenTable
-    numbers: np.ndarray
-    "(N,) int64, rows of the table."
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """(N,) int64, tokens of each row."""
-        return self.table.tokens.lengths_of(self.numbers)
 
 
 @dataclass(kw_only=True)
@@ -131,6 +89,8 @@ class Learner:
     "(L,) int64, a row for ranks that have none."
     objective: Objective = PLAIN
     "How the loss weighs classes."
+    isolates: bool
+    "Whether the model keeps rows apart whose positions begin again; a block's rows are lines of their own otherwise."
     equal_lengths: bool
     "Whether rows of one length alone go through the model together, because padding would change their logits."
 
@@ -140,15 +100,24 @@ class Learner:
         A rank without rows runs the filler, so that it takes part in every collective; it adds nothing.
         """
         device = self.group.device
-        numbers = rows.numbers[positions]
-        if len(numbers):
-            ids, mask = rows.table.tokens.padded(numbers, self.tokenizer.pad_token_id)
-        else:
+        numbers, tokens = rows.numbers[positions], rows.table.tokens
+        places: dict[str, torch.Tensor] = {}
+        if not len(numbers):
             ids, mask = self.filler[None], np.ones((1, len(self.filler)), dtype=np.int64)
+        elif isinstance(tokens, bins.Bins) and not self.isolates:
+            ids, mask = tokens.alone(numbers, self.tokenizer.pad_token_id)
+        else:
+            ids, mask = tokens.padded(numbers, self.tokenizer.pad_token_id)
+        seen = mask
+        if isinstance(tokens, bins.Bins) and self.isolates and len(numbers):
+            # Positions that begin again keep rows apart, padding too; a mask beside them would not.
+            places["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
+            seen = np.ones_like(mask)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.module(
                 input_ids=torch.from_numpy(packing.as_read(ids)).to(device),
-                attention_mask=None if mask.all() else torch.from_numpy(mask).to(device),
+                attention_mask=None if seen.all() else torch.from_numpy(seen).to(device),
+                **places,
                 **self.task.FORWARD,
             ).logits
         if not len(numbers):
@@ -161,14 +130,14 @@ class Learner:
         return logits, self.task.loss_sum(logits, following, self.spec)
 
     def num_targets(self, rows: Rows) -> float:
-        """What the summed loss of the rows, over all ranks, is divided by: their targets, or the sum of their weights."""
+        """What the summed loss of the rows, over all ranks, is divided by: their targets, or the weights of these."""
         labels = rows.table.targets
         if labels is not None:
             divisor: float = self.task.divisor(labels[rows.numbers], self.spec, self.objective)
             return divisor
         if self.spec.problem == "next_answer_token":
             tokens = rows.table.tokens
-            assert isinstance(tokens, packing.Blocks), "what is learned is packed"
+            assert isinstance(tokens, bins.Bins), "conversations are packed whole"
             # A batch may hold nothing but questions: its loss is 0 then, of one target.
             return max(1, int(tokens.learned_of(rows.numbers).sum()))
         number: int = self.task.num_targets(rows.lengths, self.spec)
@@ -238,45 +207,6 @@ class Learner:
         return shares[self.group.rank], padded
 
 
-def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
-    """The rows to train on and those to validate on, mapped into memory; one rank of each machine builds the caches.
-
-    Where rows are packed, those to validate on are blocks already, in the order of the table.
-    """
-    folders = [Path(folder) for folder in (settings.tokens, settings.validation_tokens) if folder is not None]
-    caches = [Path(settings.run) / "cache" / folder.name for folder in folders]
-    if group.local_rank == 0:
-        for folder, cache in zip(folders, caches, strict=True):
-            loading.build_cache(folder, cache)
-    distributed.barrier(group, "waiting for the token cache")
-    tables = [loading.open_tokens(cache) for cache in caches]
-    every = [np.arange(len(table)) for table in tables]
-    block = block_length(settings.spec)
-    if len(tables) == 2:
-        return Rows(tables[0], every[0]), _in_blocks(Rows(tables[1], every[1]), block)
-    share = settings.job.data.validation
-    if share is None:
-        return Rows(tables[0], every[0]), None
-    assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
-    classes = tables[0].targets if settings.spec.problem == "single_label" else None
-    kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed, classes)
-    return Rows(tables[0], kept), _in_blocks(Rows(tables[0], held_out), block)
-
-
-def block_length(spec: TaskSpec) -> int | None:
-    """Tokens of the blocks that rows are packed into; None for a task that does not pack."""
-    return spec.max_length if plugins.load("tasks", spec.task).PACKED else None
-
-
-def _in_blocks(rows: Rows, length: int | None) -> Rows:
-    """The rows laid end to end in their order, as blocks of `length` tokens; None: the rows as they are."""
-    if length is None:
-        return rows
-    assert isinstance(rows.table.tokens, batching.Ragged), "these are blocks already"
-    blocks = packing.pack(rows.table.tokens, rows.numbers, length)
-    return Rows(loading.TokenTable(blocks, None), np.arange(len(blocks)))
-
-
 def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Position]:
     """The model, from the base or the checkpoint, wrapped by the strategy, with its optimizer."""
     job, spec, train = settings.job, settings.spec, settings.job.train
@@ -300,6 +230,7 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
             state[name].copy_(tensor)
         position = Position(**durable.read_json(saved / STATE)["position"])
     equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
+    isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
     if train.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if train.compile:
@@ -337,27 +268,9 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
         micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
         limit=Path(settings.run) / MICRO_BATCH,
         filler=probe[0],
+        isolates=isolates,
         equal_lengths=equal_lengths,
     ), position
-
-
-def planned(training: Rows, train: TrainConfig, steps: range, block: int | None) -> Iterator[tuple[int, Rows]]:
-    """The epoch and the rows of each of `steps`, in order; `block` is the `block_length`."""
-    per_epoch = steps_per_epoch(training, train, block)
-    epoch, batches, rows = -1, list[np.ndarray](), training
-    for step in steps:
-        if step // per_epoch != epoch:
-            epoch = step // per_epoch
-            if block is not None:
-                laid = order.laid(training.numbers, seed=train.seed, epoch=epoch)
-                rows = _in_blocks(Rows(training.table, laid), block)
-            batches = order.epoch_batches(rows.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
-        yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]])
-
-
-def steps_per_epoch(training: Rows, train: TrainConfig, block: int | None) -> int:
-    """Optimizer steps of one pass over the rows, the short one counted; `block` is the `block_length`."""
-    return math.ceil(len(_in_blocks(training, block).numbers) / train.batch_size)
 
 
 def _tokens_that_fit(limit: Path, asked: int) -> int:

@@ -31,19 +31,10 @@ from torchlake.config import TrainConfig
 from torchlake.config_types import Every
 from torchlake.errors import Diverged, Interrupted
 from torchlake.failpoints import failpoint
-from torchlake.learner import (
-    Learner,
-    Position,
-    RankSettings,
-    Rows,
-    block_length,
-    load_rows,
-    make_learner,
-    planned,
-    steps_per_epoch,
-)
+from torchlake.learner import Learner, Position, make_learner
 from torchlake.objective import find_objective
 from torchlake.training_bar import training_bar
+from torchlake.training_rows import RankSettings, Rows, load_rows, planned, steps_per_epoch
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +96,9 @@ def train_to_the_end(
 ) -> None:
     """Go on from `position`, which moves along, to the last step; the last checkpoint may be unfinished then."""
     train, group = settings.job.train, learner.group
-    block = block_length(settings.spec)
-    per_epoch = steps_per_epoch(training, train, block)
+    per_epoch = steps_per_epoch(training, train, settings.spec)
     total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
-    batches = planned(training, train, range(position.step, total), block)
+    batches = planned(training, train, range(position.step, total), settings.spec)
     saved = -1 if settings.checkpoint is None else position.step
     began, saved_at = time.monotonic() - position.seconds, time.monotonic()
     overdue = False

@@ -60,6 +60,8 @@ def positions(folder: Path) -> int | None:
 
 def embeddings(folder: Path) -> int | None:
     """Tokens that the model of a folder has embeddings for; None where its configuration does not say."""
+    if not (folder / "config.json").exists():
+        return None
     number = getattr(load_config(folder).get_text_config(), "vocab_size", None)
     return number if isinstance(number, int) else None
 

@@ -3,7 +3,8 @@
     prepare into a temporary folder -> blocks in the table's order -> the engine's workers -> the loss of each block
 
 Blocks are those of a validation while training: the rows that can be read, end to end, in blocks of the length that the
-model was trained with. So a table gives the number here that it gave there. Intervals come of drawing blocks with
+model was trained with; conversations of which answers alone are learned, one by one. So a table gives the number here
+that it gave there. Intervals come of drawing blocks with
 replacement; neighbours are not independent, so they are somewhat too narrow. Price: the table's tokens on disk for the
 time being, and the logits of a batch, 4 bytes for every token and word of the vocabulary.
 """
@@ -23,6 +24,7 @@ import pyarrow.parquet as pq
 from torchlake import models, plugins
 from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
+from torchlake.data.bins import Bins, one_each
 from torchlake.data.packing import Blocks, as_read, pack
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -147,9 +149,11 @@ def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndar
     ) - 1
 
 
-def _blocks(settings: LossSettings) -> Blocks:
+def _blocks(settings: LossSettings) -> Blocks | Bins:
     tokens = loading.open_tokens(Path(settings.cache)).tokens
     assert isinstance(tokens, Ragged), "a table on disk has rows"
+    if settings.spec.problem == "next_answer_token":
+        return one_each(tokens, settings.spec.max_length)
     return pack(tokens, np.arange(len(tokens)), settings.spec.max_length)
 
 

@@ -3,6 +3,8 @@
 from torchlake.capacity import size
 from torchlake.planning import Plan, StrategyPlan
 
+WARN_ABOVE = 0.05
+"Share of rows that may be cut without a hint."
 MEMORY = ("strategy", "weights", "gradients", "moments", "activations", "gathered", "other", "peak", "sent", "")
 SCALING = ("ranks", "strategy", "peak", "s/step", "unhidden", "hours", "efficiency", "")
 
@@ -18,7 +20,9 @@ def facts(done: Plan) -> dict[str, str]:
     return {
         "table": f"{done.rows:,} rows, {looked}{left}; {done.training_rows:,} to train on, {done.steps:,} steps",
         "tokens": f"{tokens.total:,.0f} an epoch{give_or_take}; {tokens.mean:.1f} a row, the longest {about}"
-        f"{tokens.longest:,}; {tokens.truncated:.1%} of rows are cut",
+        f"{tokens.longest:,}",
+        "truncated": f"{tokens.truncated:.1%} of rows are cut, and {tokens.cut:.1%} of tokens left out"
+        + ("; raise model.max_length to keep more" if tokens.truncated > WARN_ABOVE else ""),
         "padding": f"{padding.sorted:.1%} of what is computed; {padding.arrival:.1%} were rows not sorted by length, "
         f"{padding.max_length:.1%} if all were padded to the most tokens",
         "model": f"{parameters.total / 1e6:,.1f} million parameters, {parameters.trainable / 1e6:,.1f} million learn; "

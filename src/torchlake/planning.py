@@ -52,6 +52,8 @@ class Tokens:
     "Of the longest row; where not all rows were looked at, an estimate."
     truncated: float
     "Share of rows that are cut to the model's most tokens."
+    cut: float
+    "Share of tokens that they lose."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +247,12 @@ def _tokens(table: TableSurvey, rows: int, longest: int) -> Tokens:
     # Drawn without replacement: what was looked at is not estimated.
     error = spread / math.sqrt(len(lengths)) * math.sqrt(max(0.0, 1 - table.sampled / table.rows))
     return Tokens(
-        total=mean * rows, error=error * rows, mean=mean, longest=longest, truncated=table.truncated / len(lengths)
+        total=mean * rows,
+        error=error * rows,
+        mean=mean,
+        longest=longest,
+        truncated=table.truncated / len(lengths),
+        cut=table.cut / max(1, table.cut + int(lengths.sum())),
     )
 
 

@@ -7,7 +7,7 @@ and the text is never tokenized again.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from torchlake import durable, model_folders, models, plugins
 from torchlake.data.batching import Ragged
+from torchlake.data_summary import truncation_in_words
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.progress import progress
@@ -67,8 +68,9 @@ def prepare(
     """Tokenize `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
 
     Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read and not learned),
-    `length` int32, `cut` int32 (tokens that were left out, because the text is longer than `spec.max_length`), `target` (the task's encoding of the label, where it has labels), `error` string, null for rows that
-    can be trained on.
+    `length` int32, `cut` int32 (tokens left out of a text that is too long), `target` (the task's encoding of the
+    label, where it has labels), `error` string, null for rows that can be trained on. The record's provenance counts
+    what was cut (`truncated`); above 5 % of rows that is a warning.
 
     Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
     conversations without a chat template, or with one that does not mark the turns that alone are to be learned;
@@ -196,15 +198,6 @@ def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
         )
 
 
-def truncation_in_words(cut: Mapping[str, int]) -> str:
-    """A sentence on what a prepared table's record says under `truncated`."""
-    rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])
-    return (
-        f"{cut['rows']:,} of {cut['of_rows']:,} rows ({rows:.1%}) are cut to {cut['max_length']:,} tokens, and "
-        f"{cut['tokens']:,} of {cut['of_tokens']:,} tokens ({tokens:.1%}) are not learned; model.max_length sets the length"
-    )
-
-
 def _truncation(parts: Sequence[Path], spec: TaskSpec) -> dict[str, int]:
     """Rows and tokens of token Parquet that were cut, and out of how many."""
     rows = tokens = of_rows = of_tokens = 0
@@ -233,9 +226,8 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
         reason = next(iter(unknown.values()))
         raise DataError(
             f"{chunk.file}, rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}: {reason}, while the "
-            f"tokenizer has {len(tokenizer):,} tokens. Use the tokenizer that belongs to the model or, if you have added "
-            "tokens to it, give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of "
-            "transformers) and save both."
+            f"tokenizer has {len(tokenizer):,} tokens. Use the model's own tokenizer. If you have added tokens to it, give the "
+            "model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and save both."
         )
 
 

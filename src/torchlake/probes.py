@@ -78,5 +78,26 @@ def padding_matters(model: nn.Module, wanted: Sequence[np.ndarray], pad_id: int)
     return not _agree(together, torch.cat(alone))
 
 
+def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, Any]) -> bool:
+    """Whether rows laid end to end give the logits that they give alone when their positions begin again.
+
+    transformers masks such rows from one another in most architectures; those that count positions in another way
+    (BLOOM, MPT) or carry a state from token to token (Mamba) do not. The model's mode is as before.
+    """
+    ids = torch.from_numpy(np.concatenate(wanted))[None]
+    positions = torch.from_numpy(np.concatenate([np.arange(len(row)) for row in wanted]))[None]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            together = model(input_ids=ids, position_ids=positions, **forward).logits
+            alone = [model(input_ids=torch.from_numpy(row)[None], **forward).logits for row in wanted]
+    except TypeError:  # it takes no positions
+        return False
+    finally:
+        model.train(training)
+    return _agree(together, torch.cat(alone, dim=1))
+
+
 def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one - other).abs().max() <= AGREEMENT * max(1.0, float(other.abs().max())))

@@ -19,9 +19,10 @@ from torchlake import checkpoint, checkpoint_places, durable, lora, models, plug
 from torchlake.checkpoint_folder import Place
 from torchlake.checkpoint_writer import CheckpointWriter
 from torchlake.errors import LeaseLost
-from torchlake.learner import Learner, Position, RankSettings
+from torchlake.learner import Learner, Position
 from torchlake.metrics import lower_is_better
 from torchlake.tables import lease
+from torchlake.training_rows import RankSettings
 
 log = logging.getLogger(__name__)
 

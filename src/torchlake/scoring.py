@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -97,6 +98,7 @@ class TextReader:
         self.task = plugins.load("tasks", self.spec.task)
         self.tokenizer = models.load_tokenizer(folder)
         self.room = room(folder, self.settings.generation)
+        self.embeddings = models.embeddings(folder)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
         """Make a column ready; `unreadable` rows and, unless `null` is `score`, empty ones become errors.
@@ -115,13 +117,15 @@ class TextReader:
                 errors.setdefault(row, "null_input")
         rows = np.setdiff1d(np.arange(len(texts)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
         readable = texts.take(pa.array(rows)).to_pylist()
-        flat, offsets, truncated = tokens_of(self.tokenizer, readable, self.spec)
+        flat, offsets, cut = tokens_of(self.tokenizer, readable, self.spec)
         tokens = Ragged(flat, offsets)
+        for row, reason in beyond_embeddings(tokens, self.embeddings, self.tokenizer).items():
+            errors[int(rows[row])] = f"unknown_token: {reason}"
         if self.room is not None:
             for row in np.flatnonzero(tokens.lengths > self.room):
                 reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {self.room}"
                 errors[int(rows[row])] = f"{reason} before the new ones; lower max_new_tokens or shorten it"
-        return Work(len(texts), rows, tokens, truncated, errors)
+        return Work(len(texts), rows, tokens, cut > 0, errors)
 
 
 @dataclass(kw_only=True)
@@ -231,6 +235,25 @@ class Scorer:
         table = table.append_column(pa.field("truncated", pa.bool_()), pa.array(truncated))
         reasons = pa.array([errors.get(row) for row in range(work.count)], pa.string())
         return table.append_column(pa.field("error", pa.string()), reasons)
+
+
+def beyond_embeddings(tokens: Ragged, embeddings: int | None, tokenizer: Any) -> dict[int, str]:
+    """{row: reason} of the rows with a token that the model has no embedding for; ~id stands for a token too.
+
+    A tokenizer may be larger than its model: somebody has added tokens to it, or it has some for images alone. On a GPU
+    such a row would end the process.
+    """
+    if embeddings is None or not len(tokens.values):
+        return {}
+    ids = np.where(tokens.values < 0, ~tokens.values, tokens.values)
+    if ids.max() < embeddings:
+        return {}
+    found: dict[int, str] = {}
+    for place in np.flatnonzero(ids >= embeddings):
+        row = int(np.searchsorted(tokens.offsets, place, side="right")) - 1
+        name = tokenizer.convert_ids_to_tokens(int(ids[place]))
+        found.setdefault(row, f"token {name!r} has the id {ids[place]}, and the model has {embeddings:,} embeddings")
+    return found
 
 
 def string_column(column: pa.ChunkedArray) -> pa.Array:

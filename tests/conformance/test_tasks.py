@@ -82,28 +82,28 @@ def test_tokens_are_those_of_transformers(task: ModuleType, spec: TaskSpec, tiny
     texts = ["a good film", "", "   ", "ünïcödé \x00 \u202e", "the " * 200, "x" * 5000, "good", "a good film " * 5]
     before = tokenizer(texts, truncation=True, max_length=spec.max_length)["input_ids"]
     for _ in range(2):
-        values, offsets, truncated = task.tokenize(tokenizer, texts, spec)
-        assert (values.dtype, offsets.dtype, truncated.dtype) == (np.int32, np.int64, np.bool_)
+        values, offsets, lost = task.tokenize(tokenizer, texts, spec)
+        assert (values.dtype, offsets.dtype, lost.dtype) == (np.int32, np.int64, np.int64)
         rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
         assert rows == before
         whole = tokenizer(texts, truncation=False)["input_ids"]
-        assert truncated.tolist() == [len(ids) > spec.max_length for ids in whole]
+        assert lost.tolist() == [max(0, len(ids) - spec.max_length) for ids in whole]
     tokenizer.truncation_side = "left"
     values, offsets, _ = task.tokenize(tokenizer, texts, spec)
     expected = tokenizer(texts, truncation=True, max_length=spec.max_length)["input_ids"]
     assert [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))] == expected != before
-    values, offsets, truncated = task.tokenize(tokenizer, [], spec)
-    assert (values.tolist(), offsets.tolist(), truncated.tolist()) == ([], [0], [])
+    values, offsets, lost = task.tokenize(tokenizer, [], spec)
+    assert (values.tolist(), offsets.tolist(), lost.tolist()) == ([], [0], [])
 
 
 def test_many_rows_are_tokenized_like_few(task: ModuleType, spec: TaskSpec, tiny_bert: Path) -> None:
     tokenizer = models.load_tokenizer(tiny_bert)
     texts = tiny.reviews(2500)["text"].to_pylist()
-    values, offsets, truncated = task.tokenize(tokenizer, texts, spec)
+    values, offsets, lost = task.tokenize(tokenizer, texts, spec)
     for first in (0, 999, 1000, 1001, 2499):
         few, _, cut = task.tokenize(tokenizer, texts[first : first + 1], spec)
         assert values[offsets[first] : offsets[first + 1]].tolist() == few.tolist()
-        assert truncated[first] == cut[0]
+        assert lost[first] == cut[0]
 
 
 def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: TaskSpec) -> None:
@@ -176,17 +176,17 @@ def test_a_prompt_is_open_and_a_document_is_closed(
     for folder in (tiny_gpt2, tiny_roberta):
         tokenizer = models.load_tokenizer(folder)
         theirs = [[token for token in ids if token != tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
-        values, offsets, truncated = packed.documents(tokenizer, texts, packed_spec)
-        assert (values.dtype, offsets.dtype, truncated.dtype) == (np.int32, np.int64, np.bool_)
+        values, offsets, lost = packed.documents(tokenizer, texts, packed_spec)
+        assert (values.dtype, offsets.dtype, lost.dtype) == (np.int32, np.int64, np.int64)
         rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
         assert rows == [[*ids, tokenizer.eos_token_id] for ids in theirs]
-        values, offsets, truncated = packed.tokenize(tokenizer, texts, packed_spec)
+        values, offsets, lost = packed.tokenize(tokenizer, texts, packed_spec)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
         assert rows == [ids or [begin] for ids in theirs]
-        assert not truncated.any()
-    values, offsets, truncated = packed.tokenize(tokenizer, [], packed_spec)
-    assert (values.tolist(), offsets.tolist(), truncated.tolist()) == ([], [0], [])
+        assert not lost.any()
+    values, offsets, lost = packed.tokenize(tokenizer, [], packed_spec)
+    assert (values.tolist(), offsets.tolist(), lost.tolist()) == ([], [0], [])
 
 
 def test_many_texts_are_tokenized_like_few(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:

@@ -13,11 +13,13 @@ SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli cli_app cli_help cli_options commands console",
     3: "preparing training attempts predicting scoring scoring_workers launching evaluating verifying reporting "
-    "report_page diagnosing loop learner training_rows run_folder optimizing candidates trials sampling agreement tuning tracking "
-    "planning plan_tables surveying capacity saving mapping perplexity asking training_bar data_summary",
+    "report_page diagnosing loop learner training_rows run_folder optimizing candidates trials sampling agreement "
+    "tuning tracking planning plan_tables surveying capacity saving mapping perplexity asking training_bar "
+    "data_summary",
     2: "engines strategies tasks runtimes",
-    1: "costs workload data models model_config model_tokenizer model_folders model_writing probes checkpoint distributed metrics recipe safety "
-    "exports failures generation runtime_choice study sharding checkpoint_writer lora objective",
+    1: "costs workload data models model_config model_tokenizer model_folders model_writing probes "
+    "checkpoint distributed metrics recipe safety exports failures generation runtime_choice study "
+    "sharding checkpoint_writer lora objective",
     0: "processes tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data "
     "strikes following search_space config_types strategy_options engine_options redaction checkpoint_folder "
     "checkpoint_url checkpoint_places system_errors memory in_flight interrupts logs task_spec",
@@ -34,7 +36,7 @@ CALLS = {
     "mapping": {"asking", "scoring", "scoring_workers"},
     "perplexity": {"preparing", "scoring"},
     "predicting": {"asking", "scoring", "scoring_workers"},
-    "preparing": {"scoring"},
+    "preparing": {"data_summary", "scoring"},
     "loop": {"learner", "saving", "training_rows", "training_bar"},
     "training_bar": {"learner", "saving"},
     "learner": {"training_rows"},

@@ -15,8 +15,9 @@ import torchlake as tl
 import training_runs as runs
 from torchlake import learner, memory, models
 from torchlake.distributed import Group, explained
-from torchlake.learner import Learner, Rows
+from torchlake.learner import Learner
 from torchlake.strategies import single
+from torchlake.training_rows import Rows
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow

@@ -1,5 +1,6 @@
 """prepare: token Parquet in which every input row keeps its place."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,3 +90,53 @@ def test_rows_that_are_tokenized_alone_make_the_same_bytes(
         0: "null_input",
         7: "killed_process: twice, while it was tokenized",
     }
+
+
+@pytest.mark.parametrize("words", [0, 40, 300])
+def test_what_is_cut_is_counted_and_above_some_share_said(
+    encoder: Path, tmp_path: Path, words: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One row in ten, or every row, is longer than the model's 64 tokens; the count is that of transformers."""
+    table = tiny.reviews(40)
+    texts = [
+        f"{text}{' good' * words * (words > 100 or row % 40 == 0)}"
+        for row, text in enumerate(table["text"].to_pylist())
+    ]
+    pq.write_table(table.set_column(1, "text", pa.array(texts)), tmp_path / "in.parquet")
+    record = prepare(
+        tmp_path / "in.parquet", tmp_path / "out", tokenizer=encoder, spec=tiny.SPEC, engine=tl.Local(processes=1)
+    )
+    whole = [len(ids) for ids in models.load_tokenizer(encoder)(texts)["input_ids"]]
+    lost = [max(0, length - tiny.SPEC.max_length) for length in whole]
+    assert record["provenance"]["truncated"] == {
+        "rows": sum(length > 0 for length in lost),
+        "tokens": sum(lost),
+        "of_rows": 40,
+        "of_tokens": sum(whole),
+        "max_length": tiny.SPEC.max_length,
+    }
+    assert pq.read_table(tmp_path / "out")["cut"].to_pylist() == lost
+    assert ("40 of 40 rows (100.0%) are cut to 64 tokens" in caplog.text) == (words == 300)
+
+
+def test_a_token_without_an_embedding_is_refused_where_it_is_used(encoder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "encoder"
+    shutil.copytree(encoder, folder)
+    tokenizer = models.load_tokenizer(folder)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["superfilm"])
+    tokenizer.save_pretrained(folder)
+    table = tiny.reviews(20)
+    pq.write_table(table, tmp_path / "in.parquet")
+    engine = tl.Local(processes=1)
+    # A larger tokenizer is no fault in itself: Gemma 3 has a token for images that its text models lack.
+    prepare(tmp_path / "in.parquet", tmp_path / "out", tokenizer=folder, spec=tiny.SPEC, engine=engine)
+    texts = [*table["text"].to_pylist()[:-1], "a superfilm"]
+    pq.write_table(table.set_column(1, "text", pa.array(texts)), tmp_path / "other.parquet")
+    with pytest.raises(
+        DataError, match=rf"'superfilm' has the id {size}, .* {size} embeddings, .*tokenizer has {size + 1} t"
+    ):
+        prepare(tmp_path / "other.parquet", tmp_path / "other", tokenizer=folder, spec=tiny.SPEC, engine=engine)
+    model = tiny.build_model(tmp_path / "model", encoder=folder)
+    scored = tl.predict(model, pa.table({"text": texts[-2:]}), engine=tiny.Here())
+    assert [error and error.partition(":")[0] for error in scored["error"].to_pylist()] == [None, "unknown_token"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import families
 import tiny
 import torchlake as tl
 import training_runs as runs
@@ -21,6 +22,7 @@ from torchlake import models
 from torchlake.data import order
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.preparing import prepare
+from torchlake.tables.commit import read_commit
 
 BLOCK = 24
 
@@ -188,7 +190,7 @@ def test_conversations_are_learned_as_the_template_writes_them(tmp_path: Path, t
     tokens = pq.read_table(tmp_path / "tokens")
     expected = tokens_of(tiny_gpt2, pa.table({"text": ["<user> good ? <assistant> yes , all of it "]}))
     assert tokens["input_ids"].to_pylist()[:1] == expected
-    assert tokens.column_names == ["row_id", "input_ids", "length", "error"]
+    assert tokens.column_names == ["row_id", "input_ids", "length", "cut", "error"]
     assert [error and error.partition(":")[0] for error in tokens["error"].to_pylist()] == [
         None,
         "null_input",
@@ -222,9 +224,29 @@ def marking(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_the_assistants_turns_alone_are_learned_and_measured(tmp_path: Path, tiny_gpt2: Path) -> None:
-    """Held to transformers' own loss over the same blocks, with every other token's label at -100."""
-    sections = job(tmp_path, marking(tiny_gpt2, tmp_path / "base"), epochs=1, batch_size=2)
+def learned_alone(tokenizer: Any, chat: list[dict[str, str]], length: int) -> tuple[list[int], list[int]]:
+    """A conversation's tokens and its labels, -100 outside of answers, cut to a length."""
+    pairs: list[tuple[int, int]] = []
+    for turn in chat:
+        # No token of this tokenizer reaches across the end of a line.
+        role, said = (tokenizer(f"{words}\n")["input_ids"] for words in (f"<{turn['role']}>", turn["content"]))
+        answer = turn["role"] == "assistant"
+        pairs += [(token, -100) for token in role] + [(token, token if answer else -100) for token in said]
+    pairs = [*pairs, (tokenizer.eos_token_id, tokenizer.eos_token_id)][:length]
+    return [token for token, _ in pairs], [label for _, label in pairs]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+def test_answers_are_learned_after_their_own_questions_alone(tmp_path: Path, kind: str) -> None:
+    """Held to transformers' own loss over each conversation by itself, with every other token's label at -100.
+
+    BLOOM takes no positions, so its blocks are taken apart.
+    """
+    length = 110
+    plain = families.build(tmp_path / "plain", kind, kind="writer", dropout=False)
+    sections = job(tmp_path, marking(plain, tmp_path / "base"))
+    sections["train"] |= {"epochs": 1, "batch_size": 2, "micro_batch_tokens": 250}
+    sections["model"]["max_length"] = length
     tables = {"train": tmp_path / "chats.parquet", "validation": tmp_path / "test.parquet"}
     pq.write_table(conversations(20), tables["train"])
     pq.write_table(conversations(9), tables["validation"])
@@ -233,24 +255,21 @@ def test_the_assistants_turns_alone_are_learned_and_measured(tmp_path: Path, tin
     two = runs.succeed(tmp_path / "two", sections, ranks=2)
     model = tmp_path / "one" / "model"
     tokenizer, stock = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
-    stream: list[tuple[int, int]] = []
+    loss, targets, cut = 0.0, 0, 0
     for chat in conversations(9)["text"].to_pylist():
-        for turn in chat:
-            # No token of this tokenizer reaches across the end of a line.
-            role, said = (tokenizer(f"{words}\n")["input_ids"] for words in (f"<{turn['role']}>", turn["content"]))
-            answer = turn["role"] == "assistant"
-            stream += [(token, -100) for token in role] + [(token, token if answer else -100) for token in said]
-        stream.append((tokenizer.eos_token_id, tokenizer.eos_token_id))
-    ids, labels = (torch.tensor([pair[at] for pair in stream]) for at in (0, 1))
-    loss, targets = 0.0, 0
-    for first in range(0, len(ids) - 1, BLOCK - 1):
-        block, wanted = ids[first : first + BLOCK][None], labels[first : first + BLOCK][None]
-        number = int((wanted[:, 1:] != -100).sum())
+        ids, labels = (torch.tensor([row]) for row in learned_alone(tokenizer, chat, length))
+        number = int((labels[:, 1:] != -100).sum())
         with torch.inference_mode():
-            loss += number and stock(input_ids=block, labels=wanted).loss.item() * number
+            loss += number and stock(input_ids=ids, labels=labels).loss.item() * number
         targets += number
+        cut += len(learned_alone(tokenizer, chat, 10_000)[0]) > length
+    assert cut
+    blocks = sum(line["rows"] for line in runs.metrics(tmp_path / "one") if "rows" in line)
+    assert blocks < 20, "some conversations share a block"
+    assert read_commit(tmp_path / "one" / "prepared" / "validation")["provenance"]["truncated"]["rows"] == cut
     assert one.metrics == pytest.approx({"loss": loss / targets, "perplexity": math.exp(loss / targets)}, rel=1e-5)
     assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
+    assert runs.losses(tmp_path / "two") == pytest.approx(runs.losses(tmp_path / "one"), abs=1e-5)
     found = tl.evaluate(model, tables["validation"], engine=tiny.Here())
     assert (found.tokens, found.metrics["loss"].value) == (targets, pytest.approx(loss / targets, rel=1e-5))
     assert models.load_spec(model).problem == "next_answer_token"
@@ -264,7 +283,7 @@ def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
     with pytest.raises(UsageError, match=r"data\.learn is assistant, and 'text' holds texts"):
         tl.train(run=tmp_path / "a", engine=tiny.Here(), **{**sections, "data": learned})
     chats = [*conversations(3).to_pylist(), {"text": [{"role": "user", "content": "good ?"}]}]
-    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chats.parquet")
+    pq.write_table(pa.Table.from_pylist([{**chat, "kind": "chat"} for chat in chats]), tmp_path / "chats.parquet")
     learned["train"] = str(tmp_path / "chats.parquet")
     with pytest.raises(UsageError, match=r"does not mark what the assistant says with {% generation %}"):
         tl.train(run=tmp_path / "b", engine=tiny.Here(), **{**sections, "data": learned})
@@ -273,7 +292,7 @@ def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
         tl.train(run=tmp_path / "c", engine=tiny.Here(), **{**sections, "data": learned})
     sections["model"] = {"base": str(tiny_bert), "task": "text_classification"}
     with pytest.raises(ConfigError, match=r"data\.learn: text_classification learns labels"):
-        tl.train(run=tmp_path / "d", engine=tiny.Here(), **{**sections, "data": learned})
+        tl.train(run=tmp_path / "d", engine=tiny.Here(), **{**sections, "data": {**learned, "label": "kind"}})
 
 
 def test_what_cannot_be_learned_is_refused_before_any_work(tmp_path: Path, tiny_gpt2: Path, tiny_bert: Path) -> None:

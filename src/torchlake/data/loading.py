@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from torchlake import durable
 from torchlake.data.batching import Ragged
+from torchlake.data.bins import Bins
 from torchlake.data.packing import Blocks
 from torchlake.errors import DataError
 from torchlake.tables.commit import committed_files, read_commit
@@ -33,8 +34,8 @@ BATCH_ROWS = 16384
 class TokenTable:
     """The rows that can be trained on, in the order of the table."""
 
-    tokens: Ragged | Blocks
-    "A table on disk has Ragged rows; Blocks are what `packing` makes of them."
+    tokens: Ragged | Blocks | Bins
+    "A table on disk has Ragged rows; Blocks and Bins are what `packing` and `bins` make of them."
     targets: np.ndarray | None
     "(N,) int64 classes, (N, C) float32 for several labels a row, (N,) float32 for regression; None without labels."
 
