@@ -103,6 +103,7 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
         "labels": labels or f"none: the output is a {output}",
         "columns": f"text `{spec.text}`" + ("" if spec.label is None else f", label `{spec.label}`"),
         **_lengths(spec),
+        **_units(spec),
         **{name: value for name, value in card.items() if name != "metrics"},
         "made with": f"torchlake {release}",
     }
@@ -126,6 +127,15 @@ def _lengths(spec: TaskSpec) -> dict[str, str]:
     if spec.label is None:
         return {"trained on": f"blocks of {spec.max_length} tokens, texts end to end"}
     return {"longest input": f"{spec.max_length} tokens; longer texts are cut"}
+
+
+def _units(spec: TaskSpec) -> dict[str, str]:
+    if spec.mean is None or spec.deviation is None:
+        return {}
+    return {
+        "units": f"prediction = output × {spec.deviation:.6g} + {spec.mean:.6g}: torchlake computes it, transformers "
+        "gives the output"
+    }
 
 
 @contextmanager

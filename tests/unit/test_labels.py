@@ -1,16 +1,19 @@
 """Labels: which problem a column of them is, and what cannot be one."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
 from torchlake.errors import DataError
 from torchlake.tasks import text_classification as task
+from torchlake.tasks._label_column import NUMBER
 
 
 def find(*pieces: pa.Array, problem: Any = None, drop_bad: bool = False) -> tuple[str, tuple[object, ...]]:
@@ -45,7 +48,7 @@ def test_what_was_found_can_be_encoded(values: list[str]) -> None:
     try:
         problem, labels = find(pa.array(values, pa.string()))
     except DataError:
-        assert len(set(values)) < 2
+        assert len({float(value) if NUMBER.fullmatch(value) else value for value in values}) < 2
         return
     spec = tiny.spec_for(problem, labels)
     targets = task.encode_labels(pa.array(values, pa.string()), spec)
@@ -154,3 +157,132 @@ def test_probabilities_of_large_logits() -> None:
     logits = np.array([[1000.0, -1000.0], [-1000.0, -1000.0]], np.float32)
     assert task.probabilities(logits, tiny.spec_for("single_label", ("a", "b"))).tolist() == [[1.0, 0.0], [0.5, 0.5]]
     assert task.probabilities(logits, tiny.spec_for("multi_label", ("a", "b"))).tolist() == [[1.0, 0.0], [0.0, 0.0]]
+
+
+KINDS = st.sampled_from(
+    ["strings", "whole text", "integers", "booleans", "floats", "whole floats", "decimals", "lists"]
+)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "strings": st.sampled_from(["good", "bad", "none", "7 of 10", "007", " "]),
+    "whole text": st.sampled_from(["1.0", "2.0", "-3.", "4"]),
+    "integers": st.integers(-3, 3),
+    "booleans": st.booleans(),
+    "floats": st.floats(-1e6, 1e6, width=32),
+    "whole floats": st.integers(-3, 3).map(float),
+    "decimals": st.decimals(-9, 9, places=2),
+    "lists": st.lists(st.sampled_from(["x", "y", "z"]), max_size=3),
+}
+TYPES: dict[str, list[pa.DataType]] = {
+    "strings": [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+    "whole text": [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())],
+    "integers": [pa.int8(), pa.int32(), pa.int64(), pa.dictionary(pa.int8(), pa.int64())],
+    "booleans": [pa.bool_()],
+    "floats": [pa.float64(), pa.float32()],
+    "whole floats": [pa.float64(), pa.float32(), pa.float16()],
+    "decimals": [pa.decimal128(9, 2)],
+    "lists": [pa.list_(pa.string()), pa.large_list(pa.large_string())],
+}
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> tuple[str, list[Any], pa.DataType]:
+    """A kind of label, a column of it with nulls and rare values, and a type that holds it."""
+    kind = draw(KINDS)
+    values = draw(st.lists(st.none() | VALUES[kind], max_size=40))
+    return kind, values, draw(st.sampled_from(TYPES[kind]))
+
+
+def array_of(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, kind.value_type).dictionary_encode()
+    return pa.array(values, kind)
+
+
+@settings(deadline=None)
+@given(columns(), st.sampled_from([None, "single_label", "multi_label", "regression"]), st.integers(0, 40))
+def test_any_column_is_learned_or_refused_with_a_reason(
+    column: tuple[str, list[Any], pa.DataType], problem: Any, cut: int
+) -> None:
+    """What is found in pieces is found in the whole; it encodes every row that has a label; counts are of rows."""
+    kind, values, kind_of = column
+    array = array_of(values, kind_of)
+    pieces = [array[:cut], array[cut:]]
+    labelled = [value for value in values if value is not None]
+    try:
+        found = task.find_labels(iter(pieces), problem)
+    except DataError:
+        unfit = labelled and problem is not None and (problem == "multi_label") != (kind == "lists")
+        words = problem == "regression" and kind == "strings"
+        odd = problem == "single_label" and kind in ("floats", "decimals")
+        few = len({float(value) if "float" in kind or kind == "whole text" else str(value) for value in labelled}) < 2
+        assert unfit or words or odd or few or not any(labelled)
+        return
+    assert found.rows == len(labelled)
+    assert found == task.find_labels(iter([array]), problem)
+    spec = replace(tiny.spec_for(found.problem, found.labels), mean=found.mean, deviation=found.deviation)
+    targets = task.encode_labels(array, spec)
+    assert targets.is_null().to_pylist() == [value is None for value in values]
+    assert task.bad_labels(array, spec) == {}
+    if found.problem == "regression":
+        assert found.mean == pytest.approx(np.mean([float(value) for value in labelled]), rel=1e-6, abs=1e-6)
+        spread = np.std([float(value) for value in labelled])
+        assert found.deviation == pytest.approx(spread if found.deviation != 1.0 else 1.0, rel=1e-5, abs=1e-6)
+    elif found.problem == "single_label":
+        assert sum(found.counts) == found.rows
+        assert np.bincount(targets.drop_null().to_numpy(), minlength=len(found.labels)).tolist() == [*found.counts]
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, None, float("nan"), float("inf"), 1e39]), max_size=20))
+def test_numbers_that_are_none_are_dropped_where_that_is_wanted(values: list[float | None]) -> None:
+    bad = {row for row, value in enumerate(values) if value is not None and not abs(value) < 1e38}
+    array = pa.array(values, pa.float64())
+    spec = tiny.spec_for("regression", ())
+    assert task.bad_labels(array, spec).keys() == bad
+    if bad:
+        with pytest.raises(DataError, match="NaN, infinite or too large"):
+            task.find_labels(iter([array]), "regression")
+    fine = [value for row, value in enumerate(values) if value is not None and row not in bad]
+    if fine:
+        found = task.find_labels(iter([array]), "regression", drop_bad=True)
+        assert (found.rows, found.mean) == (len(fine), pytest.approx(np.mean(fine)))
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "mixed", None]), max_size=30))
+def test_labels_that_the_model_lacks_are_found_by_row(values: list[str | None]) -> None:
+    spec = tiny.spec_for("single_label", ("a", "b", "c"))
+    expected = {row: "bad_label: mixed" for row, value in enumerate(values) if value == "mixed"}
+    assert task.bad_labels(pa.array(values, pa.string()), spec) == expected
+    lists = pa.array([None if value is None else ["a", value] for value in values], pa.list_(pa.string()))
+    assert task.bad_labels(lists, tiny.spec_for("multi_label", ("a", "b", "c"))).keys() == expected.keys()
+
+
+def test_a_column_of_another_type_is_no_bad_row() -> None:
+    with pytest.raises(DataError, match="expects lists"):
+        task.bad_labels(pa.array(["a"]), tiny.spec_for("multi_label", ("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem", "note"),
+    [
+        ([1.0, 2.0] * 3, "single_label", "Set data.problem to regression"),
+        ([float(row % 20) for row in range(40)], "single_label", "Set data.problem to regression"),
+        ([float(row % 21) for row in range(90)], "regression", "Set data.problem to single_label"),
+        ([float(row) for row in range(12)], "regression", "Set data.problem to single_label"),
+        ([0.5, 1.0] * 3, "regression", None),
+        ([2.0**60, 1.0] * 3, "regression", None),
+        ([1, 2] * 3, "single_label", None),
+        (["1.0", "2.0"] * 3, "single_label", "Set data.problem to regression"),
+    ],
+)
+def test_a_guess_that_may_be_wrong_names_the_setting(values: list[Any], problem: str, note: str | None) -> None:
+    found = task.find_labels(iter([pa.array(values)]), None)
+    assert found.problem == problem
+    assert found.note is None if note is None else note in str(found.note)
+    assert task.find_labels(iter([pa.array(values)]), "regression").note is None
+
+
+def test_a_predicted_number_is_in_the_units_of_the_labels() -> None:
+    spec = replace(tiny.spec_for("regression", ()), mean=1000.0, deviation=50.0)
+    assert task.probabilities(np.array([[0.0], [-2.0]], np.float32), spec).tolist() == [[1000.0], [900.0]]
+    logits, targets = torch.tensor([[0.5], [0.0]]), torch.tensor([1050.0, 1000.0])
+    assert float(task.loss_sum(logits, targets, spec)) == pytest.approx(0.25)

@@ -118,6 +118,8 @@ def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     kind = array.type
     if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
         array = array.cast(pa.string())
+    if pa.types.is_float16(kind):  # Arrow counts and looks up none
+        return array.cast(pa.float32())
     if pa.types.is_string(array.type):
         # An empty cell of a file without types is no label; no class is named by nothing.
         return pc.if_else(pc.equal(array, ""), pa.scalar(None, pa.string()), array)
