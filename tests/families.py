@@ -50,6 +50,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
     "longformer": {"attention_window": [16, 16]},
     "modernbert-decoder": {"bos_token_id": 2},
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
@@ -75,8 +76,15 @@ def classifiers() -> list[str]:
 
 
 def writers() -> list[str]:
-    """The model types that continue texts, those of `EXCLUDED` apart."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in EXCLUDED]
+    """Model types that continue texts: the usual ones, and each way of keeping track of positions and of experts."""
+    named = (
+        "gpt2 llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi phi3 opt bloom gpt_neox falcon mpt mixtral "
+        "qwen2_moe qwen3_moe olmoe deepseek_v2 deepseek_v3 gpt_oss granitemoe mamba mamba2 jamba smollm3 olmo2 granite "
+        "cohere apertus arcee ernie4_5 exaone4 glm4 stablelm starcoder2 persimmon gptj gpt_neo nemotron"
+    )
+    known = [name for name in named.split() if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    assert len(known) > 30
+    return known
 
 
 def config_of(name: str, **special: Any) -> Any:

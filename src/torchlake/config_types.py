@@ -79,6 +79,10 @@ def parse_ranks(value: Any) -> int | tuple[int, int]:
     return fewest if fewest == most else (fewest, most)
 
 
+def _plain_ranks(value: int | tuple[int, int]) -> int | list[int]:
+    return value if isinstance(value, int) else list(value)
+
+
 def _plugin(kind: plugins.Kind, besides: tuple[str, ...], name: str) -> str:
     problem = plugins.unknown(kind, name, besides=besides)
     if problem is not None:
@@ -88,7 +92,7 @@ def _plugin(kind: plugins.Kind, besides: tuple[str, ...], name: str) -> str:
 
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
-Ranks = Annotated[int | tuple[int, int], PlainValidator(parse_ranks)]
+Ranks = Annotated[int | tuple[int, int], PlainValidator(parse_ranks), PlainSerializer(_plain_ranks)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 Interval = Annotated[Every, BeforeValidator(parse_every), PlainSerializer(str)]
 Name = Annotated[str, BeforeValidator(_path), Field(min_length=1)]

@@ -53,8 +53,9 @@ class EngineConfig(BaseModel):
     name: EngineName = "local"
     """Where Python runs: local, spark or ray; a file in torchlake/engines."""
     processes: Ranks | None = None
-    """Processes started; null: the engine's choice for scoring, 1 for training. [2, 8]: training goes on with as many
-    of them as there is room for, and scoring takes up to the most."""
+    """Processes started; null: the engine's choice for scoring, and for training 1, or with the local engine one for
+    each GPU of the machine. [2, 8]: training goes on with as many of them as there is room for, and scoring takes up
+    to the most."""
     spark: SparkOptions = SparkOptions()
     ray: RayOptions = RayOptions()
 

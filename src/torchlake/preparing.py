@@ -226,8 +226,9 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
         reason = next(iter(unknown.values()))
         raise DataError(
             f"{chunk.file}, rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}: {reason}, while the "
-            f"tokenizer has {len(tokenizer):,} tokens. Use the model's own tokenizer. If you have added tokens to it, give the "
-            "model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and save both."
+            f"tokenizer has {len(tokenizer):,} tokens. Use the model's own tokenizer. If you have added tokens to it, "
+            "give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and "
+            "save both."
         )
 
 

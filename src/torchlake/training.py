@@ -93,7 +93,7 @@ def train(
         lora.check_installed()
     if engine is None:
         engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
-    processes = wanted.engine.processes or engine.span or 1
+    processes = wanted.engine.processes or engine.span or engine.usual_ranks()
     for number in bounds(processes):
         choose_strategy(wanted, number)
     place = checkpoint_places.find(wanted.train.checkpoint_folder, folder)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import families
 import tiny
@@ -114,3 +114,26 @@ def test_a_classifier_trains_resumes_and_scores(name: str, tmp_path: Path, monke
         np.testing.assert_allclose(found, expected, atol=ROUNDING, err_msg=runtime)
         scored_by.append(runtime)
     assert "eager" in scored_by
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", some_quick(families.writers(), QUICK_WRITERS))
+def test_a_language_model_trains_resumes_and_measures(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`evaluate` gives the loss that transformers gives the same blocks; answers come of every prompt."""
+    base = families.build(tmp_path / "base", name, kind="writer")
+    sections = job(tmp_path, base, task="text_generation", max_length=24)
+    model = train_and_resume(tmp_path, sections, monkeypatch, thorough=name not in QUICK_WRITERS)
+    stock, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    stream = [token for text in TEXTS for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    total = 0.0
+    for first in range(0, len(stream) - 1, 23):
+        block = torch.tensor([stream[first : first + 24]])
+        with torch.inference_mode():
+            logits = stock(input_ids=block, use_cache=False).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, block[0, 1:], reduction="sum").item()
+    measured = tl.evaluate(model, pa.table({"text": TEXTS}), engine=tiny.Here())
+    assert measured.metrics["loss"].value == pytest.approx(total / (len(stream) - 1), rel=1e-4)
+    written = tl.predict(model, pa.table({"text": TEXTS}), engine=tiny.Here(), max_new_tokens=3)
+    assert written["error"].null_count == len(TEXTS), written["error"].to_pylist()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import tiny
 import torchlake as tl
-from torchlake import capacity, models, surveying, workload
+from torchlake import capacity, models, plan_tables, surveying, workload
 from torchlake.cli import main
 from torchlake.config import load_job
 from torchlake.costs import SHARINGS
@@ -74,6 +74,22 @@ def test_a_small_table_is_planned_exactly(sections: dict[str, Any], tmp_path: Pa
     assert done.padding.sorted == pytest.approx(1 - lengths.sum() / padded)
     assert done.padding.sorted < done.padding.arrival < done.padding.max_length
     assert done.padding.max_length == pytest.approx(1 - lengths.mean() / spec.max_length)
+
+
+def test_what_would_be_cut_is_planned(sections: dict[str, Any]) -> None:
+    """The numbers that preparing the table counts; a hint where they are many."""
+    sections["model"]["max_length"] = 12
+    done = tl.plan(**sections, **FAST)
+    texts = pq.read_table(sections["data"]["train"])["text"].to_pylist()
+    whole = np.array([len(ids) for ids in models.load_tokenizer(sections["model"]["base"])(texts)["input_ids"]])
+    lost = np.maximum(whole - 12, 0)
+    assert done.tokens.truncated == pytest.approx((lost > 0).mean())
+    assert done.tokens.cut == pytest.approx(lost.sum() / whole.sum())
+    said = plan_tables.facts(done)["truncated"]
+    assert f"{(lost > 0).mean():.1%} of rows are cut" in said
+    assert "model.max_length" in said
+    sections["model"]["max_length"] = 64
+    assert "model.max_length" not in plan_tables.facts(tl.plan(**sections, **FAST))["truncated"]
 
 
 def test_the_parameters_are_those_of_the_model(sections: dict[str, Any], tiny_bert: Path) -> None:

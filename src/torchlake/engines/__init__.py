@@ -114,6 +114,10 @@ class Engine(ABC):
         fewest, most = bounds(self.span or 1 if processes is None else processes)
         return most if fewest == most else max(fewest, self.room(most, gpus_per_process=gpus_per_process, held=held))
 
+    def usual_ranks(self) -> int:
+        """Ranks of a training for which neither the job nor the engine names a number."""
+        return 1
+
     @property
     def span(self) -> Span | None:
         """The engine's own number of ranks."""

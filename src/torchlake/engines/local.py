@@ -104,6 +104,10 @@ class Local(Engine):
         each = min(1, len(gpus())) if gpus_per_process is None else gpus_per_process
         return min(most, cores(), *([len(gpus()) // each] if each else []))
 
+    def usual_ranks(self) -> int:
+        """One for each GPU of this machine; one where it has none."""
+        return max(1, len(gpus()))
+
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply the worker to the Arrow table `frame`, in this process and at once."""
         result = make_worker()(frame)

@@ -160,7 +160,7 @@ class Spark(Engine):
         if session.is_connect:
             return most
         if session.on_this_machine:
-            return min(most, session.slots_for(most), Local().room(most, gpus_per_process=gpus_per_process or 0))
+            return min(most, session.slots_for(most), Local().room(most, gpus_per_process=gpus_per_process))
         return min(most, session.slots_for(most, session.gpus_needed(gpus_per_process)))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
