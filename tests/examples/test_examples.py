@@ -81,7 +81,6 @@ def test_training_runs_under_a_torch_distributor(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Data sets its own deprecated options
 @pytest.mark.usefixtures("ray")
 def test_a_pipeline_of_ones_own_scores_every_row(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,10 +27,7 @@ from pids import wait_for
 from remote_work import own_pid, print_bytes
 from torchlake.errors import TableError, UsageError
 
-pytestmark = [
-    pytest.mark.usefixtures("ray"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # Ray Data sets its own deprecated options
-]
+pytestmark = pytest.mark.usefixtures("ray")
 TEXTS = ["good movie", None, "a bad plot", "", "good good film", "stale"] * 5
 
 

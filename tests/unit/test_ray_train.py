@@ -25,7 +25,6 @@ def test_several_gpus_for_a_rank_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Train sets deprecated options of Ray Data
 def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
     def interrupt() -> None:
         for rank in "01":
