@@ -108,7 +108,7 @@ def test_a_metric_that_does_not_exist_is_null(tiny_model: Path) -> None:
 
 def test_an_unknown_label_ends_the_job_before_it_is_scored(tiny_model: Path, tmp_path: Path) -> None:
     table = pa.table({"text": ["a", "b", "c"], "label": ["good", "ugly", "ugly"]})
-    with pytest.raises(DataError, match=r"'ugly' \(2 rows\). It knows: 'bad', 'good'"):
+    with pytest.raises(DataError, match=r"'ugly' \(2 rows\). Its classes: 'bad', 'good'"):
         evaluate(tiny_model, table)
     pq.write_table(table, tmp_path / "ugly.parquet")
     with pytest.raises(DataError, match=r"ugly\.parquet, rows 0 to 2: .*'ugly' \(2 rows\)"):

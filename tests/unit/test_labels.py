@@ -270,6 +270,8 @@ def test_a_column_of_another_type_is_no_bad_row() -> None:
         ([float(row % 20) for row in range(40)], "single_label", "Set data.problem to regression"),
         ([float(row % 21) for row in range(90)], "regression", "Set data.problem to single_label"),
         ([float(row) for row in range(12)], "regression", "Set data.problem to single_label"),
+        ([100.0, 110.0, 120.0] * 9, "regression", "Set data.problem to single_label"),
+        ([0.0, 100.0] * 9, "single_label", "Set data.problem to regression"),
         ([0.5, 1.0] * 3, "regression", None),
         ([2.0**60, 1.0] * 3, "regression", None),
         ([1, 2] * 3, "single_label", None),

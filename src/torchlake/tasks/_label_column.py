@@ -26,7 +26,7 @@ from torchlake.task_spec import LabelColumn, Problem
 MAX_INTEGER_CLASSES = 1_000
 MAX_CLASSES = 10_000
 FEW = 20
-"Floats with so many distinct values, all whole and each on two rows or more on average, are taken for classes."
+"Whole floats that span fewer numbers than this, each on two rows or more on average, are taken for classes."
 EXACT = 2.0**53
 "Up to here a float is one whole number and no other."
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -292,7 +292,8 @@ def _of_floats(seen: _Seen, problem: Problem | None) -> LabelColumn:
                 "booleans. Write them as strings, or set data.problem to regression."
             )
         return _classes(seen, "single_label")
-    if not seen.many and (number <= 2 or number <= min(FEW, seen.rows // 2)):
+    codes = not seen.many and number <= seen.rows // 2 and max(seen.counts) - min(seen.counts) < FEW
+    if not seen.many and (number <= 2 or codes):
         note = (
             f"the label column holds floats that are all whole, {number} different ones: they are taken as classes. "
             "Set data.problem to regression to predict a number."
