@@ -40,7 +40,8 @@ from torchlake.tables import lease
 from torchlake.tables.committed import local_output
 from torchlake.tables.table import open_table
 from torchlake.tables.versions import content_id
-from torchlake.training import choose_metric, find_spec, train
+from torchlake.training import choose_metric, train
+from torchlake.training_spec import find_spec
 
 if TYPE_CHECKING:
     import optuna

@@ -12,8 +12,8 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli cli_app cli_help cli_options commands console",
-    3: "preparing training attempts predicting scoring scoring_workers launching evaluating verifying reporting "
-    "report_page diagnosing loop learner training_rows run_folder optimizing candidates trials sampling agreement "
+    3: "preparing training training_spec attempts predicting scoring scoring_workers launching evaluating verifying "
+    "reporting report_page diagnosing loop learner training_rows run_folder optimizing candidates trials sampling agreement "
     "tuning tracking planning plan_tables surveying capacity saving mapping perplexity asking training_bar "
     "data_summary",
     2: "engines strategies tasks runtimes",
@@ -47,8 +47,8 @@ CALLS = {
     "surveying": {"scoring"},
     "trials": {"scoring"},
     "attempts": {"loop", "run_folder", "training_rows"},
-    "training": {"attempts", "data_summary", "preparing", "reporting", "run_folder", "tracking"},
-    "tuning": {"training", "run_folder"},
+    "training": {"attempts", "data_summary", "preparing", "reporting", "run_folder", "tracking", "training_spec"},
+    "tuning": {"training", "training_spec", "run_folder"},
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
 HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino", "optuna", "mlflow", "tensorboard"}

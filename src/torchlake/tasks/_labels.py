@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from torchlake.errors import DataError
 from torchlake.task_spec import TaskSpec
-from torchlake.tasks._label_column import LISTS, as_numbers, kind_of, plain
+from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, plain
 
 
 def target_type(spec: TaskSpec) -> pa.DataType:

@@ -1,0 +1,79 @@
+"""The values of a label column, whatever Arrow type holds them: their kind, and as numbers."""
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake.errors import DataError
+
+LISTS = "lists of strings"
+
+
+def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One array, not dictionary-encoded, of plain string or list type."""
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    kind = array.type
+    if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
+        array = array.cast(pa.string())
+    if pa.types.is_float16(kind):  # Arrow counts and looks up none
+        return array.cast(pa.float32())
+    if pa.types.is_string(array.type):
+        # An empty cell of a file without types is no label; no class is named by nothing.
+        return pc.if_else(pc.equal(array, ""), pa.scalar(None, pa.string()), array)
+    if pa.types.is_large_list(kind) or pa.types.is_list_view(kind) or pa.types.is_fixed_size_list(kind):
+        return array.cast(pa.list_(kind.value_type))
+    return array
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """What the values of a type are called. Raises DataError for a type that is none of a label."""
+    types = pa.types
+    if types.is_boolean(kind):
+        return "booleans"
+    if types.is_integer(kind):
+        return "integers"
+    if types.is_floating(kind) or types.is_decimal(kind):
+        return "floats"
+    if types.is_string(kind):
+        return "strings"
+    if types.is_list(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
+        return LISTS
+    raise DataError(
+        f"the label column holds {kind}; a label is a string, an integer or a boolean (one class per row), "
+        "a list of strings (several), or a float (a number to predict)"
+    )
+
+
+def as_numbers(array: pa.Array, *, drop_bad: bool = False) -> pa.Array:
+    """The labels as float64, nulls kept. Raises DataError for what is no number, and for NaN, infinity and numbers
+    beyond float32, unless `drop_bad` leaves all of these out.
+    """
+    try:
+        numbers = array.cast(pa.float64())
+    except pa.ArrowNotImplementedError:
+        raise DataError(f"the label column holds {array.type}; the model predicts numbers") from None
+    except pa.ArrowInvalid as error:
+        if not drop_bad:
+            raise DataError(f"the label column holds something that is no number: {error}") from None
+        known = pa.array([word for word in pc.unique(array.drop_null()).to_pylist() if _is_number(word)], pa.string())
+        numbers = array.filter(pc.is_in(array, known)).cast(pa.float64())
+    fine = pc.is_finite(numbers.cast(pa.float32(), safe=False))
+    if not pc.all(fine, min_count=0).as_py():
+        if not drop_bad:
+            wrong = pc.sum(pc.invert(fine)).as_py()
+            raise DataError(
+                f"the label column holds {wrong:,} numbers that are NaN, infinite or too large. Correct them or "
+                "set them to null; data.bad_rows=drop leaves such rows out of a training."
+            )
+        numbers = numbers.filter(fine)
+    return numbers
+
+
+def _is_number(word: str) -> bool:
+    try:
+        pa.array([word]).cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
