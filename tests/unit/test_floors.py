@@ -13,9 +13,9 @@ SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     4: "__init__ __main__ cli cli_app cli_help cli_options commands console",
     3: "preparing training training_spec attempts predicting scoring scoring_workers launching evaluating verifying "
-    "reporting report_page diagnosing loop learner training_rows run_folder optimizing candidates trials sampling agreement "
-    "tuning tracking planning plan_tables surveying capacity saving mapping perplexity asking training_bar "
-    "data_summary",
+    "reporting report_page diagnosing loop learner training_rows run_folder optimizing candidates trials "
+    "sampling agreement tuning tracking planning plan_tables surveying capacity saving mapping perplexity asking "
+    "training_bar data_summary",
     2: "engines strategies tasks runtimes",
     1: "costs workload data models model_config model_tokenizer model_folders model_writing probes "
     "checkpoint distributed metrics recipe safety exports failures generation runtime_choice study "
