@@ -1,6 +1,7 @@
 """What training makes of labels: kinds, bad ones, rare ones, weights, scales, and heads that have them already."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import tiny
 import torchlake as tl
@@ -77,6 +79,24 @@ def test_numbers_of_any_size_are_learned_and_come_back_in_their_own(tmp_path: Pa
         tmp_path / "run_large" / "model", tmp_path / "large.parquet", tmp_path / "scored", engine=runs.Inline()
     )
     assert 950 < np.mean(pq.read_table(scored.output)["prediction"]) < 1300
+
+
+@pytest.mark.parametrize("runtime", ["eager", "varlen", "int8"])
+def test_every_runtime_predicts_in_the_units_of_the_labels(tmp_path: Path, tiny_bert: Path, runtime: str) -> None:
+    """The outputs of transformers times the deviation plus the mean; of a folder without them, the outputs."""
+    texts = pa.table({"text": ["a good film", "a bad plot", "the story was cold and empty"]})
+    plain = tiny.spec_for("regression", ())
+    tokenizer = models.load_tokenizer(tiny_bert)
+    for spec in (plain, replace(plain, mean=2000.0, deviation=50.0)):
+        folder = tiny.build_model(tmp_path / f"model_{spec.mean}", encoder=tiny_bert, spec=spec)
+        model = models.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
+        with torch.inference_mode():
+            inputs = [tokenizer(text, return_tensors="pt") for text in texts["text"].to_pylist()]
+            outputs = np.array([model(**one).logits.item() for one in inputs])
+        found = tl.predict(folder, texts, runtime=runtime, engine=runs.Inline())["prediction"].to_numpy()
+        expected = outputs if spec.mean is None else outputs * 50 + 2000
+        tolerance = 0.1 if runtime == "int8" else 1e-5
+        assert found == pytest.approx(expected, abs=tolerance * (spec.deviation or 1), rel=1e-6)
 
 
 LABELS = {

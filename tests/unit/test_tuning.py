@@ -157,7 +157,7 @@ def test_the_best_of_the_trials_is_kept_and_more_may_be_added(tmp_path: Path, se
 
 
 def test_less_is_more_for_a_loss(tmp_path: Path, sections: dict[str, Any]) -> None:
-    sections["train"]["metric"] = "loss"
+    sections["train"]["metric"] = "log_loss"
     space = {"train.learning_rate": {"choices": [1e-3, 1e-12]}}
     done = tune(tmp_path / "tuning", sections, space=space, trials=2, seed=3)
     values = [one.value for one in done.trials]
