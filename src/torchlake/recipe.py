@@ -58,7 +58,7 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """What the forward pass computes in beside fp32; None: fp32 alone. "auto" is bf16 where the device multiplies it."""
+    """What the forward pass computes in beside fp32; None: fp32 alone. "auto": bf16 where the device multiplies it."""
     if precision == "auto":
         if device.type == "cuda":
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
