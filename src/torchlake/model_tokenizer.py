@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import DataError
-from torchlake.model_config import in_words, load_config, pad_id, positions
+from torchlake.model_config import embeddings, in_words, load_config, pad_id, positions
 from torchlake.model_folders import model_folder
 from torchlake.model_writing import quiet
 from torchlake.safety import check_folder
@@ -20,8 +20,8 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
     """The fast tokenizer of a model folder, with a padding token.
 
     That is the one of config.json where it is a special token of the tokenizer, else the tokenizer's, else the token
-    that ends a text: attention masks padding out, so any token will do as long as model and tokenizer have the same.
-    Raises DataError when there is no tokenizer, or one without those tokens.
+    that ends a text; the first of them that the model has an embedding for. Attention masks padding out, so any token
+    will do as long as model and tokenizer have the same. Raises DataError when there is no tokenizer, or one without those tokens.
     """
     folder = model_folder(folder)
     check_folder(folder, weights=False)
@@ -41,16 +41,30 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
             f"{folder}: {type(tokenizer).__name__} is a tokenizer in Python; torchlake needs a fast one "
             "(tokenizer.json). Convert it with transformers, or choose a model that has one."
         )
-    named = pad_id(load_config(folder)) if (folder / "config.json").exists() else None
-    if named is not None and named in tokenizer.added_tokens_decoder:
-        if named != tokenizer.pad_token_id:
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(named)
-    elif tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise DataError(f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json)")
+    _choose_padding(tokenizer, folder)
     loaded: PreTrainedTokenizerFast = tokenizer
     return loaded
+
+
+def _choose_padding(tokenizer: Any, folder: Path) -> None:
+    has_config = (folder / "config.json").exists()
+    named = pad_id(load_config(folder)) if has_config else None
+    known = embeddings(folder)
+    choices = [
+        named if named in tokenizer.added_tokens_decoder else None,
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    ]
+    for token in choices:
+        # A tokenizer may have got a padding token for which its model has no embedding.
+        if token is not None and (known is None or token < known):
+            if token != tokenizer.pad_token_id:
+                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
+            return
+    raise DataError(
+        f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json), and no token that ends a "
+        "text, that the model has an embedding for"
+    )
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -24,6 +24,7 @@ from torchlake.errors import UsageError
 
 QUICK = ["bart", "gpt2", "llama", "mixtral", "modernbert", "t5", "xlnet", "xmod"]
 QUICK_WRITERS = ["gpt2", "qwen3", "mixtral"]
+NOT_COMPILED = ("bart", "t5", "xlnet")
 QUICK_RUNTIMES = ("eager", "onnx")
 ROUNDING = 1e-5
 TEXTS = [
@@ -87,6 +88,24 @@ def alone(model: Path) -> np.ndarray:
     return torch.cat(rows).numpy()
 
 
+def agrees(model: Path, runtime: str, expected: np.ndarray) -> bool:
+    """Whether a runtime takes the model; what it answers then is what transformers answers."""
+    module = plugins.load("runtimes", runtime)
+    if module.refusal(model) is not None:
+        return False
+    try:
+        if hasattr(module, "prepare"):
+            module.prepare(model, models.load_spec(model), [])
+        table = pa.table({"text": TEXTS})
+        scored = tl.predict(model, table, engine=tiny.Here(), runtime=runtime, all_probabilities=True)
+    except UsageError:
+        return False
+    assert scored["error"].null_count == len(TEXTS), (runtime, scored["error"].to_pylist())
+    found = np.stack([scored[f"prob_{label}"].to_numpy() for label in ("bad", "good")], axis=1)
+    np.testing.assert_allclose(found, expected, atol=ROUNDING, err_msg=runtime)
+    return True
+
+
 @pytest.mark.filterwarnings("default")  # transformers' own, of families that it is about to rename or to replace
 @pytest.mark.parametrize("name", some_quick(families.classifiers(), QUICK))
 def test_a_classifier_trains_resumes_and_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,26 +113,17 @@ def test_a_classifier_trains_resumes_and_scores(name: str, tmp_path: Path, monke
     model = train_and_resume(tmp_path, job(tmp_path, base), monkeypatch, thorough=name not in QUICK)
     expected = alone(model)
     assert np.ptp(expected, axis=0).max() > 100 * ROUNDING, "answers that cannot be told apart"
-    scored_by = []
-    for runtime in EXACT:
-        if name in QUICK and runtime not in QUICK_RUNTIMES:
-            continue
-        module = plugins.load("runtimes", runtime)
-        if module.refusal(model) is not None:
-            continue
-        try:
-            if hasattr(module, "prepare"):
-                module.prepare(model, models.load_spec(model), [])
-            scored = tl.predict(
-                model, pa.table({"text": TEXTS}), engine=tiny.Here(), runtime=runtime, all_probabilities=True
-            )
-        except UsageError:  # it cannot take this family; `scored_by` says whether any did
-            continue
-        assert scored["error"].null_count == len(TEXTS), (runtime, scored["error"].to_pylist())
-        found = np.stack([scored[f"prob_{label}"].to_numpy() for label in ("bad", "good")], axis=1)
-        np.testing.assert_allclose(found, expected, atol=ROUNDING, err_msg=runtime)
-        scored_by.append(runtime)
-    assert "eager" in scored_by
+    runtimes = QUICK_RUNTIMES if name in QUICK else [runtime for runtime in EXACT if runtime != "compiled"]
+    assert "eager" in [runtime for runtime in runtimes if agrees(model, runtime, expected)]
+
+
+@pytest.mark.slow  # half a minute each
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", QUICK)
+def test_a_compiled_classifier_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = families.build(tmp_path / "base", name, kind="classifier")
+    model = train_and_resume(tmp_path, job(tmp_path, base), monkeypatch, thorough=True)
+    assert agrees(model, "compiled", alone(model)) == (name not in NOT_COMPILED)
 
 
 @pytest.mark.filterwarnings("default")

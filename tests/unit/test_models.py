@@ -24,6 +24,7 @@ from transformers import (
     ViTModel,
 )
 
+import families
 import tiny
 from torchlake import model_folders, models
 from torchlake.durable import fingerprint
@@ -201,6 +202,37 @@ def test_tied_weights_are_saved_once_and_load(tmp_path: Path, tiny_bert: Path) -
     models.save_model_folder(tmp_path / "model", model, config, tokenizer, tiny.SPEC, card={})
     # A pretrained language model is a base: its prediction head is left behind, its missing pooler is drawn.
     assert models.base_model(tmp_path / "model", tiny.SPEC, AUTO).config.num_labels == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "of_config", "expected"),
+    [
+        ("[PAD]", None, "[PAD]"),
+        ("[PAD]", "[SEP]", "[SEP]"),  # by which a decoder finds a row's last token
+        (None, None, "[SEP]"),  # what ends a text
+        ("<beyond the embeddings>", None, "[SEP]"),
+        (None, "good", "[SEP]"),  # an ordinary word would become special when the tokenizer is saved
+    ],
+)
+def test_model_and_tokenizer_pad_with_the_same_token(
+    tmp_path: Path, own: str | None, of_config: str | None, expected: str
+) -> None:
+    folder = families.build(tmp_path / "llama", "llama", kind="classifier")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token, tokenizer.pad_token = "[SEP]", own
+    if own not in (None, "[PAD]"):
+        tokenizer.add_special_tokens({"pad_token": own})
+    tokenizer.save_pretrained(folder)
+    file = folder / "config.json"
+    named = None if of_config is None else tokenizer.convert_tokens_to_ids(of_config)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token_id": named}))
+    loaded = models.load_tokenizer(folder)
+    assert loaded.pad_token == expected
+    model = models.base_model(folder, tiny.SPEC, AUTO)
+    assert model.config.pad_token_id == loaded.pad_token_id
+    models.save_model_folder(tmp_path / "saved", model, model.config, loaded, tiny.SPEC, card={})
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == loaded.pad_token_id
+    assert models.load_tokenizer(tmp_path / "saved").pad_token == expected
 
 
 def test_lengths(tiny_bert: Path, tiny_roberta: Path) -> None:

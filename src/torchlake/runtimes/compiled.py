@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchlake import models, plugins
+from torchlake import durable, models, plugins
 from torchlake.errors import UsageError
 from torchlake.runtimes import Forward
 from torchlake.task_spec import TaskSpec
@@ -26,7 +26,9 @@ MULTIPLE = 8
 
 
 def refusal(folder: Path) -> str | None:
-    """Why nothing can be compiled here; None when it can."""
+    """Why the model of `folder` cannot be compiled, or nothing can here; None when it can."""
+    if durable.read_json(folder / "config.json").get("is_encoder_decoder"):
+        return "the compiler cannot follow how an encoder-decoder finds the end token that its answer is read at"
     if find_spec("triton") is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler (g++ or clang++), and there is none on the PATH"
     return None
