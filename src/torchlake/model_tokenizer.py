@@ -21,7 +21,8 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
 
     That is the one of config.json where it is a special token of the tokenizer, else the tokenizer's, else the token
     that ends a text; the first of them that the model has an embedding for. Attention masks padding out, so any token
-    will do as long as model and tokenizer have the same. Raises DataError when there is no tokenizer, or one without those tokens.
+    will do as long as model and tokenizer have the same. Raises DataError when there is no tokenizer, or one without
+    those tokens.
     """
     folder = model_folder(folder)
     check_folder(folder, weights=False)
