@@ -148,7 +148,7 @@ def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -
                 log.warning("cannot tell whether there is room for more ranks: %s", error)
                 continue
             if found > number:
-                log.info("there is room for %d ranks, %d are training: they save and start anew", found, number)
+                log.info("there is room for %d ranks, %d are training: they save and start again", found, number)
                 asking.touch()
                 return
 

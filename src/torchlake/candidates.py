@@ -130,7 +130,7 @@ def _refused(bench: Bench, runtime: Runtime) -> Stopped | None:
 
 
 def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
-    """Let the runtime make its export; a calibrated one anew, with rows that are not among the measured ones."""
+    """Let the runtime make its export; a calibrated one again, with rows that are not among the measured ones."""
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
     if module is None or not hasattr(module, "prepare"):
         return None

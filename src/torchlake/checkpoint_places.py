@@ -61,7 +61,7 @@ def claim(place: Place, belongs: Mapping[str, Any], attempt: str) -> None:
         raise FingerprintError(
             f"{place}: holds the checkpoints of another run. It differs in\n"
             + "\n".join(differing)
-            + "\nGive another train.checkpoint_folder, or delete this one to train anew."
+            + "\nGive another train.checkpoint_folder, or delete this one to start again."
         )
     place.write(RUN, {"format": 1, "belongs": dict(belongs), "attempt": attempt}, site="checkpoint.claim")
 

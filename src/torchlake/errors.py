@@ -120,4 +120,4 @@ class StopAsked(Interrupted):
 
 
 class MoreRoom(Interrupted):
-    """There is room for more ranks than train: they saved and stopped, and `train` starts them anew."""
+    """There is room for more ranks than train: they saved and stopped, and `train` starts them again."""

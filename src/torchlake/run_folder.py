@@ -96,7 +96,7 @@ def claim(folder: Path, job: Job) -> None:
         elif differing:
             raise FingerprintError(
                 f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\nGive another "
-                f"run folder, or delete this one to train anew. Free to change: {', '.join(MAY_CHANGE)}."
+                f"run folder, or delete this one to start again. Free to change: {', '.join(MAY_CHANGE)}."
             )
     elif foreign := sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")):
         raise FingerprintError(

@@ -80,7 +80,7 @@ def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
             runtime=value["runtime"], batch_tokens=value["batch_tokens"], threads=value["threads"], why="runtime.json"
         )
     log.warning(
-        "The choice in %s is not used: %s. %s scores instead. To choose anew: torchlake optimize %s --sample TABLE",
+        "The choice in %s is not used: %s. %s scores instead. To choose again: torchlake optimize %s --sample TABLE",
         path,
         reason.rstrip("."),
         REFERENCE,

@@ -161,7 +161,7 @@ def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
         if differing := run_folder.differences(*({**each.pop("job"), **each} for each in (before, dict(now)))):
             raise FingerprintError(
                 f"{folder}: holds another tuning. It differs in\n" + "\n".join(differing) + "\nGive another folder "
-                "(--run), or delete this one to begin anew. Free to change: the number of trials."
+                "(--run), or delete this one to start again. Free to change: the number of trials."
             )
     elif foreign := sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")):
         raise FingerprintError(

@@ -86,7 +86,7 @@ def test_a_changed_model_ignores_the_choice_with_a_warning(
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        ({"runtime": "warp"}, "there is no 'warp'"),
+        ({"runtime": "warp"}, "here is no runtime 'warp'"),
         ({"runtime": 7}, "its runtime is no text"),
         ({"batch_tokens": 0}, "its batch_tokens is no whole number"),
         ({"threads": True}, "its threads is no whole number"),

@@ -8,7 +8,7 @@ counter-based generator whose key is a hash of the job's seed and the row's toke
 batch, process or attempt, but for rounding in fp32 where two tokens are all but equally likely. So rows that are equal
 get equal texts. A row that has ended costs a place in the batch until the last one has.
 
-Price of stop strings: the text of every row is decoded anew at each step, some microseconds per token of it.
+Price of stop strings: the text of every row is decoded again at each step, some microseconds per token of it.
 """
 
 import hashlib

@@ -121,7 +121,7 @@ def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
                 _take(descriptor, staging)
             else:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):  # else the folder was removed and made anew while this one waited
+            if _is_at(descriptor, path):  # else the folder was removed and made again while this one waited
                 yield
                 return
         finally:
