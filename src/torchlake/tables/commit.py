@@ -39,6 +39,7 @@ from torchlake.tables.jobs import (
     merge,
     present_job,
     refuse_other,
+    sizes_in,
     stored_job,
     stored_or_cleared,
 )
@@ -294,29 +295,28 @@ def _link_published(
     write: Writing, present: Job | None, expected: Mapping[str, Chunk], *, thorough: bool
 ) -> dict[str, Part]:
     """Give the published parts that belong to this job a second name among the staged ones; by name."""
-    linked = {}
-    for entry in present.record["parts"] if present is not None and present.record is not None else ():
-        part = Part(**entry)
+    if present is None or present.record is None:
+        return {}
+    sizes, linked = sizes_in(write.output), {}
+    for part in (Part(**entry) for entry in present.record["parts"]):
         source, target = write.output / part.name, write.staging / TABLE / part.name
-        if part.name not in expected or (thorough and part.failed):
+        if part.name not in expected or sizes.get(part.name) != part.bytes:
             continue
-        if not source.is_file() or source.stat().st_size != part.bytes:
+        if thorough and (part.failed or durable.sha256_file(source) != part.sha256):
             continue
-        if thorough and durable.sha256_file(source) != part.sha256:
-            continue
-        if not target.exists():
-            _link(source, target)
-        if target.samefile(source):  # else it was staged before, or copied, and is read
-            linked[part.name] = part
+        if target.samefile(source) if target.exists() else _link(source, target):
+            linked[part.name] = part  # what was staged before, or is a copy, is read
     return linked
 
 
-def _link(source: Path, target: Path) -> None:
-    """A second name for the same bytes; a copy where the file system has no hard links."""
+def _link(source: Path, target: Path) -> bool:
+    """A second name for the same bytes; False for a copy, where the file system has no hard links."""
     try:
         os.link(source, target)
+        return True
     except OSError:
         durable.write_bytes(target, source.read_bytes(), site="part")
+        return False
 
 
 def _check_room(write: Writing) -> None:
