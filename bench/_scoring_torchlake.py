@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 from _contender import Score, serve
 
-from torchlake import models, plugins
-from torchlake.scoring import BATCH_TOKENS, Scorer, ScoringSettings
+from torchlake import plugins
+from torchlake.models import load as models
+from torchlake.scoring.scorer import BATCH_TOKENS, Scorer, ScoringSettings
 
 BATCH_CHOICES = (256, 512)
 NOT_TUNED = ("compiled",)  # each size of a batch may cost a compilation
@@ -52,8 +53,8 @@ def prepare(setup: dict[str, Any]) -> Mapping[str, Score]:
     if reason:
         raise Refused(reason)
     if hasattr(runtime, "prepare"):
-        from torchlake import exports
-        from torchlake.scoring import prepare_runtime
+        from torchlake.models import exports
+        from torchlake.scoring.scorer import prepare_runtime
 
         if exports.current(folder, setup["runtime"]) is None:
             prepare_runtime(str(folder), setup["runtime"], pa.array(setup["texts"], pa.string()))

@@ -17,7 +17,7 @@ from torchlake.data.batching import pad
 from torchlake.data.loading import build_cache, open_tokens
 from torchlake.data.order import epoch_batches
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.commit import part_name, write_part, writing
+from torchlake.tables.output.commit import part_name, write_part, writing
 from torchlake.tables.table import open_table
 
 

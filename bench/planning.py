@@ -23,7 +23,7 @@ from _common import SCRATCH, arguments, finish, random_model
 
 import torchlake as tl
 from torchlake import plugins
-from torchlake.costs import SHARINGS
+from torchlake.planning.costs import SHARINGS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"base": "bert", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
@@ -52,7 +52,7 @@ def measured(fn: Callable[..., Any], folder: str, *args: Any) -> Any:
     import transformers  # noqa: F401
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    import torchlake.loop
+    import torchlake.training.loop
 
     def resident(field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

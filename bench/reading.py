@@ -126,7 +126,7 @@ def check_keys(source: Path, seconds: Seconds) -> None:
 
 def write_output(source: Path, output: Path, *, increment: bool = False, chunk_rows: int | None = None) -> None:
     """An output of the table's key and text; with `increment` only of the files that it has gained."""
-    from torchlake.tables.commit import known_inputs, part_name, write_part, writing
+    from torchlake.tables.output.commit import known_inputs, part_name, write_part, writing
     from torchlake.tables.reading import ChunkReader
 
     _, plan = planned(source, COLUMNS, known=known_inputs(output), chunk_rows=chunk_rows)
@@ -134,7 +134,7 @@ def write_output(source: Path, output: Path, *, increment: bool = False, chunk_r
     if increment and "accept_new_input" in inspect.signature(writing).parameters:
         options["accept_new_input"] = True
     elif increment:
-        from torchlake.tables.jobs import Allowed
+        from torchlake.tables.output.jobs import Allowed
 
         options["allowed"] = Allowed(new_input=True)
     reader = ChunkReader(COLUMNS)
@@ -149,7 +149,7 @@ def write_output(source: Path, output: Path, *, increment: bool = False, chunk_r
 
 def verify_output(rows: int, seconds: Seconds) -> None:
     """Verify an output of so many rows with a key."""
-    from torchlake.verifying import verify
+    from torchlake.tables.output.verify import verify
 
     source, output = HOME / "verified.parquet", HOME / "verified"
     pq.write_table(pa.table({"id": range(rows), "text": texts(rows)}), source)

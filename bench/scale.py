@@ -74,7 +74,7 @@ def planned(source: Path, chunk_rows: int | None = 1, column: str = "text") -> t
 
 def tables(chunks: int) -> dict[str, Any]:
     """Plan, begin, the same command with every part written, commit, and the same command once more."""
-    from torchlake.tables.commit import writing
+    from torchlake.tables.output.commit import writing
 
     row: dict[str, Any] = {"name": "tables", "chunks": chunks}
     source, output = one_file(chunks), HOME / f"out-{chunks}"
@@ -103,7 +103,7 @@ def write_parts(out: Any) -> None:
     """A part of one row for every chunk; but for the first without waiting for the disk, which is a worker's price."""
     import pyarrow as pa
 
-    from torchlake.tables.commit import part_name, write_part
+    from torchlake.tables.output.commit import part_name, write_part
 
     names = [part_name(out.plan, chunk, FINGERPRINT) for chunk in out.pending]
     scored = pa.table({"row_id": ["0"], "label": ["good"], "score": [0.5], "error": pa.nulls(1, pa.string())})
@@ -115,7 +115,7 @@ def write_parts(out: Any) -> None:
 
 def make_idle_worker() -> Callable[[Iterator[Any]], Iterator[Any]]:
     """A worker that does nothing, and says of each chunk what `predict`'s worker says."""
-    from torchlake.tables.commit import Part
+    from torchlake.tables.output.commit import Part
 
     def worker(items: Iterator[Any]) -> Iterator[Any]:
         for chunk, name in items:
@@ -179,7 +179,7 @@ def keys(rows: int) -> dict[str, Any]:
 
 def hashing(mib: int) -> dict[str, Any]:
     """The sha256 of an input file, on the driver."""
-    from torchlake.tables.versions import content_id
+    from torchlake.tables.sources.versions import content_id
 
     row: dict[str, Any] = {"name": "hashing", "mib": mib}
     path = HOME / "bytes"

@@ -26,7 +26,8 @@ from _environments import python_of
 from _limit import model_operations
 from _scoring_rows import Row, ablation, compare, limit_row, measured, peers, runtimes
 
-from torchlake import models, plugins
+from torchlake import plugins
+from torchlake.models import load
 
 CALIBRATION_ROWS = 200
 COLUMNS = ("name", "kind", "exact", "rows_per_s", "tokens_per_s", "ratio", "padding", "peak_memory_mib", "agreement")
@@ -176,8 +177,8 @@ def machine_rates() -> dict[str, float]:
 
 def token_lengths(model: Path, texts: list[str]) -> np.ndarray:
     """(N,) tokens of each text, special ones included."""
-    spec = models.load_spec(model)
-    _, offsets, _ = plugins.load("tasks", spec.task).tokenize(models.load_tokenizer(model), texts, spec)
+    spec = load.load_spec(model)
+    _, offsets, _ = plugins.load("tasks", spec.task).tokenize(load.load_tokenizer(model), texts, spec)
     return np.diff(offsets)
 
 

@@ -119,7 +119,7 @@ def by_runtime(folder: Path, name: str) -> Callable[[list[str]], object]:
     """A torchlake runtime, driven as `predict` drives it, in the precision that the runtime takes on a GPU."""
     from _scoring_torchlake import settings_of
 
-    from torchlake.scoring import Scorer
+    from torchlake.scoring.scorer import Scorer
 
     reason = plugins.load("runtimes", name).refusal(folder)
     if reason is not None:

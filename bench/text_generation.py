@@ -153,8 +153,8 @@ def write_generate(setup: dict[str, Any]) -> Result:
 
 
 def write_torchlake(setup: dict[str, Any]) -> Result:
-    from torchlake.generation import GenerationOptions
-    from torchlake.scoring import Scorer, ScoringSettings
+    from torchlake.models.generation import GenerationOptions
+    from torchlake.scoring.scorer import Scorer, ScoringSettings
 
     scorer = Scorer(
         settings=ScoringSettings(

@@ -26,15 +26,15 @@ from pyarrow import csv
 
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
-from torchlake.tables import lease
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.commit import known_inputs, part_name, write_part, writing
-from torchlake.tables.committed import COMMIT, committed_files
-from torchlake.tables.jobs import Allowed
+from torchlake.tables.output import lease
+from torchlake.tables.output.commit import known_inputs, part_name, write_part, writing
+from torchlake.tables.output.jobs import Allowed
+from torchlake.tables.output.staging import staging_of
+from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
-from torchlake.tables.staging import staging_of
+from torchlake.tables.record import COMMIT, committed_files
 from torchlake.tables.table import open_table
-from torchlake.verifying import verify
 
 LIMIT_S = 60.0
 FORMATS = ("csv", "jsonl", "parquet", "arrow")

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import tiny
-from torchlake.model_writing import quiet
+from torchlake.models.write import quiet
 
 NAMES_OF = {
     2: "num_hidden_layers num_layers n_layer n_layers num_decoder_layers encoder_layers decoder_layers "

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from torchlake import models
+from torchlake.models import load
 
 KILLER, SLEEPER, RAISER, POISON, GLUTTON = "terrible", "stale", "clumsy", "empty", "boring"
 
 
-def misbehave(folder: Path, spec: models.TaskSpec, *, device: str):
+def misbehave(folder: Path, spec: load.TaskSpec, *, device: str):
     """KILLER ends the process, SLEEPER hangs, RAISER raises, POISON gives NaN; logits are made from the ids."""
-    ids = models.load_tokenizer(folder).get_vocab()
+    ids = load.load_tokenizer(folder).get_vocab()
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         if (input_ids == ids[KILLER]).any():
@@ -36,10 +36,10 @@ def misbehave(folder: Path, spec: models.TaskSpec, *, device: str):
     return forward
 
 
-def broken_for_now(folder: Path, spec: models.TaskSpec, *, device: str):
+def broken_for_now(folder: Path, spec: load.TaskSpec, *, device: str):
     """`misbehave`, but a RAISER raises only while $BROKEN is set: what a full disk or a lost library does to a row."""
     inner = misbehave(folder, spec, device=device)
-    raiser = models.load_tokenizer(folder).get_vocab()[RAISER]
+    raiser = load.load_tokenizer(folder).get_vocab()[RAISER]
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         mended = input_ids if "BROKEN" in os.environ else np.where(input_ids == raiser, raiser - 1, input_ids)
@@ -48,9 +48,9 @@ def broken_for_now(folder: Path, spec: models.TaskSpec, *, device: str):
     return forward
 
 
-def small_memory(folder: Path, spec: models.TaskSpec, *, device: str):
+def small_memory(folder: Path, spec: load.TaskSpec, *, device: str):
     """Runs out of memory above 4 rows, and on any row with GLUTTON."""
-    ids = models.load_tokenizer(folder).get_vocab()
+    ids = load.load_tokenizer(folder).get_vocab()
     inner = misbehave(folder, spec, device=device)
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
@@ -61,7 +61,7 @@ def small_memory(folder: Path, spec: models.TaskSpec, *, device: str):
     return forward
 
 
-def log_rows(folder: Path, spec: models.TaskSpec, *, device: str):
+def log_rows(folder: Path, spec: load.TaskSpec, *, device: str):
     """`misbehave`, and every row that is scored leaves a line in $SCORED_LOG: the oracle of bounded rework (P3).
 
     A forward pass takes $SLOW_FORWARD_S seconds, for who has to find the process at work.
@@ -78,7 +78,7 @@ def log_rows(folder: Path, spec: models.TaskSpec, *, device: str):
     return forward
 
 
-def killed_while_it_loads(folder: Path, spec: models.TaskSpec, *, device: str):
+def killed_while_it_loads(folder: Path, spec: load.TaskSpec, *, device: str):
     """`log_rows`; the first process to load it is killed in the middle, which the file $KILLED_ONCE then says."""
     inner = log_rows(folder, spec, device=device)
     with suppress(FileExistsError):

@@ -16,7 +16,8 @@ import numpy as np
 
 import misbehaving
 import torchlake as tl
-from torchlake import models, strikes
+from torchlake.models import load
+from torchlake.scoring import poison_rows
 from torchlake.tables.reading import ChunkReader
 from torchlake.tasks import text_classification
 
@@ -47,7 +48,7 @@ def crashes(log: Path) -> int:
     return len(log.read_text()) if log.exists() else 0
 
 
-def scored_until_the_first_crash(folder: Path, spec: models.TaskSpec, *, device: str):
+def scored_until_the_first_crash(folder: Path, spec: load.TaskSpec, *, device: str):
     """`misbehave`; until the first crash a forward pass does not end, so that the crash comes beside it."""
     inner = misbehaving.misbehave(folder, spec, device=device)
 
@@ -63,7 +64,13 @@ def scored_until_the_first_crash(folder: Path, spec: models.TaskSpec, *, device:
 def leave_dead(folder: Path, chunk: int, *running: Any, **known: Any) -> None:
     """In `folder` what an attempt at a chunk leaves that knew and did this when it was killed."""
     folder.mkdir(exist_ok=True)
-    state = {**DEAD, **known, "machine": strikes._machine(), "pid": 2**22 + 1, "started": 0}  # no process has this id
+    state = {
+        **DEAD,
+        **known,
+        "machine": poison_rows._machine(),
+        "pid": 2**22 + 1,
+        "started": 0,
+    }  # no process has this id
     path = folder / f"{chunk}-dead{len(list(folder.iterdir()))}.json"
     path.write_text("".join(json.dumps(line) + "\n" for line in (state, *running)))
 
@@ -74,7 +81,7 @@ def _make_crashing(make_worker: Callable[[], Any], step: str, how: str, times: i
     A chunk that is read ahead crashes beside the scoring of the one before it.
     """
     global log_of_crashes
-    log_of_crashes, strikes.WHOLE_CHUNK_S = log, 1.0
+    log_of_crashes, poison_rows.WHOLE_CHUNK_S = log, 1.0
     read, tokenize = ChunkReader.read, text_classification.tokenize
     chunks = []
 
@@ -96,7 +103,7 @@ def _make_crashing(make_worker: Callable[[], Any], step: str, how: str, times: i
             crash_at_the_word(table["text"].to_pylist())
         return table, unreadable
 
-    def crashing_tokenize(tokenizer: Any, texts: list[str], spec: models.TaskSpec) -> Any:
+    def crashing_tokenize(tokenizer: Any, texts: list[str], spec: load.TaskSpec) -> Any:
         if step == "tokenize":
             crash_at_the_word(texts)
         return tokenize(tokenizer, texts, spec)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from torchlake import record
+from torchlake.runs import metrics_log
 
 POLL_S = 0.005
 
@@ -55,7 +55,7 @@ def measuring(test: str, measured: list[Recovery]) -> Iterator[Watch]:
 
     def watch(run: Path, case: int) -> None:
         seen: list[Seen] = []
-        thread = threading.Thread(target=_follow, args=(run / record.METRICS, seen, over))
+        thread = threading.Thread(target=_follow, args=(run / metrics_log.METRICS, seen, over))
         watched.append((run, case, seen, thread))
         thread.start()
 
@@ -95,7 +95,7 @@ def _follow(path: Path, seen: list[Seen], over: threading.Event) -> None:
             status = path.stat()
             if status.st_size != size:
                 size = status.st_size
-                steps = [line["step"] for line in record.read_metrics(path) if not record.is_validation(line)]
+                steps = [line["step"] for line in metrics_log.read_metrics(path) if not metrics_log.is_validation(line)]
                 seen.append(Seen(status.st_mtime, status.st_ino, max(steps, default=0)))
         except FileNotFoundError:
             continue

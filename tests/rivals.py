@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from torchlake import models
+from torchlake.models import load
 from torchlake.runtimes import eager
 
 
-def remembering(folder: Path, spec: models.TaskSpec, *, device: str):
+def remembering(folder: Path, spec: load.TaskSpec, *, device: str):
     """Eager's answers, from memory when a batch comes again: right, and faster than any model."""
     forward, known = eager.load(folder, spec, device=device), {}
 
@@ -27,7 +27,7 @@ def remembering(folder: Path, spec: models.TaskSpec, *, device: str):
     return remember
 
 
-def guessing(folder: Path, spec: models.TaskSpec, *, device: str):
+def guessing(folder: Path, spec: load.TaskSpec, *, device: str):
     """As fast as can be, and wrong: always the first class."""
 
     def guess(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
@@ -36,11 +36,11 @@ def guessing(folder: Path, spec: models.TaskSpec, *, device: str):
     return guess
 
 
-def not_a_number(folder: Path, spec: models.TaskSpec, *, device: str):
+def not_a_number(folder: Path, spec: load.TaskSpec, *, device: str):
     return lambda input_ids, attention_mask: np.full((len(input_ids), len(spec.labels)), np.nan, dtype=np.float32)
 
 
-def killed(folder: Path, spec: models.TaskSpec, *, device: str):
+def killed(folder: Path, spec: load.TaskSpec, *, device: str):
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("dead by now")
@@ -48,15 +48,15 @@ def killed(folder: Path, spec: models.TaskSpec, *, device: str):
     return forward
 
 
-def leaving(folder: Path, spec: models.TaskSpec, *, device: str):
+def leaving(folder: Path, spec: load.TaskSpec, *, device: str):
     os._exit(3)
 
 
-def raising(folder: Path, spec: models.TaskSpec, *, device: str):
+def raising(folder: Path, spec: load.TaskSpec, *, device: str):
     raise RuntimeError("this engine has no wings")
 
 
-def hanging(folder: Path, spec: models.TaskSpec, *, device: str):
+def hanging(folder: Path, spec: load.TaskSpec, *, device: str):
     return lambda input_ids, attention_mask: threading.Event().wait()
 
 

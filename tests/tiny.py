@@ -28,10 +28,10 @@ from transformers import (
     RobertaModel,
 )
 
-from torchlake import models
 from torchlake.engines import Engine, Worker
-from torchlake.model_writing import quiet
-from torchlake.models import TaskSpec
+from torchlake.models import load
+from torchlake.models.load import TaskSpec
+from torchlake.models.write import quiet
 
 GOOD = "good great fine lovely superb brilliant charming warm funny moving".split()  # noqa: SIM905
 BAD = "bad awful poor dull boring terrible stale cold clumsy empty".split()  # noqa: SIM905
@@ -187,12 +187,12 @@ def build_model(folder: Path, *, encoder: Path, spec: TaskSpec = SPEC, seed: int
     """A model folder as training leaves it, with a head drawn from `seed` and never trained."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = models.base_model(encoder, spec, "AutoModelForSequenceClassification")
+        model = load.base_model(encoder, spec, "AutoModelForSequenceClassification")
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module.out_features == model.config.num_labels:
                 module.weight.data.normal_(0.0, 0.5)
-    tokenizer = models.load_tokenizer(encoder)
-    models.save_model_folder(folder, model, model.config, tokenizer, spec, card={"base": "tiny"})
+    tokenizer = load.load_tokenizer(encoder)
+    load.save_model_folder(folder, model, model.config, tokenizer, spec, card={"base": "tiny"})
     return folder
 
 

@@ -213,7 +213,7 @@ def checkpoints(run: Path) -> list[str]:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    preloaded = ["training_runs", "torchlake.loop", "transformers.models.bert.modeling_bert", "deepspeed"]
+    preloaded = ["training_runs", "torchlake.training.loop", "transformers.models.bert.modeling_bert", "deepspeed"]
     context.set_forkserver_preload(preloaded)
     # OpenMP reads its variables when it is loaded, so the server must start with them.
     before = {name: os.environ.get(name) for name in ALONE}
@@ -264,7 +264,9 @@ def _train(
 
 def _send_sigterm_at(site: str, nth: str) -> None:
     """Send this process SIGTERM when it comes to a failpoint for the nth time."""
-    from torchlake import attempts, checkpoint, durable, failpoints, loop
+    from torchlake import atomic_io, failpoints
+    from torchlake.checkpoints import format
+    from torchlake.training import loop, restarts
 
     hits = 0
 
@@ -275,5 +277,5 @@ def _send_sigterm_at(site: str, nth: str) -> None:
             mark_fault()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for module in (attempts, checkpoint, durable, failpoints, loop):
+    for module in (restarts, format, atomic_io, failpoints, loop):
         module.failpoint = failpoint  # type: ignore[attr-defined]

@@ -26,6 +26,6 @@ def _tune(
 ) -> None:
     os.environ.update(variables)
     import torchlake as tl
-    from torchlake.config import load_job
+    from torchlake.config.job import load_job
 
     tl.tune(load_job(None, **sections), space=space, run=run, engine=runs.Inline(), **options)

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchlake import errors
-    from torchlake.config import Job
-    from torchlake.diagnosing import doctor
+    from torchlake.config.job import Job
     from torchlake.engines.local import Local
     from torchlake.engines.ray import Ray
     from torchlake.engines.spark import Spark
     from torchlake.errors import TorchlakeError
-    from torchlake.evaluating import evaluate
-    from torchlake.launching import launch
-    from torchlake.mapping import ray_stages, spark_udf
-    from torchlake.optimizing import optimize
-    from torchlake.planning import plan
-    from torchlake.predicting import predict
-    from torchlake.reporting import report
-    from torchlake.training import train
-    from torchlake.tuning import tune
-    from torchlake.verifying import verify
+    from torchlake.evaluation.evaluate import evaluate
+    from torchlake.optimization.optimize import optimize
+    from torchlake.planning.plan import plan
+    from torchlake.reporting.doctor import doctor
+    from torchlake.reporting.report import report
+    from torchlake.scoring.map import ray_stages, spark_udf
+    from torchlake.scoring.predict import predict
+    from torchlake.tables.output.verify import verify
+    from torchlake.training.launch import launch
+    from torchlake.training.train import train
+    from torchlake.tuning.tune import tune
 
     __version__: str
 
@@ -55,23 +55,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Job": "config",
+    "Job": "config.job",
     "Local": "engines.local",
     "Ray": "engines.ray",
     "Spark": "engines.spark",
     "TorchlakeError": "errors",
-    "doctor": "diagnosing",
-    "evaluate": "evaluating",
-    "launch": "launching",
-    "optimize": "optimizing",
-    "plan": "planning",
-    "predict": "predicting",
-    "ray_stages": "mapping",
-    "report": "reporting",
-    "spark_udf": "mapping",
-    "train": "training",
-    "tune": "tuning",
-    "verify": "verifying",
+    "doctor": "reporting.doctor",
+    "evaluate": "evaluation.evaluate",
+    "launch": "training.launch",
+    "optimize": "optimization.optimize",
+    "plan": "planning.plan",
+    "predict": "scoring.predict",
+    "ray_stages": "scoring.map",
+    "report": "reporting.report",
+    "spark_udf": "scoring.map",
+    "train": "training.train",
+    "tune": "tuning.tune",
+    "verify": "tables.output.verify",
 }
 
 

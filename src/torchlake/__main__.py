@@ -2,6 +2,6 @@
 
 import sys
 
-from torchlake.cli import main
+from torchlake.cli.main import main
 
 sys.exit(main())

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchlake import memory
-from torchlake.errors import UsageError
+from torchlake.errors import UsageError, ran_out_of_memory
 
 WORDS_OF_A_LOST_PEER = ("timed out", "timeout", "connection", "socket", "broken pipe", "nccl", "unhandled system error")
 
@@ -100,7 +99,7 @@ def explained(group: Group, doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         words = str(error).lower()
-        lost = any(word in words for word in WORDS_OF_A_LOST_PEER) and not memory.ran_out(error)
+        lost = any(word in words for word in WORDS_OF_A_LOST_PEER) and not ran_out_of_memory(error)
         if group.world_size == 1 or not lost:
             raise
         raise RuntimeError(

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import tiny
-from torchlake import models, plugins
+from torchlake import plugins
 from torchlake.data.batching import Ragged, pad
+from torchlake.models import load as models
 from torchlake.runtimes import Forward
 
 KINDS = ["bert", "distilbert", "roberta"]

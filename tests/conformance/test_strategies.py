@@ -9,7 +9,7 @@ from torch import nn
 import families
 import training_runs as runs
 from torchlake import plugins
-from torchlake.config import TrainConfig
+from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 
 NAMES = plugins.names("strategies")

@@ -13,10 +13,11 @@ import torch
 import transformers
 
 import tiny
-from torchlake import models, plugins
-from torchlake.generation import END, NOTHING
-from torchlake.models import TaskSpec
-from torchlake.objective import PLAIN
+from torchlake import plugins
+from torchlake.loss import PLAIN
+from torchlake.models import load
+from torchlake.models.generation import END, NOTHING
+from torchlake.models.load import TaskSpec
 
 COLUMNS = {
     "strings": (pa.array(["good", "bad", None, "good"]), ("bad", "good")),
@@ -78,7 +79,7 @@ def test_labels_are_found_and_encoded(task: ModuleType, column: pa.Array, spec: 
 
 
 def test_tokens_are_those_of_transformers(task: ModuleType, spec: TaskSpec, tiny_bert: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_bert)
+    tokenizer = load.load_tokenizer(tiny_bert)
     texts = ["a good film", "", "   ", "ünïcödé \x00 \u202e", "the " * 200, "x" * 5000, "good", "a good film " * 5]
     before = tokenizer(texts, truncation=True, max_length=spec.max_length)["input_ids"]
     for _ in range(2):
@@ -97,7 +98,7 @@ def test_tokens_are_those_of_transformers(task: ModuleType, spec: TaskSpec, tiny
 
 
 def test_many_rows_are_tokenized_like_few(task: ModuleType, spec: TaskSpec, tiny_bert: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_bert)
+    tokenizer = load.load_tokenizer(tiny_bert)
     texts = tiny.reviews(2500)["text"].to_pylist()
     values, offsets, lost = task.tokenize(tokenizer, texts, spec)
     for first in (0, 999, 1000, 1001, 2499):
@@ -122,7 +123,7 @@ def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: Tas
 
 def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, spec: TaskSpec, tiny_bert: Path) -> None:
     torch.manual_seed(0)
-    model = models.base_model(tiny_bert, spec, task.AUTO_CLASS).eval()
+    model = load.base_model(tiny_bert, spec, task.AUTO_CLASS).eval()
     ids = torch.randint(5, 90, (3, 8))
     truth = torch.tensor(task.encode_labels(column.drop_null(), spec).to_pylist())
     with torch.inference_mode():
@@ -174,7 +175,7 @@ def test_a_prompt_is_open_and_a_document_is_closed(
     """Also for a tokenizer that closes every text itself."""
     texts = ["a good film", "", "ünïcödé \x00 \u202e", "the " * 200]
     for folder in (tiny_gpt2, tiny_roberta):
-        tokenizer = models.load_tokenizer(folder)
+        tokenizer = load.load_tokenizer(folder)
         theirs = [[token for token in ids if token != tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
         values, offsets, lost = packed.documents(tokenizer, texts, packed_spec)
         assert (values.dtype, offsets.dtype, lost.dtype) == (np.int32, np.int64, np.int64)
@@ -190,7 +191,7 @@ def test_a_prompt_is_open_and_a_document_is_closed(
 
 
 def test_many_texts_are_tokenized_like_few(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_gpt2)
+    tokenizer = load.load_tokenizer(tiny_gpt2)
     texts = tiny.reviews(2500)["text"].to_pylist()
     values, offsets, _ = packed.documents(tokenizer, texts, packed_spec)
     for row in (0, 999, 1000, 2499):
@@ -200,7 +201,7 @@ def test_many_texts_are_tokenized_like_few(packed: ModuleType, packed_spec: Task
 
 def test_the_loss_of_texts_is_that_of_transformers(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
     """Padding on the right is no target, and the sum over rows is the sum of the rows."""
-    model = models.base_model(tiny_gpt2, packed_spec, packed.AUTO_CLASS)
+    model = load.base_model(tiny_gpt2, packed_spec, packed.AUTO_CLASS)
     ids = np.random.default_rng(0).integers(5, 90, (3, 8))
     lengths = np.array([8, 5, 1])
     mask = (np.arange(8) < lengths[:, None]).astype(np.int64)
@@ -223,7 +224,7 @@ def test_the_loss_of_texts_is_that_of_transformers(packed: ModuleType, packed_sp
 
 
 def test_answers_have_their_schema(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_gpt2)
+    tokenizer = load.load_tokenizer(tiny_gpt2)
     answers = np.full((4, 6), NOTHING, dtype=np.int32)
     for row, (text, end) in enumerate(
         [(" good film", True), ("", True), (" good film story", False), (" a bad", False)]

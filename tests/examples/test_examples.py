@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import tiny
 import torchlake
 from torchlake.engines import make_engine
-from torchlake.launching import launch_script
+from torchlake.training.launch import launch_script
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

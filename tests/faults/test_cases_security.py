@@ -1,4 +1,4 @@
-"""Inputs that attack: case 54 where the unit tests of safety.py, config.py and the tables leave something open."""
+"""Inputs that attack: case 54, where the unit tests of model folders, jobs and tables leave something open."""
 
 import json
 import os
@@ -19,12 +19,14 @@ import torch
 import tiny
 import torchlake as tl
 import training_runs as runs
-from torchlake import checkpoint, checkpoint_places, durable, models, sharding
-from torchlake.checkpoint_folder import Folder
-from torchlake.cli import main
+from torchlake import atomic_io
+from torchlake.checkpoints import format, location, shards
+from torchlake.checkpoints.store import Folder
+from torchlake.cli.main import main
 from torchlake.errors import DataError, OutputError, TableError, TorchlakeError, UnsafeError, UsageError
-from torchlake.tables import files, urls, versions
-from torchlake.tables.committed import COMMIT, PLAN
+from torchlake.models import load as models
+from torchlake.tables.record import COMMIT, PLAN
+from torchlake.tables.sources import files, urls, versions
 from torchlake.tables.table import open_table
 
 TENSORS = {"weight": torch.zeros(2, 2)}
@@ -48,14 +50,14 @@ def spring(content: bytes, canary: Path) -> bytes:
 
 
 def save(folder: Path, step: int) -> Path:
-    draft = checkpoint.at_step(Folder(folder), step, attempt="test")
-    checkpoint.write_share(draft, dict.fromkeys((checkpoint.MODEL, checkpoint.OPTIMIZER), sharding.whole(TENSORS)))
-    checkpoint.publish(draft, state={"step": step, "best": None})
+    draft = format.at_step(Folder(folder), step, attempt="test")
+    format.write_share(draft, dict.fromkeys((format.MODEL, format.OPTIMIZER), shards.whole(TENSORS)))
+    format.publish(draft, state={"step": step, "best": None})
     return draft.path
 
 
 def load(path: Path, kind: str) -> dict[str, torch.Tensor]:
-    with checkpoint.opened(path, kind) as tensors:
+    with format.opened(path, kind) as tensors:
         return {name: tensors.read(name) for name in tensors.shapes}
 
 
@@ -65,23 +67,23 @@ def test_a_pickle_planted_in_a_checkpoint_is_never_opened(tmp_path: Path, name: 
     trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
     path = save(tmp_path / "checkpoints", 1)
     (path / name).write_bytes(trap)
-    found, problems = checkpoint.newest(Folder(tmp_path / "checkpoints"))
+    found, problems = format.newest(Folder(tmp_path / "checkpoints"))
     assert found is not None
     assert problems == []
-    for kind in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+    for kind in (format.MODEL, format.OPTIMIZER):
         assert load(found.path, kind).keys() == TENSORS.keys()
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize("kind", [checkpoint.MODEL, checkpoint.OPTIMIZER])
+@pytest.mark.parametrize("kind", [format.MODEL, format.OPTIMIZER])
 def test_a_pickle_in_the_place_of_tensors_is_no_tensor(tmp_path: Path, kind: str) -> None:
     """54a: even with a manifest that vouches for it."""
     trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
     path = save(tmp_path / "checkpoints", 1)
     (path / f"{kind}.safetensors").write_bytes(trap)
-    (path / durable.MANIFEST).unlink()
-    durable.write_manifest(path, site="test")
-    found, _ = checkpoint.newest(Folder(tmp_path / "checkpoints"))
+    (path / atomic_io.MANIFEST).unlink()
+    atomic_io.write_manifest(path, site="test")
+    found, _ = format.newest(Folder(tmp_path / "checkpoints"))
     assert found is not None
     with pytest.raises(DataError, match=f"{kind}.safetensors: cannot be read"):
         load(found.path, kind)
@@ -103,12 +105,12 @@ def test_a_manifest_may_not_lead_out(tmp_path: Path) -> None:
     """54e: `../` in a name."""
     (tmp_path / "secret").write_text("secret")
     path = save(tmp_path / "checkpoints", 1)
-    manifest = json.loads((path / durable.MANIFEST).read_text())
-    size = {"bytes": 6, "sha256": durable.sha256_file(tmp_path / "secret")}
+    manifest = json.loads((path / atomic_io.MANIFEST).read_text())
+    size = {"bytes": 6, "sha256": atomic_io.sha256_file(tmp_path / "secret")}
     for name in ("../../secret", str(tmp_path / "secret")):
-        (path / durable.MANIFEST).write_text(json.dumps({**manifest, "files": {**manifest["files"], name: size}}))
+        (path / atomic_io.MANIFEST).write_text(json.dumps({**manifest, "files": {**manifest["files"], name: size}}))
         with pytest.raises(UnsafeError, match="leads out of the folder") as error:
-            durable.check_manifest(path)
+            atomic_io.check_manifest(path)
         assert error.value.exit_code == 77
 
 
@@ -194,7 +196,7 @@ def test_a_table_url_is_read_from_a_storage_of_files_or_not_at_all(tmp_path: Pat
             with pytest.raises(TableError, match="is refused"):
                 use(full)
         with pytest.raises(UsageError, match="train.checkpoint_folder: .* is refused"):
-            checkpoint_places.find(full, tmp_path)
+            location.find(full, tmp_path)
         with pytest.raises(BlockingIOError):
             server.accept()
     assert sorted(os.listdir(tmp_path)) == before

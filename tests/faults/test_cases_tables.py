@@ -18,11 +18,11 @@ import pytest
 import misbehaving
 import tiny
 import torchlake as tl
-from torchlake import models
-from torchlake.cli import main
+from torchlake.cli.main import main
 from torchlake.errors import StorageError, TableError, TorchlakeError
-from torchlake.tables import staging
+from torchlake.models import load
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.output import staging
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
@@ -92,7 +92,7 @@ def test_another_model_or_config_is_refused_with_what_differs(
     assert "null: 'error' -> 'score'" in refused(capfd, tiny_model, source, tmp_path / "out", "--null", "score")
 
 
-def lose_the_staging_folder(folder: Path, spec: models.TaskSpec, *, device: str):
+def lose_the_staging_folder(folder: Path, spec: load.TaskSpec, *, device: str):
     """Scores like any other, and deletes the staging folders beside the model's once, while a chunk is scored."""
     inner = misbehaving.misbehave(folder, spec, device=device)
     (lost,) = folder.parent.glob(".*.staging")

@@ -24,7 +24,7 @@ import tiny
 import training_runs
 from pids import wait_for
 from torchlake.errors import TorchlakeError
-from torchlake.tables import staging
+from torchlake.tables.output import staging
 
 TEXTS = [f"{word} good film" for word in tiny.OTHER]
 CHUNK_ROWS = 6

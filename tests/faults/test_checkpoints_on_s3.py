@@ -164,10 +164,11 @@ def test_who_was_taken_over_makes_nothing_visible(
 
 def another_begins() -> None:
     """At the fifth step, another launch claims what the checkpoints are kept in."""
-    from torchlake import checkpoint_places, loop, saving
+    from torchlake.checkpoints import location
+    from torchlake.training import loop, saving
 
     original, saved = loop.train_step, saving.save
-    places: list[checkpoint_places.Place] = []
+    places: list[location.Place] = []
 
     def save(settings: Any, *rest: Any) -> None:
         places.append(saving.checkpoints(settings))
@@ -175,8 +176,8 @@ def another_begins() -> None:
 
     def train_step(learner: Any, epoch: Any, rows: Any, position: Any, *rest: Any) -> Any:
         if position.step == 4:
-            belongs = places[-1].read(checkpoint_places.RUN)["belongs"]
-            checkpoint_places.claim(places[-1], belongs, "another's")
+            belongs = places[-1].read(location.RUN)["belongs"]
+            location.claim(places[-1], belongs, "another's")
         return original(learner, epoch, rows, position, *rest)
 
     loop.train_step, saving.save = train_step, save

@@ -14,7 +14,9 @@ import scoring_runs
 import torchlake as tl
 import training_runs as runs
 from pids import wait_for
-from torchlake import attempts, durable, run_folder
+from torchlake import atomic_io
+from torchlake.runs import folder
+from torchlake.training import restarts
 
 STOPPED_AT = 6
 
@@ -111,15 +113,15 @@ def test_more_ranks_train_as_soon_as_there_is_room(
 ) -> None:
     sections = runs.job(tmp_path, tiny_bert, batch_size=16, max_steps=9, max_restarts=0)
     runs.succeed(tmp_path / "one", sections, TORCHLAKE_FAILPOINT="none:1:raise")
-    monkeypatch.setattr(attempts, "LOOK_S", 0.05)
+    monkeypatch.setattr(restarts, "LOOK_S", 0.05)
     run = tmp_path / "run"
-    resuming = go_on_when(run / run_folder.MORE_ROOM)
+    resuming = go_on_when(run / folder.MORE_ROOM)
     done = tl.train(run=run, engine=Widening(run), **sections)
     resuming.join()
     assert_all_steps(run, tmp_path / "one")
     assert done.steps == 9
-    assert durable.read_json(run / run_folder.RESULT)["world_size"] == 2
-    assert not (run / run_folder.MORE_ROOM).exists()
+    assert atomic_io.read_json(run / folder.RESULT)["world_size"] == 2
+    assert not (run / folder.MORE_ROOM).exists()
     # It went on where it had stopped, not from the checkpoint before.
     assert sum("stopped after step 6 of" in line for line in (run / "logs/rank_0.jsonl").read_text().splitlines()) == 1
 

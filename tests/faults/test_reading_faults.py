@@ -14,7 +14,7 @@ import torchlake as tl
 from misbehaving import misbehave
 from reading_crashes import WORD, Crashing
 from torchlake.errors import DataError, TableError
-from torchlake.preparing import prepare
+from torchlake.preparation.prepare import prepare
 
 BAD, FIRST, LAST = 15, 10, 19
 "The row that crashes, and the first and last row of its chunk: the second of three."

@@ -18,7 +18,7 @@ import pytest
 
 import training_runs as runs
 from recovery_times import Watch, mark
-from torchlake.config import job_to_yaml, load_job
+from torchlake.config.job import job_to_yaml, load_job
 
 LAST_STEP = 18
 EPOCH = 9
@@ -264,7 +264,7 @@ def test_when_restarts_are_used_up_every_attempt_is_told(
 
 def fail_in_every_attempt() -> None:
     """Ranks raise in the fifth step that they take."""
-    from torchlake import loop
+    from torchlake.training import loop
 
     hits = 0
 
@@ -394,8 +394,9 @@ def test_two_trainers_of_one_run_folder(tmp_path: Path, sections: dict[str, Any]
 
 def start_another() -> None:
     """At the third step, train in the same folder from within."""
-    from torchlake import loop, training
     from torchlake.errors import TorchlakeError
+    from torchlake.training import loop
+    from torchlake.training import train as training
 
     original, begun = loop.train_step, []
     first = training.train
@@ -432,7 +433,7 @@ def test_a_trainer_that_was_taken_over_writes_no_more(tmp_path: Path, sections: 
 
 def lose_the_lease() -> None:
     """At the fifth step, another's token stands in the lease."""
-    from torchlake import loop
+    from torchlake.training import loop
 
     original = loop.train_step
     folder: list[Path] = []

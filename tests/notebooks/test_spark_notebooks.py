@@ -11,7 +11,7 @@ import pytest
 from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
-from torchlake.tables.committed import committed_files
+from torchlake.tables.record import committed_files
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks" / "spark"
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))

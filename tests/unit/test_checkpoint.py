@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchlake import checkpoint, checkpoint_folder, sharding
-from torchlake.checkpoint_folder import Folder
+from torchlake.checkpoints import format, shards, store
+from torchlake.checkpoints.store import Folder
 from torchlake.errors import DataError, StorageError
 
-MODEL, OPTIMIZER = f"{checkpoint.MODEL}.safetensors", f"{checkpoint.OPTIMIZER}.safetensors"
+MODEL, OPTIMIZER = f"{format.MODEL}.safetensors", f"{format.OPTIMIZER}.safetensors"
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -20,41 +20,41 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 def save(root: Path, step: int, *, keep: int = 2, best: int | None = None, **more: Any) -> Path:
     folder = Folder(root)
     state = {"step": step, "best": None if best is None else {"step": best}, **more}
-    draft = checkpoint.at_step(folder, step, attempt="test")
+    draft = format.at_step(folder, step, attempt="test")
     try:
-        checkpoint.write_share(draft, {"model": sharding.whole(tensors(step)), "optimizer": {}})
-        checkpoint.publish(draft, state=state)
+        format.write_share(draft, {"model": shards.whole(tensors(step)), "optimizer": {}})
+        format.publish(draft, state=state)
     except StorageError:
-        checkpoint.abandon(draft)
+        format.abandon(draft)
         raise
-    checkpoint.prune(folder, keep)
+    format.prune(folder, keep)
     return draft.path
 
 
 def save_best(folder: Path, step: int) -> None:
-    draft = checkpoint.best_at_step(Folder(folder), step, attempt="test")
-    checkpoint.write_share(draft, {"model": sharding.whole(tensors(step))})
-    checkpoint.publish(draft)
+    draft = format.best_at_step(Folder(folder), step, attempt="test")
+    format.write_share(draft, {"model": shards.whole(tensors(step))})
+    format.publish(draft)
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != checkpoint_folder.BEST)
+    return sorted(path.name for path in folder.iterdir() if path.name != store.BEST)
 
 
 def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 3)
     path = save(tmp_path, 20, note="é")
-    found, problems = checkpoint.newest(Folder(tmp_path))
+    found, problems = format.newest(Folder(tmp_path))
     assert found is not None
     assert problems == []
     assert found.path == path
     assert found.state == {"step": 20, "best": None, "note": "é"}
-    loaded = checkpoint.load_model(path, tensors(20))
+    loaded = format.load_model(path, tensors(20))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(20).items())
 
 
 def test_nothing_was_ever_saved(tmp_path: Path) -> None:
-    assert checkpoint.newest(Folder(tmp_path / "absent")) == (None, [])
+    assert format.newest(Folder(tmp_path / "absent")) == (None, [])
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -70,16 +70,16 @@ def test_the_best_model_stays_while_a_kept_checkpoint_names_it(tmp_path: Path) -
     save(tmp_path, 2, best=1)
     save_best(tmp_path, 3)
     save(tmp_path, 4, best=3)
-    assert names(tmp_path / checkpoint_folder.BEST) == ["step_00000001", "step_00000003"]
+    assert names(tmp_path / store.BEST) == ["step_00000001", "step_00000003"]
     save(tmp_path, 5, best=3)
-    assert names(tmp_path / checkpoint_folder.BEST) == ["step_00000003"]
-    assert checkpoint.load_model(checkpoint.best_path(Folder(tmp_path), 3), tensors(3))["weight"][0, 0] == 3
+    assert names(tmp_path / store.BEST) == ["step_00000003"]
+    assert format.load_model(format.best_path(Folder(tmp_path), 3), tensors(3))["weight"][0, 0] == 3
 
 
 def test_a_step_saved_twice_is_the_second_one(tmp_path: Path) -> None:
     save(tmp_path, 1, turn=1)
     save(tmp_path, 1, turn=2)
-    found, _ = checkpoint.newest(Folder(tmp_path))
+    found, _ = format.newest(Folder(tmp_path))
     assert found is not None
     assert found.state["turn"] == 2
     assert names(tmp_path) == ["step_00000001"]
@@ -100,11 +100,11 @@ def unlink(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, unlink])
-@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, checkpoint_folder.STATE, checkpoint.durable.MANIFEST])
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, store.STATE, format.durable.MANIFEST])
 def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: str) -> None:
     save(tmp_path, 1)
     damage(save(tmp_path, 2) / file)
-    found, (problem,) = checkpoint.newest(Folder(tmp_path))
+    found, (problem,) = format.newest(Folder(tmp_path))
     assert found is not None
     assert found.state["step"] == 1
     assert str(tmp_path / "step_00000002" / file) in problem
@@ -113,13 +113,13 @@ def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: 
 
 def test_no_flipped_bit_in_a_manifest_breaks_the_start(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    manifest = save(tmp_path, 2) / checkpoint.durable.MANIFEST
+    manifest = save(tmp_path, 2) / format.durable.MANIFEST
     content = manifest.read_bytes()
     for position in range(len(content)):
         damaged = bytearray(content)
         damaged[position] ^= 2
         manifest.write_bytes(damaged)
-        found, _ = checkpoint.newest(Folder(tmp_path))
+        found, _ = format.newest(Folder(tmp_path))
         assert found is not None
         if found.state["step"] == 1:
             (tmp_path / "step_00000002.torn").rename(manifest.parent)
@@ -130,7 +130,7 @@ def test_when_all_are_corrupt_the_run_does_not_start_afresh(tmp_path: Path) -> N
         truncate(save(tmp_path, step) / MODEL)
     for _ in range(2):  # the second time they are set aside already
         with pytest.raises(DataError, match="no checkpoint of this run is usable"):
-            checkpoint.newest(Folder(tmp_path))
+            format.newest(Folder(tmp_path))
     assert names(tmp_path) == ["step_00000001.torn", "step_00000002.torn"]
 
 
@@ -139,7 +139,7 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     for name in (".step_00000002.77.tmp", "best/.step_00000002.77.tmp"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / MODEL).write_bytes(b"half")
-    found, problems = checkpoint.newest(Folder(tmp_path))
+    found, problems = format.newest(Folder(tmp_path))
     assert found is not None
     assert problems == []
     assert not list(tmp_path.rglob("*.tmp"))
@@ -165,13 +165,13 @@ def test_a_full_disk_at_any_place_costs_no_older_checkpoint(
 ) -> None:
     save(tmp_path, 1, keep=1)
     monkeypatch.setenv("TORCHLAKE_FAILPOINT_ONCE", str(tmp_path / "once"))
-    hits = checkpoint.failpoint.__globals__["_hits"]
+    hits = format.failpoint.__globals__["_hits"]
     monkeypatch.setenv("TORCHLAKE_FAILPOINT", f"{site}:{hits.get(site, 0) + 1}:enospc")
     with pytest.raises(StorageError, match="finished work is kept"):
         save(tmp_path, 2, keep=1)
     (tmp_path / "once").unlink()
     monkeypatch.delenv("TORCHLAKE_FAILPOINT")
-    found, problems = checkpoint.newest(Folder(tmp_path))
+    found, problems = format.newest(Folder(tmp_path))
     assert found is not None
     assert problems == []
     # Once it is in place the new one counts, although the older one could not be deleted.
@@ -187,10 +187,10 @@ def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch:
             flip(tmp_path / "step_00000002" / MODEL)
 
     save(tmp_path, 1, keep=1)
-    monkeypatch.setattr(checkpoint_folder, "failpoint", failpoint)
+    monkeypatch.setattr(store, "failpoint", failpoint)
     with pytest.raises(StorageError, match="read back otherwise"):
         save(tmp_path, 2, keep=1)
-    found, _ = checkpoint.newest(Folder(tmp_path))
+    found, _ = format.newest(Folder(tmp_path))
     assert found is not None
     assert found.state["step"] == 1
 
@@ -198,20 +198,20 @@ def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch:
 def test_disk_full_is_no_bare_os_error() -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
     assert StorageError.exit_code == 74
-    assert "No space left" in str(checkpoint.durable.storage_error(error, Path("/tmp/x")))
+    assert "No space left" in str(format.durable.storage_error(error, Path("/tmp/x")))
 
 
 def test_a_tensor_of_another_model_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     with pytest.raises(DataError, match=r"'weight' has the shape \(3, 4\), the model wants \(5, 4\)"):
-        checkpoint.load_model(path, {**tensors(1), "weight": torch.zeros(5, 4)})
+        format.load_model(path, {**tensors(1), "weight": torch.zeros(5, 4)})
     with pytest.raises(DataError, match="'extra' has the shape None"):
-        checkpoint.load_model(path, {**tensors(1), "extra": torch.zeros(1)})
+        format.load_model(path, {**tensors(1), "extra": torch.zeros(1)})
 
 
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     shared = torch.ones(4, 2)
-    kept = checkpoint.untied({"embedding": shared, "bias": torch.zeros(2), "head": shared, "view": shared[:2]})
+    kept = format.untied({"embedding": shared, "bias": torch.zeros(2), "head": shared, "view": shared[:2]})
     assert list(kept) == ["embedding", "bias", "view"]
 
 
@@ -232,30 +232,30 @@ def test_the_optimizer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> N
         step(layer, optimizer, number)
         if number == 2:
             weights = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-            stored = checkpoint.optimizer_tensors(optimizer, ["weight", "bias"])
-            draft = checkpoint.at_step(Folder(tmp_path), number, attempt="test")
-            checkpoint.write_share(draft, {"optimizer": sharding.whole(stored)})
-            checkpoint.publish(draft)
+            stored = format.optimizer_tensors(optimizer, ["weight", "bias"])
+            draft = format.at_step(Folder(tmp_path), number, attempt="test")
+            format.write_share(draft, {"optimizer": shards.whole(stored)})
+            format.publish(draft)
             path = draft.path
     assert set(stored) == {
         f"{name}|{field}" for name in ("weight", "bias") for field in ("step", "exp_avg", "exp_avg_sq")
     }
     again, other = make()
     again.load_state_dict(weights)
-    with checkpoint.opened(path, checkpoint.OPTIMIZER) as tensors_of_then:
-        checkpoint.restore_optimizer(other, ["weight", "bias"], tensors_of_then)
+    with format.opened(path, format.OPTIMIZER) as tensors_of_then:
+        format.restore_optimizer(other, ["weight", "bias"], tensors_of_then)
     for number in (3, 4):
         step(again, other, number)
     assert torch.equal(layer.weight, again.weight)
     assert torch.equal(layer.bias, again.bias)
     with (
         pytest.raises(DataError, match="no parameter 'weight'"),
-        checkpoint.opened(path, checkpoint.OPTIMIZER) as tensors_of_then,
+        format.opened(path, format.OPTIMIZER) as tensors_of_then,
     ):
-        checkpoint.restore_optimizer(other, ["other", "bias"], tensors_of_then)
+        format.restore_optimizer(other, ["other", "bias"], tensors_of_then)
 
 
 def test_a_checkpoint_is_data_not_code(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     assert sorted(entry.suffix for entry in path.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
-    assert json.loads((path / checkpoint_folder.STATE).read_text())["step"] == 1
+    assert json.loads((path / store.STATE).read_text())["step"] == 1

@@ -9,9 +9,9 @@ import fsspec
 import pytest
 import torch
 
-from torchlake import checkpoint, checkpoint_places, checkpoint_url, sharding
-from torchlake.checkpoint_folder import Draft, Folder, Place
-from torchlake.checkpoint_url import Remote
+from torchlake.checkpoints import format, location, object_store, shards
+from torchlake.checkpoints.object_store import Remote
+from torchlake.checkpoints.store import Draft, Folder, Place
 from torchlake.errors import FingerprintError, LeaseLost, MissingExtra, StorageError, UsageError
 
 NUMBER = itertools.count()
@@ -21,8 +21,8 @@ BELONGS = {"train.seed": 0, "data.train": "96 rows"}
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """An empty place below an URL, claimed by the launch "first"."""
-    found = checkpoint_places.find(f"memory://bucket/{next(NUMBER)}", tmp_path)
-    checkpoint_places.claim(found, BELONGS, "first")
+    found = location.find(f"memory://bucket/{next(NUMBER)}", tmp_path)
+    location.claim(found, BELONGS, "first")
     return found
 
 
@@ -33,21 +33,21 @@ def stored(place: Place) -> dict[str, int]:
 
 def write(place: Place, step: int, attempt: str = "first", *, ranks: int = 1) -> Draft:
     """The shares of all ranks; the draft of rank 0."""
-    drafts = [checkpoint.at_step(place, step, attempt=attempt, rank=rank, world_size=ranks) for rank in range(ranks)]
+    drafts = [format.at_step(place, step, attempt=attempt, rank=rank, world_size=ranks) for rank in range(ranks)]
     for draft in drafts:
-        tensors = sharding.whole({f"weight{draft.rank}": torch.full((3,), float(step))})
-        checkpoint.write_share(draft, {checkpoint.MODEL: tensors, checkpoint.OPTIMIZER: {}})
+        tensors = shards.whole({f"weight{draft.rank}": torch.full((3,), float(step))})
+        format.write_share(draft, {format.MODEL: tensors, format.OPTIMIZER: {}})
     return drafts[0]
 
 
 def save(place: Place, step: int, attempt: str = "first", *, ranks: int = 1) -> None:
-    checkpoint.publish(write(place, step, attempt, ranks=ranks), state={"step": step, "best": None})
+    format.publish(write(place, step, attempt, ranks=ranks), state={"step": step, "best": None})
 
 
 def test_every_rank_writes_its_own_and_the_newest_comes_back(place: Place, tmp_path: Path) -> None:
     save(place, 3)
     save(place, 20, ranks=2)
-    checkpoint.prune(place, 1)
+    format.prune(place, 1)
     assert place.complete() == ["step_00000020"]
     assert sorted(stored(place)) == [
         "run.json",
@@ -56,11 +56,11 @@ def test_every_rank_writes_its_own_and_the_newest_comes_back(place: Place, tmp_p
         "step_00000020/first/state.json",
         "step_00000020/manifest.json",
     ]
-    found, problems = checkpoint.newest(place)
+    found, problems = format.newest(place)
     assert found is not None
     assert problems == []
     assert found.state["step"] == 20
-    loaded = checkpoint.load_model(found.path, {f"weight{rank}": torch.zeros(3) for rank in (0, 1)})
+    loaded = format.load_model(found.path, {f"weight{rank}": torch.zeros(3) for rank in (0, 1)})
     assert [tensor.tolist() for tensor in loaded.values()] == [[20.0] * 3] * 2
     place.forget()
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -71,7 +71,7 @@ def test_what_has_no_manifest_is_not_there_and_is_removed(place: Place) -> None:
     before = stored(place)
     write(place, 6)
     assert place.complete() == ["step_00000003"]
-    found, _ = checkpoint.newest(place)
+    found, _ = format.newest(place)
     assert found is not None
     assert found.state["step"] == 3
     assert stored(place) == before
@@ -79,11 +79,11 @@ def test_what_has_no_manifest_is_not_there_and_is_removed(place: Place) -> None:
 
 def test_two_launches_at_one_step_do_not_mix(place: Place) -> None:
     late = write(place, 3)
-    checkpoint_places.claim(place, BELONGS, "second")
+    location.claim(place, BELONGS, "second")
     save(place, 3, "second")
     with pytest.raises(LeaseLost, match="taken this run over"):
-        checkpoint.publish(late, state={"step": 3, "best": None})
-    found, problems = checkpoint.newest(place)
+        format.publish(late, state={"step": 3, "best": None})
+    found, problems = format.newest(place)
     assert found is not None
     assert problems == []
     assert found.path.name == "second"
@@ -100,7 +100,7 @@ def test_damage_is_found_named_and_set_aside(place: Place, file: str, content: b
         filesystem.rm_file(f"{root}/step_00000006/{file}")
     else:
         filesystem.pipe_file(f"{root}/step_00000006/{file}", b"{}")
-    found, (problem,) = checkpoint.newest(place)
+    found, (problem,) = format.newest(place)
     assert found is not None
     assert found.state["step"] == 3
     assert f"{place}/step_00000006/{file}" in problem
@@ -114,17 +114,17 @@ def test_what_is_cut_short_on_its_way_is_not_made_visible(place: Place, monkeypa
     sizes = Remote._sizes
     monkeypatch.setattr(Remote, "_sizes", lambda self: {name: size - 1 for name, size in sizes(self).items()})
     with pytest.raises(StorageError, match="just written"):
-        checkpoint.publish(draft, state={"step": 3, "best": None})
+        format.publish(draft, state={"step": 3, "best": None})
     monkeypatch.undo()
     assert place.complete() == []
 
 
 def test_another_run_is_refused_once_there_are_checkpoints(place: Place) -> None:
-    checkpoint_places.claim(place, {**BELONGS, "train.seed": 1}, "second")
+    location.claim(place, {**BELONGS, "train.seed": 1}, "second")
     save(place, 3, "second")
     with pytest.raises(FingerprintError, match=r"train.seed: 1 -> 0"):
-        checkpoint_places.claim(place, BELONGS, "third")
-    checkpoint_places.check_holder(place, "second")
+        location.claim(place, BELONGS, "third")
+    location.check_holder(place, "second")
 
 
 @pytest.mark.parametrize("make", [lambda path: Folder(path, outside=True), lambda path: Remote("memory://other", path)])
@@ -132,7 +132,7 @@ def test_a_place_that_holds_something_else_is_refused(tmp_path: Path, make: Call
     place = make(tmp_path)
     place.write("thesis.json", "precious", site="test")
     with pytest.raises(FingerprintError, match=r"not empty, and holds no run\.json"):
-        checkpoint_places.claim(place, BELONGS, "first")
+        location.claim(place, BELONGS, "first")
     assert place.read("thesis.json") == "precious"
 
 
@@ -150,11 +150,11 @@ def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
         filesystem, _ = fsspec.core.url_to_fs("memory://")
         return filesystem, "/bucket/ftp"
 
-    monkeypatch.setattr(checkpoint_url, "filesystem_of", filesystem_of)
-    monkeypatch.setattr(checkpoint_url, "PAUSES_S", (0.0, 0.0))
-    place = checkpoint_places.find(url, tmp_path)
-    checkpoint_places.claim(place, BELONGS, "first")
-    monkeypatch.setattr(checkpoint_url, "PAUSES_S", ())
+    monkeypatch.setattr(object_store, "filesystem_of", filesystem_of)
+    monkeypatch.setattr(object_store, "PAUSES_S", (0.0, 0.0))
+    place = location.find(url, tmp_path)
+    location.claim(place, BELONGS, "first")
+    monkeypatch.setattr(object_store, "PAUSES_S", ())
     with pytest.raises(StorageError, match=r"hdfs://\[redacted\]@host/lake/run.json: .* does not answer") as told:
         place.read("run.json")
     assert "run the same command again" in str(told.value)
@@ -165,7 +165,7 @@ def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
 def test_a_storage_that_nothing_here_can_open_is_told_at_once(tmp_path: Path) -> None:
     for url in ("s4://user:secret@x/y", "https://user:secret@x/y", "simplecache::s3://user:secret@x/y"):
         with pytest.raises(UsageError, match=r"train.checkpoint_folder: .*://\[redacted\]@x/y: .* is refused"):
-            checkpoint_places.find(url, tmp_path)
+            location.find(url, tmp_path)
     if not any(fsspec.registry.get(name) for name in ("gs", "gcs")):
         with pytest.raises(MissingExtra, match="gcsfs"):
-            checkpoint_places.find("gs://x/y", tmp_path)
+            location.find("gs://x/y", tmp_path)

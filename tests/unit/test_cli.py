@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchlake import cli, commands, errors, logs
-from torchlake.cli import main
-from torchlake.config import flat, load_job
+from torchlake import errors, logs
+from torchlake.cli import commands
+from torchlake.cli import main as cli
+from torchlake.cli.main import main
+from torchlake.config.job import flat, load_job
 
 HEAVY = ("torch", "transformers", "pyspark", "ray", "sklearn", "pandas")
 RUN = [sys.executable, "-c", "import sys; from torchlake.cli import main; sys.exit(main())"]
@@ -31,9 +33,9 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return what()
             raise what
 
-        module = ModuleType("torchlake.verifying")
+        module = ModuleType("torchlake.tables.output.verify")
         module.verify = verify  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "torchlake.verifying", module)
+        monkeypatch.setitem(sys.modules, "torchlake.tables.output.verify", module)
 
     return arm
 
@@ -196,9 +198,9 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
         counts = {"rows_in": 5, "rows_out": 5, "rows_failed": 1, "seconds": 2.0, "rows_per_s": 2.5}
         return SimpleNamespace(output=Path("o"), errors={"null_text": 1}, example="i row 3: null_text", **counts)
 
-    module = ModuleType("torchlake.predicting")
+    module = ModuleType("torchlake.scoring.predict")
     module.predict = predict  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchlake.predicting", module)
+    monkeypatch.setitem(sys.modules, "torchlake.scoring.predict", module)
     assert main(["predict", "m", "i", "o", "--columns", "a, b", "--max-error-rate", "0", "--json"]) == 0
     assert seen == {"args": ("m", "i", "o"), "engine": None, "columns": ["a", "b"], "max_error_rate": 0.0}
     assert json.loads(capfd.readouterr().out) == {
@@ -329,8 +331,8 @@ def verify(output):
     return SimpleNamespace(rows_in=3, rows_out=3, rows_failed=0, parts=1, problems=[], notes=[])
 
 if __name__ == "__main__":
-    sys.modules["torchlake.verifying"] = ModuleType("torchlake.verifying")
-    sys.modules["torchlake.verifying"].verify = verify
+    sys.modules["torchlake.tables.output.verify"] = ModuleType("torchlake.tables.output.verify")
+    sys.modules["torchlake.tables.output.verify"].verify = verify
     sys.exit(main(["verify", sys.argv[1], *(word for word in sys.argv[2:] if word != "bad")]))
 """
 DETAIL, STEP, WARNING, BAR = "a detail", "a step", "a warning", "verify: 3/3"

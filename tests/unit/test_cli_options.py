@@ -6,8 +6,8 @@ import pytest
 import typer
 
 from torchlake import plugins
-from torchlake.cli import main
-from torchlake.cli_app import app
+from torchlake.cli.app import app
+from torchlake.cli.main import main
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
 OPTIONS = {

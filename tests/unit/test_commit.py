@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError, TableError, UsageError
-from torchlake.tables import staging
 from torchlake.tables.chunks import Plan, plan_chunks
-from torchlake.tables.commit import (
+from torchlake.tables.output import staging
+from torchlake.tables.output.commit import (
     Part,
     Writing,
     committed_files,
@@ -35,11 +35,11 @@ from torchlake.tables.commit import (
     write_part,
     writing,
 )
-from torchlake.tables.committed import COMMIT
-from torchlake.tables.jobs import Allowed
+from torchlake.tables.output.jobs import Allowed
+from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.record import COMMIT
 from torchlake.tables.table import open_table
-from torchlake.verifying import verify
 
 JOB = """
 import os, sys
@@ -426,7 +426,7 @@ def test_an_increment_copies_what_it_keeps_where_there_are_no_hard_links(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr("torchlake.tables.commit.os.link", refuse)
+    monkeypatch.setattr("torchlake.tables.output.commit.os.link", refuse)
     with writing(out, plan=plan_of(source), fingerprint={"suffix": ""}, allowed=Allowed(new_input=True)) as write:
         monkeypatch.undo()  # new parts are written by links
         assert len(write.pending) == 1

@@ -8,17 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from torchlake import plugins
-from torchlake.config import (
-    DataConfig,
-    Job,
-    ModelConfig,
-    TrainConfig,
-    job_to_yaml,
-    load_job,
-)
-from torchlake.config_types import Every, parse_every, parse_seconds
+from torchlake.config.job import DataConfig, Job, ModelConfig, TrainConfig, job_to_yaml, load_job
+from torchlake.config.types import Every, parse_every, parse_seconds
+from torchlake.config.yaml import MAX_BYTES, read_yaml
 from torchlake.errors import ConfigError, UnsafeError
-from torchlake.yaml_tree import MAX_BYTES, read_yaml
 
 GOOD = "data: {train: reviews.parquet}\nmodel: {base: encoder}\n"
 

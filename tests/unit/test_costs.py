@@ -20,9 +20,9 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from torchlake import costs
-from torchlake.costs import SHARINGS, Cluster, Exchange, Link, Parameters, Setting, Shape
-from torchlake.surveying import _shape
+from torchlake.planning import costs
+from torchlake.planning.costs import SHARINGS, Cluster, Exchange, Link, Parameters, Setting, Shape
+from torchlake.planning.survey import _shape
 
 TOLERANCE = 0.08
 CLUSTER = Cluster(flops=1e12, within=Link(bandwidth=1e11, latency=1e-5), across=Link(bandwidth=1e10, latency=1e-4))

@@ -10,10 +10,10 @@ import pytest
 import tiny
 import training_runs as runs
 from torchlake import plugins
-from torchlake.config import load_job
-from torchlake.data_summary import in_lines, summarize
-from torchlake.preparing import prepare
-from torchlake.task_spec import TaskSpec
+from torchlake.config.job import load_job
+from torchlake.config.task_spec import TaskSpec
+from torchlake.preparation.prepare import prepare
+from torchlake.preparation.summary import in_lines, summarize
 
 
 def summarized(

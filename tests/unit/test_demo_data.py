@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchlake.demo_data import MAX_WORDS, MIN_WORDS, write_reviews
+from torchlake.cli.demo import MAX_WORDS, MIN_WORDS, write_reviews
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from torchlake import diagnosing
-from torchlake.commands import plain
-from torchlake.diagnosing import CORE, OPTIONAL, doctor
+from torchlake.cli.commands import plain
 from torchlake.processes import hardware
+from torchlake.reporting import doctor as diagnosing
+from torchlake.reporting.doctor import CORE, OPTIONAL, doctor
 
 
 def test_a_whole_installation() -> None:

@@ -9,9 +9,11 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import torchlake
-from torchlake import durable, models, run_folder
-from torchlake.config import load_job
-from torchlake.tables import lease
+from torchlake import atomic_io
+from torchlake.config.job import load_job
+from torchlake.models import load
+from torchlake.runs import folder
+from torchlake.tables.output import lease
 
 WRITERS = 8
 
@@ -28,7 +30,7 @@ def test_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path: Path)
 
     def write(writer: int) -> None:
         for _ in range(20):
-            durable.write_bytes(path, contents[writer], site="test")
+            atomic_io.write_bytes(path, contents[writer], site="test")
             assert path.read_bytes() in contents
 
     together(write)
@@ -37,7 +39,7 @@ def test_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path: Path)
 
 def test_temporary_names_are_hidden_and_never_the_same(tmp_path: Path) -> None:
     path = tmp_path / "model"
-    names = {durable.temporary(path) for _ in range(1000)}
+    names = {atomic_io.temporary(path) for _ in range(1000)}
     assert len(names) == 1000
     for name in names:
         assert re.fullmatch(r"\.model\.[0-9a-f]{16}\.tmp", name.name)
@@ -52,11 +54,11 @@ def test_no_temporary_name_is_made_of_a_process_id() -> None:
 
 
 def test_leftovers_are_those_of_this_path(tmp_path: Path) -> None:
-    old, new = tmp_path / ".model.77.tmp", durable.temporary(tmp_path / "model")
-    others = [durable.temporary(tmp_path / "model.v2"), tmp_path / ".model.tmp", tmp_path / "model.0a.tmp"]
+    old, new = tmp_path / ".model.77.tmp", atomic_io.temporary(tmp_path / "model")
+    others = [atomic_io.temporary(tmp_path / "model.v2"), tmp_path / ".model.tmp", tmp_path / "model.0a.tmp"]
     for path in (old, new, *others):
         path.mkdir()
-    assert sorted(durable.leftovers(tmp_path / "model")) == sorted([old, new])
+    assert sorted(atomic_io.leftovers(tmp_path / "model")) == sorted([old, new])
 
 
 @pytest.mark.parametrize("left", [".{name}.77.tmp", ".{name}.0123456789abcdef.tmp"])
@@ -65,9 +67,9 @@ def test_what_killed_writers_left_is_removed_where_the_next_one_begins(
 ) -> None:
     """The lease, the job file, a token cache, a model folder: as `durable` names them, and as it once did."""
     job = load_job(None, data={"train": "t.parquet"}, model={"base": "m"})
-    run_folder.claim(tmp_path, job)
+    folder.claim(tmp_path, job)
     places = [
-        tmp_path / left.format(name=run_folder.JOB_FILE),
+        tmp_path / left.format(name=folder.JOB_FILE),
         tmp_path / "cache" / left.format(name="train"),
         tmp_path / ".staging" / left.format(name="lease.json"),
         tmp_path / left.format(name="model"),
@@ -76,11 +78,11 @@ def test_what_killed_writers_left_is_removed_where_the_next_one_begins(
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(b"half")
     lease.acquire(tmp_path / ".staging", 60.0).release()
-    run_folder.claim(tmp_path, job)
+    folder.claim(tmp_path, job)
     assert [place for place in places[:3] if place.exists()] == []
     places[3].write_bytes(b"half")
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    spec = models.load_spec(tiny_model)
-    models.save_model_folder(tmp_path / "model", model, model.config, tokenizer, spec, card={})
+    spec = load.load_spec(tiny_model)
+    load.save_model_folder(tmp_path / "model", model, model.config, tokenizer, spec, card={})
     assert not list(tmp_path.rglob("*.tmp"))

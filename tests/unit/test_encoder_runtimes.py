@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from torchlake import models
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
-from torchlake.processes import cpu
+from torchlake.models import load
+from torchlake.processes import hardware
 from torchlake.runtimes import _encoder, _ragged, bf16, compiled, int8, varlen
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
@@ -36,10 +36,10 @@ def test_laying_rows_end_to_end_loses_no_token(lengths: list[int], padding_id: i
 def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_path: Path) -> None:
     """RoBERTa gives a padding token the position of padding wherever it stands; so must we."""
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_roberta)
-    spec, pad_id = models.load_spec(folder), models.load_tokenizer(folder).pad_token_id
+    spec, pad_id = load.load_spec(folder), load.load_tokenizer(folder).pad_token_id
     ids = np.array([[0, 7, pad_id, 9, 2]])
     mask = np.ones_like(ids)
-    model = models.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
+    model = load.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
     with torch.inference_mode():
         expected = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).logits.numpy()
     np.testing.assert_allclose(varlen.load(folder, spec, device="cpu")(ids, mask), expected, atol=1e-5)
@@ -80,17 +80,17 @@ def test_what_is_not_finite_stays_in_its_token() -> None:
 @pytest.mark.parametrize("runtime", [bf16, int8])
 def test_some_are_for_cpus(runtime: ModuleType, tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="CPUs only"):
-        runtime.load(tiny_model, models.load_spec(tiny_model), device="cuda")
+        runtime.load(tiny_model, load.load_spec(tiny_model), device="cuda")
 
 
 def test_bf16_is_refused_where_it_would_be_emulated(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "words", lambda: frozenset({"avx2", "avx512_vnni"}))
+    monkeypatch.setattr(hardware, "cpu_words", lambda: frozenset({"avx2", "avx512_vnni"}))
     assert "no product of bf16" in (bf16.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="no product of bf16"):
-        bf16.load(tiny_model, models.load_spec(tiny_model), device="cpu")
+        bf16.load(tiny_model, load.load_spec(tiny_model), device="cpu")
 
 
-@pytest.mark.skipif(not cpu.multiplies_bf16(), reason="this CPU does not multiply bf16")
+@pytest.mark.skipif(not hardware.multiplies_bf16(), reason="this CPU does not multiply bf16")
 @pytest.mark.parametrize("activation", ["none", "gelu", "relu"])
 def test_a_product_in_bf16_is_off_by_the_rounding_of_its_operands(activation: str) -> None:
     """Eight bits of significand: operands, and the result, are off by a part in 256 at most; sums are fp32's."""
@@ -125,7 +125,7 @@ def test_one_compilation_serves_all_shapes(tiny_model: Path) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()  # what other tests compiled
-    spec = models.load_spec(tiny_model)
+    spec = load.load_spec(tiny_model)
     forward = compiled.load(tiny_model, spec, device="cpu")
     counters.clear()
     for rows, length in [(1, 1), (3, 5), (8, 40), (2, 64), (1, 17), (40, 8)]:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import tiny
-from torchlake import evaluating, models
 from torchlake.errors import DataError, TableError
-from torchlake.evaluating import Evaluation, evaluate
+from torchlake.evaluation import evaluate as evaluating
+from torchlake.evaluation.evaluate import Evaluation, evaluate
 from torchlake.metrics import evaluate_metrics
+from torchlake.models import load
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,8 +39,8 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_hand(model: Path, table: pa.Table) -> np.ndarray:
     """Class probabilities (N, C) from transformers alone."""
-    loaded = models.load_model(model, auto_class="AutoModelForSequenceClassification")
-    tokenizer = models.load_tokenizer(model)
+    loaded = load.load_model(model, auto_class="AutoModelForSequenceClassification")
+    tokenizer = load.load_tokenizer(model)
     with torch.inference_mode():
         batch = tokenizer(table["text"].to_pylist(), padding=True, truncation=True, max_length=64, return_tensors="pt")
         logits = loaded(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -137,7 +138,7 @@ def test_nothing_to_measure(tiny_model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_other_problems(
-    tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[models.Label, ...], column: pa.Array, metric: str
+    tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[load.Label, ...], column: pa.Array, metric: str
 ) -> None:
     spec = tiny.spec_for(problem, labels)
     model = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchlake import exports
 from torchlake.errors import StorageError
+from torchlake.models import exports
 
 
 @pytest.fixture

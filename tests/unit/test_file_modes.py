@@ -11,8 +11,8 @@ import pytest
 import tiny
 import torchlake as tl
 import training_runs as runs
-from torchlake import durable
-from torchlake.scoring import prepare_runtime
+from torchlake import atomic_io
+from torchlake.scoring.scorer import prepare_runtime
 
 UMASKS = {0o022: 0o644, 0o077: 0o600}
 "The mode of a file by the umask."
@@ -60,7 +60,7 @@ def test_export_and_predict(umask: int, tmp_path: Path, tiny_bert: Path) -> None
         prepare_runtime(str(model), runtime, texts)
     pq.write_table(tiny.reviews(4), tmp_path / "in.parquet")
     tl.predict(model, tmp_path / "in.parquet", tmp_path / "out" / "scored", engine=tiny.Here())
-    assert len(list(model.rglob(durable.MANIFEST))) == 5
+    assert len(list(model.rglob(atomic_io.MANIFEST))) == 5
     assert_usual(model, umask)
     assert_usual(tmp_path / "out", umask)
 
@@ -68,7 +68,7 @@ def test_export_and_predict(umask: int, tmp_path: Path, tiny_bert: Path) -> None
 def test_the_umask_itself_is_left_alone(umask: int, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch(mode=0o600)
-    durable.set_usual_modes([file])
+    atomic_io.set_usual_modes([file])
     assert stat.S_IMODE(file.stat().st_mode) == UMASKS[umask]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert os.umask(umask) == umask

@@ -1,8 +1,9 @@
-"""The house has floors, and imports go down only; `import torchlake` stays cheap."""
+"""Packages stand on floors, and imports go down only; `import torchlake` stays cheap."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,45 +12,40 @@ import torchlake
 
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
-    4: "__init__ __main__ cli cli_app cli_help cli_options commands console",
-    3: "preparing training training_spec attempts predicting scoring scoring_workers launching evaluating verifying "
-    "reporting report_page diagnosing loop learner training_rows run_folder optimizing candidates trials "
-    "sampling agreement tuning tracking planning plan_tables surveying capacity saving mapping perplexity asking "
-    "training_bar data_summary",
-    2: "engines strategies tasks runtimes",
-    1: "costs workload data models model_config model_tokenizer model_folders model_writing probes "
-    "checkpoint distributed metrics recipe safety exports failures generation runtime_choice study "
-    "sharding checkpoint_writer lora objective",
-    0: "processes tables config complaints yaml_tree record plugins errors failpoints durable progress demo_data "
-    "strikes following search_space config_types strategy_options engine_options redaction checkpoint_folder "
-    "checkpoint_url checkpoint_places system_errors memory in_flight interrupts logs task_spec",
+    5: "__init__ __main__ cli",
+    4: "evaluation optimization planning preparation reporting scoring training tuning",
+    3: "engines runtimes strategies tasks",
+    2: "checkpoints data models runs",
+    1: "config distributed logs loss metrics optim processes tables tables.formats tables.output tables.sources",
+    0: "atomic_io errors failpoints plugins progress",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
-# Who may call whom among the verbs. Everyone else there is a stranger.
-CALLS = {
-    "candidates": {"agreement", "sampling", "scoring", "trials"},
-    "evaluating": {"perplexity", "predicting", "scoring"},
-    "optimizing": {"candidates", "sampling", "scoring", "trials"},
-    "plan_tables": {"capacity", "planning"},
-    "planning": {"capacity", "run_folder", "surveying"},
-    "asking": {"scoring", "scoring_workers"},
-    "mapping": {"asking", "scoring", "scoring_workers"},
-    "perplexity": {"preparing", "scoring"},
-    "predicting": {"asking", "scoring", "scoring_workers"},
-    "preparing": {"data_summary", "scoring"},
-    "loop": {"learner", "saving", "training_rows", "training_bar"},
-    "training_bar": {"learner", "saving"},
-    "learner": {"training_rows"},
-    "saving": {"learner", "training_rows"},
-    "reporting": {"data_summary", "diagnosing", "report_page"},
-    "sampling": {"scoring"},
-    "scoring_workers": {"scoring"},
-    "surveying": {"scoring"},
-    "trials": {"scoring"},
-    "attempts": {"loop", "run_folder", "training_rows"},
-    "training": {"attempts", "data_summary", "preparing", "reporting", "run_folder", "tracking", "training_spec"},
-    "tuning": {"training", "training_spec", "run_folder"},
+# Which rooms may import a neighbor on their own floor. Plug-ins have none: they meet on floor 4 as arguments.
+NEIGHBORS = {
+    "__main__": {"cli"},
+    "cli": {"__init__"},
+    "evaluation": {"preparation", "scoring"},
+    "optimization": {"evaluation", "scoring"},
+    "planning": {"scoring"},
+    "preparation": {"scoring"},
+    "reporting": {"preparation"},
+    "training": {"preparation", "reporting"},
+    "tuning": {"preparation", "training"},
+    "models": {"checkpoints", "data"},
+    "runs": {"checkpoints"},
+    "logs": {"config"},
+    "loss": {"config"},
+    "optim": {"config", "processes"},
+    "processes": {"logs"},
+    "tables": {"config", "tables.formats", "tables.sources"},
+    "tables.formats": {"tables.sources"},
+    "tables.output": {"processes", "tables", "tables.formats", "tables.sources"},
+    "tables.sources": {"config"},
+    "atomic_io": {"errors", "failpoints"},
+    "plugins": {"errors"},
 }
+# Packages that must work without torch, beside floor 0.
+GROUND = {"config", "engines", "processes", "tables", "tables.formats", "tables.output", "tables.sources"}
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
 HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino", "optuna", "mlflow", "tensorboard"}
 # What an engine is made of.
@@ -60,9 +56,16 @@ FRAMES = {"pandas", "polars"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
-def house_name(path: Path) -> str:
-    """The part of the house that a file belongs to: a top-level module or folder."""
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+def room_of(dotted: str) -> str:
+    """The package or top-level module of a dotted name below torchlake; a public name belongs to `__init__`."""
+    parts = dotted.split(".")
+    two = ".".join(parts[:2])
+    return two if two in FLOOR_OF else parts[0] if parts[0] in FLOOR_OF else "__init__"
+
+
+def room(path: Path) -> str:
+    """The package or top-level module that a file belongs to."""
+    return room_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
 
 
 def imported(path: Path) -> set[str]:
@@ -77,37 +80,44 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def ours(names: set[str]) -> set[str]:
-    """The parts of the house among dotted names; a public name of the package itself is `__init__`."""
-    parts = [name.split(".") for name in names if name.split(".")[0] == "torchlake"]
-    return {part[1] if len(part) > 1 and part[1] in FLOOR_OF else "__init__" for part in parts}
+def rooms(names: set[str]) -> set[str]:
+    """The rooms of torchlake among dotted names."""
+    return {room_of(name.partition(".")[2]) for name in names if name.split(".")[0] == "torchlake"}
 
 
-def test_every_module_has_a_floor_and_every_floor_its_modules() -> None:
-    assert {house_name(path) for path in MODULES} <= set(FLOOR_OF)
+def test_every_module_has_a_floor() -> None:
+    top_level = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in MODULES}
+    assert top_level <= set(FLOOR_OF)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_go_down(path: Path) -> None:
-    here = house_name(path)
+    here = room(path)
     if here == "__init__":
         return
-    for there in ours(imported(path)) - {here}:
-        below = FLOOR_OF[there] < FLOOR_OF[here]
-        neighbours = FLOOR_OF[there] == FLOOR_OF[here] and FLOOR_OF[here] in (0, 1, 4)
-        assert below or neighbours or there in CALLS.get(here, ()), (
-            f"{path.name} (floor {FLOOR_OF[here]}) imports {there} (floor {FLOOR_OF[there]})"
+    for there in rooms(imported(path)) - {here}:
+        assert FLOOR_OF[there] < FLOOR_OF[here] or there in NEIGHBORS.get(here, ()), (
+            f"{path.relative_to(SOURCE)} (floor {FLOOR_OF[here]}) imports {there} (floor {FLOOR_OF[there]})"
         )
+
+
+def test_the_packages_form_no_cycle_and_every_exception_is_used() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        graph.setdefault(room(path), set()).update(rooms(imported(path)) - {room(path)})
+    assert set(TopologicalSorter(graph).static_order()) >= set(FLOOR_OF)
+    unused = {(here, there) for here, others in NEIGHBORS.items() for there in others if there not in graph[here]}
+    assert unused == set()
 
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in MODULES if FLOOR_OF.get(house_name(path)) == 0 or house_name(path) == "engines"],
+    [path for path in MODULES if FLOOR_OF[room(path)] == 0 or room(path) in GROUND],
     ids=lambda path: str(path.relative_to(SOURCE)),
 )
 def test_the_ground_floor_and_the_engines_know_no_model(path: Path) -> None:
-    allowed = FRAMES if house_name(path) in ("tables", "engines") else set()
-    if house_name(path) == "engines":
+    allowed = FRAMES if room(path).partition(".")[0] in ("tables", "engines") else set()
+    if room(path) == "engines":
         allowed = allowed | {library for engine, library in LIBRARIES.items() if engine in path.stem.split("_")}
     assert not {name.split(".")[0] for name in imported(path)} & (HEAVY - allowed)
 
@@ -127,6 +137,9 @@ def test_importing_loads_nothing_slow(statement: str) -> None:
 
 
 def test_the_rules_can_fail(tmp_path: Path) -> None:
-    path = tmp_path / "durable.py"
-    path.write_text("def f():\n    from torchlake.training import train\n    from torchlake import predict, errors\n")
-    assert ours(imported(path)) == {"training", "__init__", "errors"}
+    path = tmp_path / "atomic_io.py"
+    path.write_text(
+        "def f():\n    from torchlake.training.train import train\n    from torchlake import predict, errors\n"
+        "    from torchlake.tables.output import commit\n    from torchlake.tables import keys\n"
+    )
+    assert rooms(imported(path)) == {"training", "__init__", "errors", "tables.output", "tables"}

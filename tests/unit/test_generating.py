@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import torchlake as tl
-from torchlake import models
 from torchlake.errors import FingerprintError, UsageError
-from torchlake.generation import generation_options
+from torchlake.models import load
+from torchlake.models.generation import generation_options
 from torchlake.runtimes._generating import draws, left_padded
 
 TEXTS = ["the film", "a", "the plot of this movie is " * 3, "good", "not a film , but a story of all of it", "we"]
@@ -38,7 +38,7 @@ def test_prompts_of_unequal_length_are_continued_as_if_each_were_alone(model: Pa
     """And as transformers continues them, one at a time and without padding."""
     together = answers(model, TEXTS)
     assert together == [answers(model, [text])[0] for text in TEXTS] == answers(model, TEXTS, batch_tokens=30)
-    tokenizer, stock = models.load_tokenizer(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer, stock = load.load_tokenizer(model), AutoModelForCausalLM.from_pretrained(model)
     for text, answer in zip(TEXTS, together, strict=True):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         whole = stock.generate(
@@ -68,7 +68,7 @@ def test_drawing_among_the_likeliest_alone_is_taking_it(model: Path) -> None:
 
 def test_tokens_are_drawn_as_often_as_they_are_likely(tiny_gpt2: Path) -> None:
     """Over 2,000 seeds the first token's shares are the model's, within four standard errors."""
-    tokenizer = models.load_tokenizer(tiny_gpt2)
+    tokenizer = load.load_tokenizer(tiny_gpt2)
     ids = tokenizer("the film", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         shares = AutoModelForCausalLM.from_pretrained(tiny_gpt2)(ids).logits[0, -1].softmax(-1).numpy()
@@ -114,9 +114,9 @@ def test_rows_that_cannot_be_answered_are_errors_of_their_own(tiny_gpt2: Path) -
 
 def test_a_model_that_gives_nan_gives_error_rows(tiny_gpt2: Path, tmp_path: Path) -> None:
     broken = AutoModelForCausalLM.from_pretrained(tiny_gpt2)
-    broken.transformer.wte.weight.data[models.load_tokenizer(tiny_gpt2)("?")["input_ids"]] = np.nan
+    broken.transformer.wte.weight.data[load.load_tokenizer(tiny_gpt2)("?")["input_ids"]] = np.nan
     broken.save_pretrained(tmp_path / "model")
-    models.load_tokenizer(tiny_gpt2).save_pretrained(tmp_path / "model")
+    load.load_tokenizer(tiny_gpt2).save_pretrained(tmp_path / "model")
     assert {row["error"] for row in answers(tmp_path / "model", TEXTS[:2])} == {
         "non_finite: the model gave NaN or infinity"
     }
@@ -132,7 +132,7 @@ def test_conversations_go_through_the_template(tiny_gpt2: Path) -> None:
 
 
 def test_a_conversation_needs_a_template(tiny_gpt2: Path, tmp_path: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_gpt2)
+    tokenizer = load.load_tokenizer(tiny_gpt2)
     tokenizer.chat_template = None
     AutoModelForCausalLM.from_pretrained(tiny_gpt2).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

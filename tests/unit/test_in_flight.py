@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import tiny
 import torchlake as tl
-from torchlake import predicting
-from torchlake.in_flight import InFlight
 from torchlake.progress import progress
-from torchlake.strikes import Strikes
+from torchlake.scoring import predict
+from torchlake.scoring.in_flight import InFlight
+from torchlake.scoring.poison_rows import Strikes
 
 
 @given(
@@ -86,7 +86,7 @@ def test_predict_shows_every_batch_of_a_chunk(
 
         return forward
 
-    monkeypatch.setattr(predicting, "progress", watched)
+    monkeypatch.setattr(predict, "progress", watched)
     pq.write_table(tiny.reviews(200), tmp_path / "rows.parquet")
     tl.predict(tiny_model, tmp_path / "rows.parquet", tmp_path / "out", runtime=load, engine=tiny.Here())
     assert len(seen) > 3

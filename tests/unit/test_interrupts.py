@@ -14,9 +14,10 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
-from torchlake import attempts, predicting
-from torchlake.interrupts import announced
-from torchlake.tables.commit import Part
+from torchlake.processes.interrupts import announced
+from torchlake.scoring import predict
+from torchlake.tables.output.commit import Part
+from torchlake.training import restarts
 
 SCRIPT = """
 import threading
@@ -101,8 +102,8 @@ class Interrupting(tiny.Here):
 def test_a_training_says_that_it_saves(tmp_path: Path, tiny_bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         tl.train(run=tmp_path / "run", engine=Interrupting(), **runs.job(tmp_path, tiny_bert))
-    assert f"\n{attempts.SAVING}\n" in capfd.readouterr().err
-    assert attempts.SAVING == "Saving a checkpoint; press Ctrl-C again to abort."
+    assert f"\n{restarts.SAVING}\n" in capfd.readouterr().err
+    assert restarts.SAVING == "Saving a checkpoint; press Ctrl-C again to abort."
 
 
 def test_a_scoring_says_that_finished_chunks_are_kept(
@@ -112,7 +113,7 @@ def test_a_scoring_says_that_finished_chunks_are_kept(
     pq.write_table(tiny.reviews(60), table)
     with pytest.raises(KeyboardInterrupt):
         tl.predict(tiny_model, table, output, engine=Interrupting(), chunk_rows=10)
-    assert f"\n{predicting.KEPT}\n" in capfd.readouterr().err
+    assert f"\n{predict.KEPT}\n" in capfd.readouterr().err
     done = tl.predict(tiny_model, table, output, engine=tiny.Here(), chunk_rows=10)
     assert done.rows_out == 60
     assert done.record["provenance"]["rows_scored"] < 60, "what was finished was kept"
@@ -133,11 +134,11 @@ def test_a_training_on_a_terminal_saves_at_the_first_and_is_aborted_by_the_secon
     code, shown = on_terminal(words, columns=80, keys=[("loss", CTRL_C)], environment=environment)
     assert code == 130
     said, saved, again = (
-        shown.index(text) for text in (attempts.SAVING, "; saved. Run the same", "To continue, run it")
+        shown.index(text) for text in (restarts.SAVING, "; saved. Run the same", "To continue, run it")
     )
     assert said < saved < again
     assert any((tmp_path / "run" / "checkpoints").iterdir())
-    keys = [("loss", CTRL_C), (attempts.SAVING, CTRL_C)]
+    keys = [("loss", CTRL_C), (restarts.SAVING, CTRL_C)]
     code, shown = on_terminal(words, columns=40, keys=keys, environment=environment)
     assert code == 130
     assert "training on 1 rank from step" in " ".join(shown.split())

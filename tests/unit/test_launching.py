@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from torchlake import launching
 from torchlake.engines.local import Local
 from torchlake.errors import ConfigError, RankFailed, UsageError
-from torchlake.launching import launch, launch_script
+from torchlake.training import launch as launching
+from torchlake.training.launch import launch, launch_script
 
 TWO = Local(processes=2)
 

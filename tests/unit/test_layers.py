@@ -10,7 +10,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import families
-from torchlake import lora, models
+from torchlake.models import load
+from torchlake.training import lora
 
 QUICK = ("albert", "bart", "bert", "funnel", "gpt2", "jamba", "mt5", "xlnet", "xmod")
 CLASSIFIERS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in families.classifiers()]
@@ -35,7 +36,7 @@ def numbered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_layer_of_every_list_is_found_once(name: str) -> None:
     model = shape_of(name)
-    layers = models.layers(model)
+    layers = load.layers(model)
     held = [id(module) for layer in layers for module in layer.modules() if any(True for _ in module.parameters())]
     assert len(held) == len(set(held)), "a layer inside another one"
     assert not any(isinstance(layer, nn.ModuleList) for layer in layers), "a list is never called"

@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
-from torchlake import preparing
+from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.errors import DataError
-from torchlake.task_spec import TaskSpec
+from torchlake.preparation import prepare as preparing
 from training_runs import Inline
 
 

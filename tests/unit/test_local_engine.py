@@ -196,7 +196,7 @@ def test_output_whose_reader_has_left_stops_nothing(tmp_path: Path) -> None:
     """As in `torchlake launch ... | head`, where the driver prints what ranks on other machines said."""
     source = """
         import os, sys
-        from torchlake.processes.output import show
+        from torchlake.processes.remote import show
 
         read, write = os.pipe()
         os.close(read)

@@ -13,11 +13,13 @@ import torch
 
 import torchlake as tl
 import training_runs as runs
-from torchlake import learner, memory, models
 from torchlake.distributed import Group, explained
-from torchlake.learner import Learner
+from torchlake.errors import ran_out_of_memory
+from torchlake.models import load
 from torchlake.strategies import single
-from torchlake.training_rows import Rows
+from torchlake.training import state
+from torchlake.training.rows import Rows
+from torchlake.training.state import Learner
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -52,7 +54,7 @@ def test_memory_that_runs_out_halves_the_micro_batches(
     runs.succeed(tmp_path / "roomy", sections, ranks=ranks)
     runs.succeed(tmp_path / "tight", sections, ranks=ranks, stub=memory_for_100_tokens)
     assert runs.losses(tmp_path / "tight") == pytest.approx(runs.losses(tmp_path / "roomy"), abs=TOLERANCE)
-    noted = models.durable.read_json(tmp_path / "tight" / learner.MICRO_BATCH)
+    noted = load.durable.read_json(tmp_path / "tight" / state.MICRO_BATCH)
     assert noted["tokens"] <= 100
     assert noted["asked"] == 16384
 
@@ -107,7 +109,7 @@ def test_memory_that_runs_out_elsewhere_in_a_step_does_too(
     tight = runs.succeed(tmp_path / "tight", sections, ranks=ranks, stub=stub)
     assert runs.losses(tmp_path / "tight") == pytest.approx(runs.losses(tmp_path / "roomy"), abs=TOLERANCE)
     assert tight.metrics is not None
-    assert 0 < models.durable.read_json(tmp_path / "tight" / learner.MICRO_BATCH)["tokens"] < 16384
+    assert 0 < load.durable.read_json(tmp_path / "tight" / state.MICRO_BATCH)["tokens"] < 16384
 
 
 @pytest.mark.parametrize(
@@ -128,19 +130,19 @@ def test_memory_that_runs_out_elsewhere_in_a_step_does_too(
     ids=repr,
 )
 def test_memory_that_ran_out_is_known_by_any_librarys_words(error: Exception) -> None:
-    assert memory.ran_out(error)
+    assert ran_out_of_memory(error)
     group = Group(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
     with pytest.raises(type(error)) as raised, explained(group, "working"):  # and is not taken for a lost peer
         raise error
     assert raised.value is error
     wrapped = RuntimeError("elsewhere")
     wrapped.__cause__ = error
-    assert memory.ran_out(wrapped)
+    assert ran_out_of_memory(wrapped)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), RuntimeError("NCCL timed out"), KeyError("memory")])
 def test_other_errors_are_no_lack_of_memory(error: Exception) -> None:
-    assert not memory.ran_out(error)
+    assert not ran_out_of_memory(error)
 
 
 def test_logits_are_gone_before_the_next_forward_pass(

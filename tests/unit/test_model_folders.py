@@ -8,9 +8,9 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake import models
-from torchlake.cli import main
+from torchlake.cli.main import main
 from torchlake.errors import DataError
+from torchlake.models import load
 
 JOB = "data: {train: t.parquet}\nmodel: {base: b}\n"
 
@@ -36,14 +36,14 @@ def run(built: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("place", [".", "checkpoints", "checkpoints/best", "model"])
 def test_a_run_folder_is_a_model(run: Path, place: str) -> None:
-    assert models.model_folder(run / place).resolve() == run / "model"
-    assert models.load_spec(str(run / place)) == tiny.SPEC
-    assert models.model_folder((run / place).resolve().as_uri()) == run / "model"
+    assert load.model_folder(run / place).resolve() == run / "model"
+    assert load.load_spec(str(run / place)) == tiny.SPEC
+    assert load.model_folder((run / place).resolve().as_uri()) == run / "model"
 
 
 def test_a_run_folder_in_the_current_one_is_a_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
-    assert [models.model_folder(name) for name in (".", "checkpoints", "model")] == [
+    assert [load.model_folder(name) for name in (".", "checkpoints", "model")] == [
         Path("model"),
         run / "model",
         Path("model"),
@@ -64,7 +64,7 @@ def test_an_unfinished_run_says_so(run: Path, capfd: pytest.CaptureFixture[str])
     with pytest.raises(
         DataError, match=r"run that is not finished.* writes its best model to .*/reviews/model"
     ) as caught:
-        models.model_folder(run)
+        load.model_folder(run)
     assert "so far" not in str(caught.value)
     for step in (9, 12):
         (run / "checkpoints" / "best" / f"step_{step:08d}").mkdir()
@@ -78,14 +78,14 @@ def test_a_damaged_job_hides_nothing_else(run: Path) -> None:
     shutil.rmtree(run / "model")
     (run / "job.yaml").write_text("nonsense")
     with pytest.raises(DataError, match="is not finished"):
-        models.model_folder(run)
+        load.model_folder(run)
 
 
 def test_a_checkpoint_is_no_model(run: Path) -> None:
     with pytest.raises(
         DataError, match=r"is a checkpoint, not a model folder\. The model of its run is .*/reviews/model"
     ):
-        models.model_folder(run / "checkpoints" / "step_00000018")
+        load.model_folder(run / "checkpoints" / "step_00000018")
 
 
 def test_a_tuning_stands_for_its_best_model(run: Path, built: Path) -> None:
@@ -94,9 +94,9 @@ def test_a_tuning_stands_for_its_best_model(run: Path, built: Path) -> None:
     for number in (0, 3):
         shutil.copytree(built, run / "trials" / f"{number:04d}" / "model")
     with pytest.raises(DataError, match=r"tuning that is not finished.*trials/0000/model or .*trials/0003/model\."):
-        models.model_folder(run)
+        load.model_folder(run)
     shutil.rmtree(run / "trials" / "0000" / "model")
-    assert models.model_folder(run) == run / "trials" / "0003" / "model"
+    assert load.model_folder(run) == run / "trials" / "0003" / "model"
     (run / "job.yaml").unlink()
     with pytest.raises(DataError, match="tuning that is not finished"):
-        models.model_folder(run)
+        load.model_folder(run)

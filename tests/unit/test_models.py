@@ -26,19 +26,19 @@ from transformers import (
 
 import families
 import tiny
-from torchlake import model_folders, models
-from torchlake.durable import fingerprint
+from torchlake.atomic_io import fingerprint
+from torchlake.config.task_spec import spec_from_json, spec_to_json
 from torchlake.errors import DataError, StorageError
-from torchlake.model_writing import quiet
-from torchlake.models import TaskSpec
-from torchlake.task_spec import spec_from_json, spec_to_json
+from torchlake.models import folders, load
+from torchlake.models.load import TaskSpec
+from torchlake.models.write import quiet
 
 AUTO = "AutoModelForSequenceClassification"
 
 
 def test_transformers_loads_a_model_folder(tiny_model: Path) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(tiny_model)
-    ours = models.load_model(tiny_model, models.load_spec(tiny_model), auto_class=AUTO)
+    ours = load.load_model(tiny_model, load.load_spec(tiny_model), auto_class=AUTO)
     assert theirs.config.id2label == {0: "bad", 1: "good"}
     assert theirs.config.problem_type == "single_label_classification"
     assert not ours.training
@@ -46,23 +46,23 @@ def test_transformers_loads_a_model_folder(tiny_model: Path) -> None:
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, theirs.state_dict()[name])
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    assert tokenizer("a good film")["input_ids"] == models.load_tokenizer(tiny_model)("a good film")["input_ids"]
+    assert tokenizer("a good film")["input_ids"] == load.load_tokenizer(tiny_model)("a good film")["input_ids"]
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, tiny_bert: Path, tiny_model: Path) -> None:
     again = tiny.build_model(tmp_path / "again", encoder=tiny.build_encoder(tmp_path / "encoder"))
-    assert model_folders.model_hash(again) == model_folders.model_hash(tiny_model)
-    assert model_folders.tokenizer_hash(again) == model_folders.tokenizer_hash(tiny_model)
+    assert folders.model_hash(again) == folders.model_hash(tiny_model)
+    assert folders.tokenizer_hash(again) == folders.tokenizer_hash(tiny_model)
     other = tiny.build_model(tmp_path / "other", encoder=tiny_bert, seed=1)
-    assert model_folders.model_hash(other) != model_folders.model_hash(tiny_model)
-    assert model_folders.tokenizer_hash(other) == model_folders.tokenizer_hash(tiny_model)
+    assert folders.model_hash(other) != folders.model_hash(tiny_model)
+    assert folders.tokenizer_hash(other) == folders.tokenizer_hash(tiny_model)
 
 
 def test_the_hash_needs_no_manifest(tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "model" / "manifest.json").unlink()
     (tmp_path / "model" / "README.md").write_text("another card")
-    assert model_folders.model_hash(tmp_path / "model") == model_folders.model_hash(tiny_model)
+    assert folders.model_hash(tmp_path / "model") == folders.model_hash(tiny_model)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_the_hash_needs_no_manifest(tmp_path: Path, tiny_model: Path) -> None:
         ("regression", ()),
     ],
 )
-def test_a_spec_comes_back(tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[models.Label, ...]) -> None:
+def test_a_spec_comes_back(tmp_path: Path, tiny_bert: Path, problem: str, labels: tuple[load.Label, ...]) -> None:
     spec = tiny.spec_for(problem, labels)
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
-    loaded = models.load_spec(folder)
+    loaded = load.load_spec(folder)
     assert loaded == spec
     assert [type(label) for label in loaded.labels] == [type(label) for label in labels]
-    model = models.load_model(folder, loaded, auto_class=AUTO)
+    model = load.load_model(folder, loaded, auto_class=AUTO)
     assert model.config.num_labels == max(1, len(labels))
 
 
@@ -115,21 +115,21 @@ def test_a_task_that_was_edited_wrongly(
     file = tmp_path / "model" / "task.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(DataError, match=message):
-        models.load_spec(tmp_path / "model")
+        load.load_spec(tmp_path / "model")
 
 
 def test_a_folder_without_a_task_is_read_from_its_config(tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     for name in ("task.json", "manifest.json"):
         (tmp_path / "model" / name).unlink()
-    assert models.load_spec(tmp_path / "model") == replace(tiny.SPEC, max_length=128)
+    assert load.load_spec(tmp_path / "model") == replace(tiny.SPEC, max_length=128)
 
 
 def test_an_encoder_without_a_head_has_no_task(tiny_bert: Path) -> None:
     with pytest.raises(DataError, match="BertModel"):
-        models.load_spec(tiny_bert)
+        load.load_spec(tiny_bert)
     with pytest.raises(DataError, match=r"classifier\.bias.*answers would be random"):
-        models.load_model(tiny_bert, auto_class=AUTO)
+        load.load_model(tiny_bert, auto_class=AUTO)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
@@ -143,36 +143,36 @@ def test_a_damaged_file_is_named(tmp_path: Path, tiny_model: Path, damage: str) 
     else:
         weights.write_bytes(bytes(content) if damage == "flip" else bytes(content[:-4]))
     with pytest.raises(DataError, match=r"model\.safetensors"):
-        models.load_model(tmp_path / "model", auto_class=AUTO)
+        load.load_model(tmp_path / "model", auto_class=AUTO)
 
 
 def test_a_model_is_replaced_whole_or_not_at_all(
     tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
-    before = model_folders.model_hash(folder)
+    before = folders.model_hash(folder)
     for site in ("model.write", "model.task.write", "model.card.rename", "model.manifest.write", "model.rename"):
         monkeypatch.setenv("TORCHLAKE_FAILPOINT", f"{site}:1:enospc")
         monkeypatch.setattr("torchlake.failpoints._hits", {})
         with pytest.raises(StorageError, match="free there"):
             tiny.build_model(folder, encoder=tiny_bert, seed=1)
-        assert model_folders.model_hash(folder) == before
+        assert folders.model_hash(folder) == before
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
     monkeypatch.delenv("TORCHLAKE_FAILPOINT")
     tiny.build_model(folder, encoder=tiny_bert, seed=1)
-    assert model_folders.model_hash(folder) != before
+    assert folders.model_hash(folder) != before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_state_dict_is_saved_like_its_model(tmp_path: Path, tiny_bert: Path) -> None:
     torch.manual_seed(0)
-    model = models.base_model(tiny_bert, tiny.SPEC, AUTO)
-    tokenizer = models.load_tokenizer(tiny_bert)
+    model = load.base_model(tiny_bert, tiny.SPEC, AUTO)
+    tokenizer = load.load_tokenizer(tiny_bert)
     card = {"base": "tiny", "metrics": {"accuracy": 0.5, "auc": {"value": 0.7, "low": 0.6, "high": 0.8}}}
-    models.save_model_folder(tmp_path / "model", model, model.config, tokenizer, tiny.SPEC, card=card)
+    load.save_model_folder(tmp_path / "model", model, model.config, tokenizer, tiny.SPEC, card=card)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    models.save_model_folder(tmp_path / "state", state, model.config, tokenizer, tiny.SPEC, card=card)
-    assert model_folders.model_hash(tmp_path / "model") == model_folders.model_hash(tmp_path / "state")
+    load.save_model_folder(tmp_path / "state", state, model.config, tokenizer, tiny.SPEC, card=card)
+    assert folders.model_hash(tmp_path / "model") == folders.model_hash(tmp_path / "state")
     text = (tmp_path / "model" / "README.md").read_text()
     assert text.startswith("---\nlibrary_name: transformers\n")
     assert "| auc | 0.7000 | 0.6000 to 0.8000 |" in text
@@ -180,28 +180,28 @@ def test_a_state_dict_is_saved_like_its_model(tmp_path: Path, tiny_bert: Path) -
 
 def test_the_head_is_fresh_and_the_encoder_is_not(tiny_model: Path, tiny_bert: Path) -> None:
     weight, bias, inside = "classifier.weight", "classifier.bias", "bert.pooler.dense.weight"
-    tuned = models.load_model(tiny_model, auto_class=AUTO).state_dict()
+    tuned = load.load_model(tiny_model, auto_class=AUTO).state_dict()
     other = tiny.spec_for("single_label", ("no", "yes"))
     torch.manual_seed(3)
-    first = models.base_model(tiny_model, other, AUTO).state_dict()
+    first = load.base_model(tiny_model, other, AUTO).state_dict()
     torch.manual_seed(3)
-    second = models.base_model(tiny_bert, other, AUTO).state_dict()
-    third = models.base_model(tiny_bert, other, AUTO).state_dict()
+    second = load.base_model(tiny_bert, other, AUTO).state_dict()
+    third = load.base_model(tiny_bert, other, AUTO).state_dict()
     assert not torch.equal(first[weight], tuned[weight])
     assert torch.equal(first[inside], second[inside])
     assert not torch.equal(second[weight], third[weight])
     assert torch.equal(second[bias], torch.zeros(2))
-    five = models.base_model(tiny_model, tiny.spec_for("single_label", ("a", "b", "c", "d", "e")), AUTO)
+    five = load.base_model(tiny_model, tiny.spec_for("single_label", ("a", "b", "c", "d", "e")), AUTO)
     assert five.state_dict()[weight].shape == (5, 32)
 
 
 def test_tied_weights_are_saved_once_and_load(tmp_path: Path, tiny_bert: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny_bert)
+    tokenizer = load.load_tokenizer(tiny_bert)
     config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = BertForMaskedLM(config)
-    models.save_model_folder(tmp_path / "model", model, config, tokenizer, tiny.SPEC, card={})
+    load.save_model_folder(tmp_path / "model", model, config, tokenizer, tiny.SPEC, card={})
     # A pretrained language model is a base: its prediction head is left behind, its missing pooler is drawn.
-    assert models.base_model(tmp_path / "model", tiny.SPEC, AUTO).config.num_labels == 2
+    assert load.base_model(tmp_path / "model", tiny.SPEC, AUTO).config.num_labels == 2
 
 
 @pytest.mark.parametrize(
@@ -226,27 +226,27 @@ def test_model_and_tokenizer_pad_with_the_same_token(
     file = folder / "config.json"
     named = None if of_config is None else tokenizer.convert_tokens_to_ids(of_config)
     file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token_id": named}))
-    loaded = models.load_tokenizer(folder)
+    loaded = load.load_tokenizer(folder)
     assert loaded.pad_token == expected
-    model = models.base_model(folder, tiny.SPEC, AUTO)
+    model = load.base_model(folder, tiny.SPEC, AUTO)
     assert model.config.pad_token_id == loaded.pad_token_id
-    models.save_model_folder(tmp_path / "saved", model, model.config, loaded, tiny.SPEC, card={})
+    load.save_model_folder(tmp_path / "saved", model, model.config, loaded, tiny.SPEC, card={})
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == loaded.pad_token_id
-    assert models.load_tokenizer(tmp_path / "saved").pad_token == expected
+    assert load.load_tokenizer(tmp_path / "saved").pad_token == expected
 
 
 def test_lengths(tiny_bert: Path, tiny_roberta: Path) -> None:
-    assert models.max_length(tiny_bert) == 128
-    assert models.max_length(tiny_roberta) == 128  # 130 positions, the first two unused
-    assert models.max_length(tiny_bert, 16) == 16
+    assert load.max_length(tiny_bert) == 128
+    assert load.max_length(tiny_roberta) == 128  # 130 positions, the first two unused
+    assert load.max_length(tiny_bert, 16) == 16
     with pytest.raises(DataError, match="128 tokens only"):
-        models.max_length(tiny_roberta, 129)
+        load.max_length(tiny_roberta, 129)
 
 
 def test_roberta_takes_its_longest_row(tiny_roberta: Path) -> None:
-    model = models.base_model(tiny_roberta, tiny.SPEC, AUTO).eval()
+    model = load.base_model(tiny_roberta, tiny.SPEC, AUTO).eval()
     with torch.inference_mode():
-        assert model(torch.full((1, models.max_length(tiny_roberta)), 7)).logits.isfinite().all()
+        assert model(torch.full((1, load.max_length(tiny_roberta)), 7)).logits.isfinite().all()
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "models" / "mini-lm").mkdir(parents=True)
     with pytest.raises(DataError, match=r"there is no such model folder.* Did you mean '.*models/mini-lm'\?"):
-        models.model_folder(name)
+        load.model_folder(name)
     assert asked == []
 
 
@@ -278,14 +278,14 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(
 def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(asked: list[tuple[str, str | None]], name: str) -> None:
     Path("model").mkdir()
     with pytest.raises(DataError, match="there is no such model folder"):
-        models.model_folder(name)
+        load.model_folder(name)
     assert asked == []
 
 
 def test_the_first_folder_that_is_mistyped_is_named(asked: list[tuple[str, str | None]]) -> None:
     Path("models/minilm").mkdir(parents=True)
     with pytest.raises(DataError, match=r"Could not download it .* Did you mean 'models'\?"):
-        models.model_folder("modles/minilm")
+        load.model_folder("modles/minilm")
 
 
 @pytest.mark.parametrize(
@@ -302,41 +302,41 @@ def test_a_revision_of_the_hub_is_named_after_the_model(
     asked: list[tuple[str, str | None]], model: str, name: str, revision: str | None
 ) -> None:
     with pytest.raises(DataError, match="Could not download it"):
-        models.model_folder(model)
+        load.model_folder(model)
     assert asked == [(name, revision)]
     Path(model).mkdir(parents=True)
-    assert models.model_folder(model) == Path(model)
+    assert load.model_folder(model) == Path(model)
 
 
 def test_what_is_no_base_model_is_named(tmp_path: Path, tiny_bert: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(DataError, match="no such model folder"):
-        models.base_model(missing, tiny.SPEC, AUTO)
+        load.base_model(missing, tiny.SPEC, AUTO)
     with pytest.raises(
         DataError,
         match=r"no such folder here .*nobody/nothing.*Could not download it from the .* Hub \(HF_HUB_OFFLINE is set\)",
     ):
-        models.load_tokenizer("nobody/nothing")
+        load.load_tokenizer("nobody/nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="is a file"):
-        models.load_spec(tmp_path / "file")
+        load.load_spec(tmp_path / "file")
     with pytest.raises(DataError, match=r"no weights|not a model folder"):
-        models.load_spec(tmp_path)
+        load.load_spec(tmp_path)
     shutil.copytree(tiny_bert, tmp_path / "wordless")
     (tmp_path / "wordless" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="no tokenizer"):
-        models.load_tokenizer(tmp_path / "wordless")
+        load.load_tokenizer(tmp_path / "wordless")
     vision = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     with quiet():
         ViTModel(vision).save_pretrained(tmp_path / "vit")
     with pytest.raises(DataError, match="'vit' has no head for text_classification"):
-        models.base_model(tmp_path / "vit", tiny.SPEC, AUTO)
+        load.base_model(tmp_path / "vit", tiny.SPEC, AUTO)
 
 
 def test_a_tokenizer_without_padding(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(tokenizer_models.BPE())).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="no padding token"):
-        models.load_tokenizer(tmp_path)
+        load.load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_in_python(tmp_path: Path, tiny_bert: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_tokenizer_in_python(tmp_path: Path, tiny_bert: Path) -> None:
     (tmp_path / "slow" / "vocab.txt").write_text("[UNK]")
     (tmp_path / "slow" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CanineTokenizer"}))
     with pytest.raises(DataError, match="CanineTokenizer is a tokenizer in Python"):
-        models.load_tokenizer(tmp_path / "slow")
+        load.load_tokenizer(tmp_path / "slow")
 
 
 def test_an_encoder_with_missing_layers(tmp_path: Path, tiny_bert: Path) -> None:
@@ -353,13 +353,13 @@ def test_an_encoder_with_missing_layers(tmp_path: Path, tiny_bert: Path) -> None
     file = tmp_path / "torn" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 3}))
     with pytest.raises(DataError, match=r"lack bert\.encoder\.layer\.2"):
-        models.base_model(tmp_path / "torn", tiny.SPEC, AUTO)
+        load.base_model(tmp_path / "torn", tiny.SPEC, AUTO)
 
 
 def test_the_head_must_fit_the_task(tiny_model: Path) -> None:
     spec: TaskSpec = tiny.spec_for("single_label", ("a", "b", "c"))
     with pytest.raises(DataError, match=r"2 outputs.*3 classes"):
-        models.load_model(tiny_model, spec, auto_class=AUTO)
+        load.load_model(tiny_model, spec, auto_class=AUTO)
 
 
 READ_AND_TOUCH = """
@@ -397,21 +397,21 @@ LABELS = ("a", "b", "c")
 
 def output_layer(folder: Path, spec: TaskSpec) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(7)
-    model: Any = models.base_model(folder, spec, AUTO)
+    model: Any = load.base_model(folder, spec, AUTO)
     return model.classifier.weight.detach().clone(), model.classifier.bias.detach().clone()
 
 
 def test_the_same_classes_keep_their_rows_of_the_head(tmp_path: Path, tiny_bert: Path) -> None:
     spec = tiny.spec_for("single_label", LABELS)
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
-    trained: Any = models.load_model(folder, spec, auto_class=AUTO)
+    trained: Any = load.load_model(folder, spec, auto_class=AUTO)
     weight, bias = output_layer(folder, spec)
     assert torch.equal(weight, trained.classifier.weight)
     assert torch.equal(bias, trained.classifier.bias)
     other = tiny.spec_for("single_label", ("c", "a", "b"))
     weight, bias = output_layer(folder, other)
     assert torch.equal(weight, trained.classifier.weight[[2, 0, 1]])
-    assert models.base_model(folder, other, AUTO).config.id2label == {0: "c", 1: "a", 2: "b"}
+    assert load.base_model(folder, other, AUTO).config.id2label == {0: "c", 1: "a", 2: "b"}
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_other_classes_get_a_head_of_their_own(
     spec = tiny.spec_for(problem, labels)
     with caplog.at_level("INFO", logger="torchlake"):
         weight, _ = output_layer(folder, spec)
-    trained: Any = models.load_model(folder, auto_class=AUTO)
+    trained: Any = load.load_model(folder, auto_class=AUTO)
     assert weight.shape[0] == max(1, len(labels))
     assert not any(torch.equal(row, before) for row in weight for before in trained.classifier.weight)
     assert "the head is drawn" in caplog.text
@@ -439,7 +439,7 @@ def test_a_classifier_of_transformers_keeps_its_head_by_the_names_of_its_classes
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=tiny.spec_for("single_label", (1, 2)))
     (folder / "task.json").unlink()
     (folder / "manifest.json").unlink()
-    trained: Any = models.load_model(folder, auto_class=AUTO)
+    trained: Any = load.load_model(folder, auto_class=AUTO)
     assert torch.equal(output_layer(folder, tiny.spec_for("single_label", (1, 2)))[0], trained.classifier.weight)
     assert not torch.equal(output_layer(folder, tiny.spec_for("single_label", (1, 3)))[0], trained.classifier.weight)
 
@@ -447,7 +447,7 @@ def test_a_classifier_of_transformers_keeps_its_head_by_the_names_of_its_classes
 def test_a_regression_keeps_its_head_in_the_same_units(tmp_path: Path, tiny_bert: Path) -> None:
     spec = replace(tiny.spec_for("regression", ()), mean=1000.0, deviation=50.0)
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
-    trained: Any = models.load_model(folder, auto_class=AUTO)
+    trained: Any = load.load_model(folder, auto_class=AUTO)
     assert torch.equal(output_layer(folder, spec)[0], trained.classifier.weight)
     assert not torch.equal(output_layer(folder, replace(spec, mean=0.0))[0], trained.classifier.weight)
 

@@ -9,8 +9,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
 
 import tiny
-from torchlake.config import TrainConfig
-from torchlake.objective import PLAIN, Objective, find_objective
+from torchlake.config.job import TrainConfig
+from torchlake.loss import PLAIN, Objective, find_objective
 from torchlake.tasks import text_classification as task
 
 CLASSES = tiny.spec_for("single_label", ("a", "b", "c"))

@@ -16,13 +16,13 @@ import pytest
 import rivals
 import tiny
 import torchlake as tl
-from torchlake import sampling
-from torchlake.agreement import CLOSE, compare, outside
-from torchlake.cli import main
+from torchlake.cli.main import main
 from torchlake.errors import DataError, TableError, TorchlakeError, UsageError
+from torchlake.evaluation.agreement import CLOSE, compare, outside
+from torchlake.optimization import sample as sampling
+from torchlake.optimization.measure import Stopped, run_guarded
+from torchlake.optimization.sample import draw_sample
 from torchlake.processes.hardware import cores
-from torchlake.sampling import draw_sample
-from torchlake.trials import Stopped, run_guarded
 
 ONE = tl.Local(processes=1)
 

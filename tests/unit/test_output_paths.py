@@ -8,10 +8,10 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake import run_folder
-from torchlake.cli import main
+from torchlake.cli.main import main
 from torchlake.errors import UsageError
-from torchlake.tables.committed import local_output
+from torchlake.runs import folder as run_folder
+from torchlake.tables.record import local_output
 
 URLS = ("s3://bucket/out", "gs://bucket/out", "memory://out", "https://example.org/out", "S3://bucket/out")
 

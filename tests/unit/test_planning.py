@@ -17,14 +17,15 @@ from safetensors.torch import save_file
 
 import tiny
 import torchlake as tl
-from torchlake import capacity, models, plan_tables, surveying, workload
-from torchlake.cli import main
-from torchlake.config import load_job
-from torchlake.costs import SHARINGS
+from torchlake.cli.main import main
+from torchlake.config.job import load_job
 from torchlake.data import batching, order
 from torchlake.errors import DataError, TableError, UsageError
-from torchlake.preparing import prepare
-from torchlake.workload import Case
+from torchlake.models import load
+from torchlake.planning import capacity, display, survey, workload
+from torchlake.planning.costs import SHARINGS
+from torchlake.planning.workload import Case
+from torchlake.preparation.prepare import prepare
 
 FAST = {"flops": 1e12}
 
@@ -44,7 +45,7 @@ def sections(tiny_bert: Path, tmp_path: Path) -> dict[str, Any]:
 def case(lengths: np.ndarray, sections: dict[str, Any], **changes: Any) -> Case:
     job = load_job(None, **sections)
     base = Path(job.model.base)
-    shape, parameters = surveying.survey_model(job, base, tiny.SPEC)
+    shape, parameters = survey.survey_model(job, base, tiny.SPEC)
     setting = tl.plan(**sections, **FAST).setting
     usual = {"batch_size": 32, "micro_batch_tokens": 16384, "seed": 0, "longest": int(lengths.max())}
     return Case(shape=shape, parameters=parameters, setting=setting, lengths=lengths, **{**usual, **changes})
@@ -58,7 +59,7 @@ def test_a_small_table_is_planned_exactly(sections: dict[str, Any], tmp_path: Pa
     done = tl.plan(**sections, **FAST)
     job = load_job(None, **sections)
     base = Path(job.model.base)
-    spec = replace(tiny.SPEC, max_length=models.max_length(base))
+    spec = replace(tiny.SPEC, max_length=load.max_length(base))
     prepare(job.data.train, tmp_path / "tokens", tokenizer=base, spec=spec, engine=tiny.Here())
     parts = [pq.read_table(part, columns=["length"]) for part in (tmp_path / "tokens").glob("*.parquet")]
     lengths = pa.concat_tables(parts)["length"].to_numpy()
@@ -81,20 +82,20 @@ def test_what_would_be_cut_is_planned(sections: dict[str, Any]) -> None:
     sections["model"]["max_length"] = 12
     done = tl.plan(**sections, **FAST)
     texts = pq.read_table(sections["data"]["train"])["text"].to_pylist()
-    whole = np.array([len(ids) for ids in models.load_tokenizer(sections["model"]["base"])(texts)["input_ids"]])
+    whole = np.array([len(ids) for ids in load.load_tokenizer(sections["model"]["base"])(texts)["input_ids"]])
     lost = np.maximum(whole - 12, 0)
     assert done.tokens.truncated == pytest.approx((lost > 0).mean())
     assert done.tokens.cut == pytest.approx(lost.sum() / whole.sum())
-    said = plan_tables.facts(done)["truncated"]
+    said = display.facts(done)["truncated"]
     assert f"{(lost > 0).mean():.1%} of rows are cut" in said
     assert "model.max_length" in said
     sections["model"]["max_length"] = 64
-    assert "model.max_length" not in plan_tables.facts(tl.plan(**sections, **FAST))["truncated"]
+    assert "model.max_length" not in display.facts(tl.plan(**sections, **FAST))["truncated"]
 
 
 def test_the_parameters_are_those_of_the_model(sections: dict[str, Any], tiny_bert: Path) -> None:
     done = tl.plan(**sections, **FAST)
-    model = models.base_model(tiny_bert, tiny.SPEC, "AutoModelForSequenceClassification")
+    model = load.base_model(tiny_bert, tiny.SPEC, "AutoModelForSequenceClassification")
     assert done.parameters.total == sum(parameter.numel() for parameter in model.parameters())
     assert done.parameters.trainable == done.parameters.total
     layers = model.bert.encoder.layer

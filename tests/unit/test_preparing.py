@@ -11,9 +11,9 @@ import pytest
 import reading_crashes
 import tiny
 import torchlake as tl
-from torchlake import models
 from torchlake.errors import DataError
-from torchlake.preparing import PreparingSettings, make_token_worker, prepare
+from torchlake.models import load
+from torchlake.preparation.prepare import PreparingSettings, make_token_worker, prepare
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.table import open_table
 
@@ -31,7 +31,7 @@ def test_tokens_and_targets_of_every_row(encoder: Path, tmp_path: Path) -> None:
     )
     assert (record["rows"], record["failed"]) == (50, 0)
     tokens = pq.read_table(tmp_path / "out")
-    tokenizer = models.load_tokenizer(encoder)
+    tokenizer = load.load_tokenizer(encoder)
     expected = tokenizer(table["text"].to_pylist(), truncation=True, max_length=tiny.SPEC.max_length)["input_ids"]
     assert tokens["input_ids"].to_pylist() == expected
     assert tokens["length"].to_pylist() == [len(ids) for ids in expected]
@@ -106,7 +106,7 @@ def test_what_is_cut_is_counted_and_above_some_share_said(
     record = prepare(
         tmp_path / "in.parquet", tmp_path / "out", tokenizer=encoder, spec=tiny.SPEC, engine=tl.Local(processes=1)
     )
-    whole = [len(ids) for ids in models.load_tokenizer(encoder)(texts)["input_ids"]]
+    whole = [len(ids) for ids in load.load_tokenizer(encoder)(texts)["input_ids"]]
     lost = [max(0, length - tiny.SPEC.max_length) for length in whole]
     assert record["provenance"]["truncated"] == {
         "rows": sum(length > 0 for length in lost),
@@ -122,7 +122,7 @@ def test_what_is_cut_is_counted_and_above_some_share_said(
 def test_a_token_without_an_embedding_is_refused_where_it_is_used(encoder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "encoder"
     shutil.copytree(encoder, folder)
-    tokenizer = models.load_tokenizer(folder)
+    tokenizer = load.load_tokenizer(folder)
     size = len(tokenizer)
     tokenizer.add_tokens(["superfilm"])
     tokenizer.save_pretrained(folder)

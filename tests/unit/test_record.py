@@ -3,13 +3,13 @@ import logging
 import math
 from pathlib import Path
 
-from torchlake import record
+from torchlake.runs import metrics_log
 
 
-def write(path: Path, *lines: record.Line) -> None:
-    with record.metrics_file(path) as file:
+def write(path: Path, *lines: metrics_log.Line) -> None:
+    with metrics_log.metrics_file(path) as file:
         for line in lines:
-            record.write_line(file, line)
+            metrics_log.write_line(file, line)
 
 
 def test_lines_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_lines_come_back_as_they_were_written(tmp_path: Path) -> None:
     lines = [{"step": 1, "loss": 0.1 + 0.2}, {"step": 2, "loss": 1e-300, "note": "é"}]
     write(path, lines[0])
     write(path, lines[1])
-    assert record.read_metrics(path) == lines
+    assert metrics_log.read_metrics(path) == lines
 
 
 def test_what_is_not_finite_is_seen_and_is_valid_json(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_what_is_not_finite_is_seen_and_is_valid_json(tmp_path: Path) -> None:
     text = path.read_text()
     assert '"nan"' in text
     assert json.loads(text, parse_constant=lambda word: 1 / 0)["grad_norm"] == "-inf"
-    (line,) = record.read_metrics(path)
+    (line,) = metrics_log.read_metrics(path)
     assert math.isnan(line["loss"])
     assert line["grad_norm"] == -math.inf
 
@@ -36,10 +36,10 @@ def test_a_resumed_run_drops_what_it_will_do_again(tmp_path: Path) -> None:
     validations = [{"step": step, "validation_loss": 1.0} for step in (2, 4)]
     steps = [{"step": step, "loss": 1.0} for step in (1, 2, 3, 4, 5)]
     write(path, *steps[:2], validations[0], *steps[2:4], validations[1], steps[4])
-    record.cut_metrics(path, 4, 2)
-    assert record.read_metrics(path) == [*steps[:2], validations[0], *steps[2:4]]
-    record.cut_metrics(path, 0, 0)
-    assert record.read_metrics(path) == []
+    metrics_log.cut_metrics(path, 4, 2)
+    assert metrics_log.read_metrics(path) == [*steps[:2], validations[0], *steps[2:4]]
+    metrics_log.cut_metrics(path, 0, 0)
+    assert metrics_log.read_metrics(path) == []
 
 
 def test_a_torn_last_line_is_nobodys(tmp_path: Path) -> None:
@@ -47,20 +47,20 @@ def test_a_torn_last_line_is_nobodys(tmp_path: Path) -> None:
     write(path, {"step": 1})
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"step": 2, "lo')
-    assert record.read_metrics(path) == [{"step": 1}]
-    record.cut_metrics(path, 9, 9)
+    assert metrics_log.read_metrics(path) == [{"step": 1}]
+    metrics_log.cut_metrics(path, 9, 9)
     assert path.read_text() == '{"step": 1}\n'
 
 
 def test_a_run_that_never_began_has_no_metrics(tmp_path: Path) -> None:
-    record.cut_metrics(tmp_path / "metrics.jsonl", 0, 0)
-    assert record.read_metrics(tmp_path / "metrics.jsonl") == []
+    metrics_log.cut_metrics(tmp_path / "metrics.jsonl", 0, 0)
+    assert metrics_log.read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_logs_are_json_lines_with_their_rank_and_traceback(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "rank_3.jsonl"
     log = logging.getLogger("torchlake.somewhere")
-    with record.log_file(path, rank=3):
+    with metrics_log.log_file(path, rank=3):
         log.info("saved %d", 7)
         try:
             raise KeyError("é")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from torchlake import record, run_folder
-from torchlake.cli import main
-from torchlake.config import Job, flat, load_job
+from torchlake.cli.main import main
+from torchlake.config.job import Job, flat, load_job
+from torchlake.config.redaction import REDACTED, redacted
 from torchlake.errors import ConfigError
-from torchlake.redaction import REDACTED, redacted
-from torchlake.reporting import report
+from torchlake.reporting.report import report
+from torchlake.runs import folder, metrics_log
 
 SPARK = """
 spark.authenticate.secret spark.connect.authenticate.token spark.ssl.keyPassword spark.ssl.keyStorePassword
@@ -153,14 +153,14 @@ CONF = dict.fromkeys(CREDENTIALS, "Zm9v-plain/looking+value=")
 
 def test_no_report_and_no_message_of_a_run_shows_a_credential_of_sparks(tmp_path: Path) -> None:
     job = with_conf(**CONF)
-    run_folder.claim(tmp_path, job)
+    folder.claim(tmp_path, job)
     (tmp_path / "task.json").write_text("{}")
     report(tmp_path)
     facts = (tmp_path / "report.json").read_text()
     assert REDACTED in facts
     assert "Zm9v" not in facts + (tmp_path / "report.html").read_text()
     other = job.model_copy(update={"data": job.data.model_copy(update={"text": "body"})})
-    assert "Zm9v" not in str(run_folder.differences(*(one.model_dump(mode="json") for one in (job, other))))
+    assert "Zm9v" not in str(folder.differences(*(one.model_dump(mode="json") for one in (job, other))))
 
 
 def test_a_wrong_value_is_not_quoted_where_it_is_a_secret() -> None:
@@ -172,7 +172,7 @@ def test_a_wrong_value_is_not_quoted_where_it_is_a_secret() -> None:
 
 
 def test_logs_of_ranks_hold_no_credential(tmp_path: Path) -> None:
-    with record.log_file(tmp_path / "rank_0.jsonl", rank=0):
+    with metrics_log.log_file(tmp_path / "rank_0.jsonl", rank=0):
         log = logging.getLogger("torchlake.test")
         log.info("conf %s", "fs.s3a.secret.key=Zm9v")
         try:

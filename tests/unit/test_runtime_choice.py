@@ -10,11 +10,12 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake import exports, plugins
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.runtime_choice import asked_for, chosen, write_choice
+from torchlake.models import exports
 from torchlake.runtimes import eager
-from torchlake.task_spec import TaskSpec
+from torchlake.scoring.runtime_choice import asked_for, chosen, write_choice
 
 ROWS = tiny.reviews(12).select(["text"])
 TASK = "text_classification"

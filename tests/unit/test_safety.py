@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from torchlake import models, safety
 from torchlake.errors import DataError, TorchlakeError, UnsafeError
+from torchlake.models import load, safety
 
 
 class Canary:
@@ -40,12 +40,12 @@ def refused(folder: Path) -> TorchlakeError:
     """The one error that every road into the folder ends with."""
     messages = set()
     roads: list[Callable[[], object]] = [
-        lambda: models.check_folder(folder),
-        lambda: models.load_spec(folder),
-        lambda: models.load_tokenizer(folder),
-        lambda: models.max_length(folder),
-        lambda: models.load_model(folder, auto_class="AutoModelForSequenceClassification"),
-        lambda: models.base_model(folder, SPEC, "AutoModelForSequenceClassification"),
+        lambda: load.check_folder(folder),
+        lambda: load.load_spec(folder),
+        lambda: load.load_tokenizer(folder),
+        lambda: load.max_length(folder),
+        lambda: load.load_model(folder, auto_class="AutoModelForSequenceClassification"),
+        lambda: load.base_model(folder, SPEC, "AutoModelForSequenceClassification"),
     ]
     for road in roads:
         with pytest.raises(TorchlakeError) as caught:
@@ -56,7 +56,7 @@ def refused(folder: Path) -> TorchlakeError:
     return caught.value
 
 
-SPEC = models.TaskSpec(
+SPEC = load.TaskSpec(
     task="text_classification", problem="single_label", labels=("a", "b"), text="text", label="label", max_length=16
 )
 
@@ -86,7 +86,7 @@ def test_a_pickle_is_refused_unopened(folder: Path, tmp_path: Path, name: str) -
 def test_weights_in_a_pickle_only(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(DataError, match="no weights"):
-        models.check_folder(folder)
+        load.check_folder(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
     assert "pytorch_model.bin" in str(refused(folder))
     assert not (tmp_path / "canary").exists()
@@ -122,7 +122,7 @@ def test_a_key_that_names_code_is_refused(folder: Path, tmp_path: Path, file: st
 
 def test_the_implementations_of_transformers_are_no_code(folder: Path) -> None:
     edit(folder / "config.json", _attn_implementation_autoset=True, attn_implementation="sdpa")
-    models.check_folder(folder)
+    load.check_folder(folder)
 
 
 KERNELS: list[tuple[str, Any]] = [
@@ -209,7 +209,7 @@ def test_an_implementation_that_is_let_in_asks_for_no_kernel(
     monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda *args, **options: True)
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **options: asked.append(args))
     edit(folder / "config.json", attn_implementation=implementation)
-    models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+    load.load_model(folder, auto_class="AutoModelForSequenceClassification")
     assert asked == []
 
 
@@ -229,7 +229,7 @@ def test_a_configuration_names_no_file_outside_of_the_folder(
         assert key in str(error)
     for value in ("tokenizer.json", None):
         edit(folder / "tokenizer_config.json", **{key: value})
-        models.check_folder(folder)
+        load.check_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -249,10 +249,10 @@ def test_files_by_other_keys(folder: Path, tmp_path: Path, file: str, key: str, 
 
 
 def test_where_a_tokenizer_was_once_saved_is_not_opened(folder: Path, tmp_path: Path) -> None:
-    before = models.load_tokenizer(folder)("good film")["input_ids"]
+    before = load.load_tokenizer(folder)("good film")["input_ids"]
     (tmp_path / "map.json").write_text("not JSON")
     edit(folder / "tokenizer_config.json", special_tokens_map_file=str(tmp_path / "map.json"))
-    assert models.load_tokenizer(folder)("good film")["input_ids"] == before
+    assert load.load_tokenizer(folder)("good film")["input_ids"] == before
 
 
 def test_links_may_not_lead_out(folder: Path, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_links_may_lead_to_the_blobs_of_a_hub_snapshot(tmp_path: Path, tiny_mode
     for file in tiny_model.iterdir():
         shutil.copy(file, blobs / f"blob-{file.name}")
         (snapshot / file.name).symlink_to(os.path.join("..", "..", "blobs", f"blob-{file.name}"))
-    models.check_folder(snapshot)
+    load.check_folder(snapshot)
     (snapshot / "vocab.txt").symlink_to(tmp_path)
     assert isinstance(refused(snapshot), UnsafeError)
 
@@ -305,9 +305,9 @@ def test_an_unknown_model_type(folder: Path) -> None:
     """Known to the installed transformers or not: that is asked where transformers is loaded anyway."""
     edit(folder / "config.json", model_type="evil")
     with pytest.raises(DataError, match="'evil'"):
-        models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+        load.load_model(folder, auto_class="AutoModelForSequenceClassification")
     with pytest.raises(DataError, match="'evil'"):
-        models.max_length(folder)
+        load.max_length(folder)
     edit(folder / "config.json", model_type=7)
     assert "has no model_type" in str(refused(folder))
 
@@ -316,7 +316,7 @@ def test_a_truncated_weight_file(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(DataError, match="cannot be loaded"):
-        models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+        load.load_model(folder, auto_class="AutoModelForSequenceClassification")
     weights.write_bytes(b"")
     assert "not a safetensors file" in str(refused(folder))
 

@@ -16,11 +16,11 @@ import reading_crashes
 import tiny
 import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
-from torchlake import models
 from torchlake.errors import TableError, TooManyErrors, UsageError
-from torchlake.runtime_choice import refuse_unable
-from torchlake.scoring import Scorer, ScoringSettings, without_rows
-from torchlake.scoring_workers import make_chunk_worker, output_schema
+from torchlake.models import load
+from torchlake.scoring.runtime_choice import refuse_unable
+from torchlake.scoring.scorer import Scorer, ScoringSettings, without_rows
+from torchlake.scoring.worker import make_chunk_worker, output_schema
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
@@ -236,6 +236,6 @@ def test_rows_that_are_left_out_are_null_in_texts_and_conversations() -> None:
 
 def test_the_schema_is_known_before_any_row(model: Path) -> None:
     source = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("text", pa.string())])
-    schema = output_schema(settings(model, keep=("id",), key="id"), models.load_spec(model), source)
+    schema = output_schema(settings(model, keep=("id",), key="id"), load.load_spec(model), source)
     assert schema.names == ["id", "label", "score", "truncated", "error"]
     assert all(field.nullable for field in schema)

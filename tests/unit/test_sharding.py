@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from torchlake import sharding
+from torchlake.checkpoints import shards as sharding
+from torchlake.checkpoints.shards import Piece
 from torchlake.errors import DataError
-from torchlake.sharding import Piece
 
 WEIGHT = torch.arange(35.0).view(7, 5)
 

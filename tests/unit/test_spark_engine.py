@@ -16,10 +16,10 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from remote_work import own_pid, print_bytes
-from torchlake import launching
 from torchlake.engines._spark_session import Session
 from torchlake.engines.spark import Spark
 from torchlake.errors import TableError, UsageError
+from torchlake.training import launch
 
 TEXTS = ["good movie", None, "a bad plot", "", "good good film", "stale"]
 
@@ -199,7 +199,7 @@ def test_a_script_is_launched(spark: SparkSession, tmp_path: Path) -> None:
         "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(total.item()))\n"
         "dist.destroy_process_group()\n"
     )
-    launching.launch_script(str(script), [str(tmp_path)], engine=tl.Spark(spark, processes=2), processes=2)
+    launch.launch_script(str(script), [str(tmp_path)], engine=tl.Spark(spark, processes=2), processes=2)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["3.0", "3.0"]
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import reading_crashes
 from pids import wait_for
-from torchlake import strikes
-from torchlake.strikes import Step, Strikes
+from torchlake.scoring import poison_rows
+from torchlake.scoring.poison_rows import Step, Strikes
 
 ROWS = 9
 
@@ -222,7 +222,7 @@ def test_an_attempt_that_runs_at_the_same_time_has_not_died(tmp_path: Path) -> N
 def test_an_attempt_on_another_machine_has_died_when_its_heartbeat_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strikes, "SILENT_S", 0.5)
+    monkeypatch.setattr(poison_rows, "SILENT_S", 0.5)
     with elsewhere(tmp_path, [3, 4]):
         assert known(tmp_path) == ([3, 4], {})
 
@@ -246,7 +246,7 @@ def test_an_attempt_on_another_machine_whose_heart_beats_has_not_died(tmp_path: 
 
 
 def test_the_heart_beats_while_rows_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strikes, "BEAT_S", 0.01)
+    monkeypatch.setattr(poison_rows, "BEAT_S", 0.01)
     made = begun(tmp_path)
     os.utime(made.path, (0, 0))
     wait_for(lambda: made.path.stat().st_mtime > 0)

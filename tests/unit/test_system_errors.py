@@ -15,9 +15,9 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake.cli import main
+from torchlake.cli.main import main
+from torchlake.cli.system_errors import in_words
 from torchlake.errors import DataError, OutputError, StorageError
-from torchlake.system_errors import in_words
 
 DATA, OUTPUT, USAGE, STORAGE = 65, 73, 64, 74
 TESTS = Path(__file__).parents[1]
@@ -237,6 +237,6 @@ def test_a_fault_of_ours_stays_one(
         Path("/made/by/torchlake").read_text()
 
     fault: Callable[..., Any] = lambda *_, **__: missing()  # noqa: E731
-    monkeypatch.setattr("torchlake.commands.verify", fault)
+    monkeypatch.setattr("torchlake.cli.commands.verify", fault)
     assert main(["verify", "out"]) == 70
     assert "fault in torchlake" in capfd.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchlake import durable
+from torchlake import atomic_io
 from torchlake.errors import DataError, TableError
 from torchlake.tables import chunks as planning
 from torchlake.tables.chunks import (
@@ -28,10 +28,10 @@ from torchlake.tables.chunks import (
     plan_from_json,
     plan_to_json,
 )
-from torchlake.tables.formats import Pieces
-from torchlake.tables.lines import Segment
+from torchlake.tables.formats.layout import Pieces
+from torchlake.tables.formats.lines import Segment
+from torchlake.tables.sources.versions import Version
 from torchlake.tables.table import open_table
-from torchlake.tables.versions import Version
 
 SEGMENTS = st.lists(
     st.builds(Segment, st.integers(1, 5000), st.integers(0, 40 << 20)) | st.just(Segment(0, 0)), max_size=40
@@ -185,5 +185,5 @@ def test_what_is_no_plan_is_refused(value: object) -> None:
 def test_the_plan_survives_a_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2], "b": [["x"], None]}), tmp_path / "t.parquet")
     plan = plan_chunks(open_table(tmp_path), columns=["b", "a"])
-    durable.write_json(tmp_path / "plan.json", plan_to_json(plan), site="test")
-    assert plan_from_json(durable.read_json(tmp_path / "plan.json")) == plan
+    atomic_io.write_json(tmp_path / "plan.json", plan_to_json(plan), site="test")
+    assert plan_from_json(atomic_io.read_json(tmp_path / "plan.json")) == plan

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from torchlake.tables import lines
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.formats import plain
-from torchlake.tables.lines import Bad, CountedLines, csv_records
+from torchlake.tables.formats import lines
+from torchlake.tables.formats.layout import plain
+from torchlake.tables.formats.lines import Bad, CountedLines, csv_records
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.table import open_table
 

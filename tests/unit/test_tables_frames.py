@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from torchlake.errors import TableError
-from torchlake.tables.frames import is_frame, like, to_arrow
+from torchlake.tables.sources.frames import is_frame, like, to_arrow
 
 FRAMES = {
     "table": pa.table({"t": ["a", None, "c"], "n": [1, 2, 3]}),

@@ -16,10 +16,10 @@ import pytest
 from s3_server import BUCKET, S3Server, serving
 from torchlake.errors import FingerprintError, TableError, Unavailable
 from torchlake.tables.chunks import MAX_BYTES, Plan, plan_chunks, plan_from_json, plan_to_json
-from torchlake.tables.parts import write_part
+from torchlake.tables.output.parts import write_part
 from torchlake.tables.reading import ChunkReader
+from torchlake.tables.sources.versions import content_id, version_of
 from torchlake.tables.table import Table, open_table
-from torchlake.tables.versions import content_id, version_of
 
 
 def put(path: Path, ids: list[int], kind: pa.DataType | None = None) -> Path:
@@ -95,7 +95,7 @@ def test_quarantine_takes_no_file_that_the_storage_does_not_give(
         return real(path, *arguments, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlake.tables.versions.os.stat", throttled)
+        patch.setattr("torchlake.tables.sources.versions.os.stat", throttled)
         with pytest.raises(Unavailable, match=r"b.parquet: Please reduce your request rate"):
             open_table(tmp_path, columns=["id"], on_bad_file="quarantine")
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.formats import plain
+from torchlake.tables.formats.layout import plain
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 

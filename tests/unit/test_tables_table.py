@@ -12,7 +12,7 @@ import pytest
 
 from torchlake.errors import TableError, UnsafeError
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.extensions import CANONICAL, check_parquet
+from torchlake.tables.formats.extensions import CANONICAL, check_parquet
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 

@@ -14,10 +14,12 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import torchlake as tl
 import training_runs as runs
-from torchlake import cli, commands, following, record, tracking
-from torchlake.config import TrackConfig, load_job
+from torchlake.cli import commands, main
+from torchlake.config.job import TrackConfig, load_job
 from torchlake.errors import MissingExtra
-from torchlake.model_folders import model_hash
+from torchlake.models.folders import model_hash
+from torchlake.reporting import tracking
+from torchlake.runs import follow, metrics_log
 
 HERE = runs.Inline()
 SCALARS = ("loss", "learning_rate", "validation_loss", "validation_macro_f1")
@@ -35,7 +37,7 @@ def sections(tmp_path: Path, tiny_bert: Path) -> dict[str, Any]:
 
 
 def curve(run: Path, name: str) -> list[tuple[int, float]]:
-    return [(line["step"], line[name]) for line in record.read_metrics(run / "metrics.jsonl") if name in line]
+    return [(line["step"], line[name]) for line in metrics_log.read_metrics(run / "metrics.jsonl") if name in line]
 
 
 def tensorboard_curve(run: Path, name: str) -> list[tuple[int, float]]:
@@ -152,7 +154,7 @@ def test_the_flags_of_the_command_lay_the_section(monkeypatch: pytest.MonkeyPatc
 
     seen: list[Any] = []
     monkeypatch.setattr(commands, "train", train)
-    assert cli.main(["train", "job.yaml", "--mlflow", "sqlite:///a b: #c.db", "--tensorboard"]) == 0
+    assert main.main(["train", "job.yaml", "--mlflow", "sqlite:///a b: #c.db", "--tensorboard"]) == 0
     assert seen == [TrackConfig(mlflow="sqlite:///a b: #c.db", tensorboard=True)]
 
 
@@ -160,7 +162,7 @@ def test_the_flags_of_the_command_lay_the_section(monkeypatch: pytest.MonkeyPatc
 
 
 def test_lines_are_told_once_however_often_the_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "POLL_S", 0.001)
+    monkeypatch.setattr(follow, "POLL_S", 0.001)
     path, told = tmp_path / "metrics.jsonl", []
     seen = threading.Event()
 
@@ -172,10 +174,10 @@ def test_lines_are_told_once_however_often_the_file_is_cut(tmp_path: Path, monke
     def line(step: int, name: str = "loss") -> str:
         return f'{{"step": {step}, "{name}": "nan"}}\n'
 
-    with following.following(path, watch, "test"):
+    with follow.following(path, watch, "test"):
         path.write_text(line(1) + line(2) + line(2, "validation_loss") + '{"step": 3, "lo')
         assert seen.wait(30)
-        record.cut_metrics(path, step=1, validated=0)
+        metrics_log.cut_metrics(path, step=1, validated=0)
         with open(path, "a") as file:
             file.write(line(2) + line(2, "validation_loss") + line(3))
     assert [one["step"] for one in told if "loss" in one] == [1, 2, 3]
@@ -187,7 +189,7 @@ def test_what_a_watcher_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
     def watch(batches: Any) -> None:
         raise OSError("no room")
 
-    with following.following(tmp_path / "metrics.jsonl", watch, "test"):
+    with follow.following(tmp_path / "metrics.jsonl", watch, "test"):
         pass
     assert "test: OSError: no room; the run goes on without it" in caplog.text
 
@@ -195,9 +197,9 @@ def test_what_a_watcher_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
 def test_a_watcher_that_hangs_is_not_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "FINISH_S", 0.01)
+    monkeypatch.setattr(follow, "FINISH_S", 0.01)
     released = threading.Event()
-    with following.following(tmp_path / "metrics.jsonl", lambda batches: released.wait(60) and None, "test"):
+    with follow.following(tmp_path / "metrics.jsonl", lambda batches: released.wait(60) and None, "test"):
         pass
     released.set()
     assert "test: has not come to an end" in caplog.text

@@ -15,9 +15,12 @@ from torch import nn
 
 import tiny
 import training_runs as runs
-from torchlake import config, models, recipe, training
-from torchlake.config import TrainConfig
+from torchlake import optim
+from torchlake.config import job as config
+from torchlake.config.job import TrainConfig
 from torchlake.errors import ConfigError, UsageError
+from torchlake.models import load
+from torchlake.training import train as training
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +47,9 @@ def test_the_run_folder_holds_the_whole_story(finished: tuple[Path, dict[str, An
 
 def test_the_model_folder_is_the_best_model_and_loads(finished: tuple[Path, dict[str, Any]]) -> None:
     run, _ = finished
-    spec = models.load_spec(run / "model")
+    spec = load.load_spec(run / "model")
     assert spec.labels == ("bad", "good")
-    model = models.load_model(run / "model", spec, auto_class="AutoModelForSequenceClassification")
+    model = load.load_model(run / "model", spec, auto_class="AutoModelForSequenceClassification")
     validations = {line["step"]: line for line in runs.metrics(run) if "validation_loss" in line}
     best = max(validations, key=lambda step: (validations[step]["validation_macro_f1"], -step))
     from safetensors.torch import load_file
@@ -137,7 +140,7 @@ def test_labels_of_a_failed_attempt_are_forgotten(tmp_path: Path, tiny_bert: Pat
     assert runs.attempt(tmp_path / "run", sections).exit_code == 65
     pq.write_table(table, tmp_path / "reviews.parquet")
     runs.succeed(tmp_path / "run", sections)
-    assert models.load_spec(tmp_path / "run" / "model").labels == ("bad", "good")
+    assert load.load_spec(tmp_path / "run" / "model").labels == ("bad", "good")
 
 
 def test_a_finished_run_is_not_taken_for_one_of_other_rows(tmp_path: Path, tiny_bert: Path) -> None:
@@ -275,7 +278,7 @@ def test_every_problem_has_a_metric() -> None:
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_the_learning_rate_rises_to_its_peak_and_falls(schedule: str) -> None:
     train = TrainConfig(learning_rate=1.0, warmup=0.1, schedule=schedule)  # type: ignore[arg-type]
-    rates = [recipe.learning_rate(step, 100, train) for step in range(100)]
+    rates = [optim.learning_rate(step, 100, train) for step in range(100)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -286,13 +289,13 @@ def test_the_learning_rate_rises_to_its_peak_and_falls(schedule: str) -> None:
 
 def test_one_step_is_a_schedule_too() -> None:
     for warmup in (0.0, 0.9):
-        assert recipe.learning_rate(0, 1, TrainConfig(warmup=warmup, learning_rate=2.0)) == 2.0
+        assert optim.learning_rate(0, 1, TrainConfig(warmup=warmup, learning_rate=2.0)) == 2.0
 
 
 def test_only_matrices_decay_and_frozen_parameters_are_left_alone() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     model[3].requires_grad_(False)
-    optimizer, names = recipe.make_optimizer(model, TrainConfig(weight_decay=0.3)), recipe.names(model)
+    optimizer, names = optim.make_optimizer(model, TrainConfig(weight_decay=0.3)), optim.names(model)
     decaying, others = optimizer.param_groups
     assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert [len(decaying["params"]), len(others["params"])] == [2, 3]
@@ -300,6 +303,6 @@ def test_only_matrices_decay_and_frozen_parameters_are_left_alone() -> None:
 
 
 def test_steps_and_ranks_have_seeds_of_their_own() -> None:
-    seeds = {recipe.step_seed(seed, step, rank) for seed in (0, 2**62) for step in range(50) for rank in range(4)}
+    seeds = {optim.step_seed(seed, step, rank) for seed in (0, 2**62) for step in range(50) for rank in range(4)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**63 for seed in seeds)

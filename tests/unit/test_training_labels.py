@@ -15,7 +15,8 @@ import torch
 import tiny
 import torchlake as tl
 import training_runs as runs
-from torchlake import evaluating, models
+from torchlake.evaluation import evaluate
+from torchlake.models import load
 
 GOOD = set(tiny.GOOD)
 
@@ -33,7 +34,7 @@ def validations(run: Path, name: str) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluating, "RESAMPLES", 5)
+    monkeypatch.setattr(evaluate, "RESAMPLES", 5)
 
 
 def test_the_least_of_a_loss_is_the_best(tmp_path: Path, tiny_bert: Path) -> None:
@@ -66,7 +67,7 @@ def test_numbers_of_any_size_are_learned_and_come_back_in_their_own(tmp_path: Pa
         sections["data"]["train"] = str(stored(tmp_path, pa.array(labels), name=name))
         done = runs.succeed(tmp_path / f"run_{name}", sections)
         told[name] = done.metrics
-        spec = models.load_spec(tmp_path / f"run_{name}" / "model")
+        spec = load.load_spec(tmp_path / f"run_{name}" / "model")
         assert (spec.mean, spec.deviation) == pytest.approx((labels.mean(), labels.std()))
     small, large = told["small"], told["large"]
     assert small is not None
@@ -86,10 +87,10 @@ def test_every_runtime_predicts_in_the_units_of_the_labels(tmp_path: Path, tiny_
     """The outputs of transformers times the deviation plus the mean; of a folder without them, the outputs."""
     texts = pa.table({"text": ["a good film", "a bad plot", "the story was cold and empty"]})
     plain = tiny.spec_for("regression", ())
-    tokenizer = models.load_tokenizer(tiny_bert)
+    tokenizer = load.load_tokenizer(tiny_bert)
     for spec in (plain, replace(plain, mean=2000.0, deviation=50.0)):
         folder = tiny.build_model(tmp_path / f"model_{spec.mean}", encoder=tiny_bert, spec=spec)
-        model = models.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
+        model = load.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
         with torch.inference_mode():
             inputs = [tokenizer(text, return_tensors="pt") for text in texts["text"].to_pylist()]
             outputs = np.array([model(**one).logits.item() for one in inputs])
@@ -113,7 +114,7 @@ def test_whole_floats_are_classes(tmp_path: Path, tiny_bert: Path, name: str) ->
     sections = runs.job(tmp_path, tiny_bert, epochs=1)
     sections["data"] |= {"train": str(stored(tmp_path, table["label"], name="floats")), "bad_rows": "drop"}
     runs.succeed(tmp_path / "run", sections)
-    spec = models.load_spec(tmp_path / "run" / "model")
+    spec = load.load_spec(tmp_path / "run" / "model")
     assert (spec.problem, spec.labels) == ("single_label", (1, 2) if name == "text" else (0, 1))
     assert tl.evaluate(tmp_path / "run" / "model", sections["data"]["train"], engine=runs.Inline()).rows == 64
 
@@ -122,7 +123,7 @@ def test_the_job_says_what_the_labels_are(tmp_path: Path, tiny_bert: Path) -> No
     sections = runs.job(tmp_path, tiny_bert, epochs=1)
     sections["data"] |= {"train": str(stored(tmp_path, pa.array([1, 2, 3] * 20), name="stars"))}
     runs.succeed(tmp_path / "run", sections, overrides=("data.problem=regression",))
-    assert models.load_spec(tmp_path / "run" / "model").problem == "regression"
+    assert load.load_spec(tmp_path / "run" / "model").problem == "regression"
     refused = runs.attempt(tmp_path / "other", sections, overrides=("data.problem=multi_label",))
     assert refused.exit_code == 65
     assert "data.problem is multi_label, which needs lists of strings; the label column holds integers" in refused.error

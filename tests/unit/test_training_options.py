@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import training_runs as runs
-from torchlake import learner, models
 from torchlake.data import batching
+from torchlake.models import load
+from torchlake.training import state
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -36,7 +37,7 @@ def test_sixteen_bits_learn_like_thirty_two(
 
 def overflow_at_first() -> None:
     """A loss scale under which the first gradients of any model are infinite in fp16."""
-    learner.Position.__init__.__kwdefaults__["loss_scale"] = 2.0**40
+    state.Position.__init__.__kwdefaults__["loss_scale"] = 2.0**40
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
@@ -127,7 +128,7 @@ def test_lora_trains_little_and_exports_a_whole_model(
     changed = {name for name in base if not torch.equal(base[name], plain[name])}
     assert changed
     assert all(name.startswith(("encoder.layer.", "pooler")) for name in changed)
-    models.check_folder(run / "model")
+    load.check_folder(run / "model")
     with safe_open(run / "model" / "adapter" / "adapter_model.safetensors", framework="pt") as adapter:
         assert any("lora_A" in name for name in adapter.keys())  # noqa: SIM118
     newest = sorted((run / "checkpoints").glob("step_*"))[-1]
@@ -143,10 +144,10 @@ def test_an_adapter_gives_the_answers_of_the_merged_model(tmp_path: Path, tiny_b
     sections["model"]["lora"] = {"rank": 4, "targets": ["query", "value"]}
     runs.succeed(tmp_path / "run", sections)
     folder = tmp_path / "run" / "model"
-    spec = models.load_spec(folder)
-    merged = models.load_model(folder, auto_class="AutoModelForSequenceClassification")
+    spec = load.load_spec(folder)
+    merged = load.load_model(folder, auto_class="AutoModelForSequenceClassification")
     torch.manual_seed(0)
-    base = models.base_model(tiny_bert, spec, "AutoModelForSequenceClassification")
+    base = load.base_model(tiny_bert, spec, "AutoModelForSequenceClassification")
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
     rows = batching.Ragged(np.arange(5, 20, dtype=np.int32), np.array([0, 6, 15]))
     ids, mask = (torch.from_numpy(array) for array in batching.pad(rows, np.arange(2), 0))

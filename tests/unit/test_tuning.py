@@ -17,8 +17,7 @@ import torchlake as tl
 import training_runs as runs
 import tuning_runs
 from pids import wait_for
-from torchlake import following, loop, models, study
-from torchlake.config import job_to_yaml, load_job
+from torchlake.config.job import job_to_yaml, load_job
 from torchlake.errors import (
     ConfigError,
     FingerprintError,
@@ -29,8 +28,12 @@ from torchlake.errors import (
     UnsafeError,
     UsageError,
 )
-from torchlake.search_space import Range, read_space
-from torchlake.tables import lease
+from torchlake.models import load
+from torchlake.runs import follow
+from torchlake.tables.output import lease
+from torchlake.training import loop
+from torchlake.tuning import study
+from torchlake.tuning.search_space import Range, read_space
 
 SPACE: dict[str, Any] = {
     "train.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True},
@@ -139,7 +142,7 @@ def test_the_best_of_the_trials_is_kept_and_more_may_be_added(tmp_path: Path, se
     assert done.metric == "macro_f1"
     assert done.best.value == max(one.value for one in done.trials)
     assert done.model == run / "trials" / f"{done.best.number:04d}" / "model"
-    assert models.load_spec(done.model).labels == ("bad", "good")
+    assert load.load_spec(done.model).labels == ("bad", "good")
     assert load_job(run / "job.yaml") == done.job
     for one in done.trials:
         searched = one.settings
@@ -170,7 +173,7 @@ def test_a_bad_trial_is_stopped_early_and_loses_its_checkpoints(
     tmp_path: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "PRUNE_AFTER", 1)
-    monkeypatch.setattr(following, "POLL_S", 0.02)
+    monkeypatch.setattr(follow, "POLL_S", 0.02)
     sections["train"] |= {"metric": "loss", "epochs": 12, "checkpoint_every": "10min"}
     space = {"train.learning_rate": {"choices": [1e-3, 1e-12]}}
     good, bad = tune(tmp_path / "tuning", sections, space=space, trials=2, seed=3).trials

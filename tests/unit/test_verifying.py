@@ -14,14 +14,14 @@ import pytest
 
 import tiny
 import torchlake as tl
-from torchlake import durable
+from torchlake import atomic_io
 from torchlake.errors import TableError
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.commit import part_name, write_part, writing
-from torchlake.tables.committed import COMMIT, PLAN
+from torchlake.tables.output.commit import part_name, write_part, writing
+from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.record import COMMIT, PLAN
 from torchlake.tables.table import open_table
-from torchlake.verifying import verify
 
 
 def make(tmp_path: Path, key: str | None = None) -> Path:
@@ -129,10 +129,10 @@ def rewrite(out: Path, change: Callable[[pa.Table], pa.Table], *, place: int = 1
     """Change a part's rows and make the record agree, as a program with a bug would have written it."""
     path = part(out, place)
     pq.write_table(change(pq.ParquetFile(path).read()), path, write_page_checksum=True)
-    record = durable.read_json(out / COMMIT)
+    record = atomic_io.read_json(out / COMMIT)
     for one in record["parts"]:
         if one["name"] == path.name:
-            one["sha256"], one["bytes"] = durable.sha256_file(path), path.stat().st_size
+            one["sha256"], one["bytes"] = atomic_io.sha256_file(path), path.stat().st_size
     (out / COMMIT).write_text(json.dumps(record))
 
 
@@ -145,7 +145,7 @@ def set_column(name: str, values: list[Any]) -> Callable[[pa.Table], pa.Table]:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    value = durable.read_json(path)
+    value = atomic_io.read_json(path)
     change(value)
     path.write_text(json.dumps(value))
 

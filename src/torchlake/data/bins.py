@@ -3,9 +3,9 @@
     conversations in some order -> longest first, each into the fullest block that has room for it -> blocks
 
 An answer is learned after its own question, and after nothing else: no conversation is cut at the edge of a block, its
-positions begin at 0, and what a token sees is its own conversation (`positions_of`; `probes.py` looks whether a model
-keeps to that). The number of blocks depends on the lengths alone, so every epoch has as many; which of two equally long
-conversations goes where depends on the order that is given.
+positions begin at 0, and what a token sees is its own conversation (`positions_of`; `models/probes.py` checks
+whether a model keeps to that). The number of blocks depends on the lengths alone, so every epoch has as many; which of
+two equally long conversations goes where depends on the order that is given.
 
 Best fit leaves a few percent of a block empty, about as first fit does, and finds the block in one step: blocks are
 listed by the room that they have left, and an integer has a bit for every list that is not empty. Price: some 2

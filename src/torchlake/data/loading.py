@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchlake import durable
+from torchlake import atomic_io
 from torchlake.data.batching import Ragged
 from torchlake.data.bins import Bins
 from torchlake.data.packing import Blocks
 from torchlake.errors import DataError
-from torchlake.tables.commit import committed_files, read_commit
+from torchlake.tables.output.commit import committed_files, read_commit
 
 FORMAT = 1
 BATCH_ROWS = 16384
@@ -52,23 +52,23 @@ def build_cache(prepared: Path, cache: Path) -> None:
     identity = _identity(prepared)
     if _is_current(cache, identity):
         return
-    building = durable.temporary(cache)
+    building = atomic_io.temporary(cache)
     try:
         building.mkdir(parents=True)
         about = _decode(committed_files(prepared), building)
-        durable.write_json(building / "about.json", {**about, "identity": identity}, site="cache.about")
-        durable.remove([cache])
+        atomic_io.write_json(building / "about.json", {**about, "identity": identity}, site="cache.about")
+        atomic_io.remove([cache])
         os.rename(building, cache)
     except OSError as error:
-        durable.remove([building])
+        atomic_io.remove([building])
         if _is_current(cache, identity):
             return
-        raise durable.storage_error(error, cache) from error
+        raise atomic_io.storage_error(error, cache) from error
 
 
 def open_tokens(cache: Path) -> TokenTable:
     """The cache as memory-mapped arrays. Raises DataError when it holds no row."""
-    about = durable.read_json(cache / "about.json")
+    about = atomic_io.read_json(cache / "about.json")
     rows = about["rows"]
     if rows == 0:
         raise DataError(
@@ -127,12 +127,12 @@ def _fine(batch: pa.RecordBatch) -> pa.Array:
 
 
 def _identity(prepared: Path) -> str:
-    return durable.fingerprint([FORMAT, read_commit(prepared)["parts"]])
+    return atomic_io.fingerprint([FORMAT, read_commit(prepared)["parts"]])
 
 
 def _is_current(cache: Path, identity: str) -> bool:
     about = cache / "about.json"
-    return about.is_file() and durable.read_json(about)["identity"] == identity
+    return about.is_file() and atomic_io.read_json(about)["identity"] == identity
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Every command is a chunk job or a launch, so an engine has two duties, and more for those whose tables live inside it:
 
-    run_chunks   each chunk at least once, on any process, in any order (tables/commit.py makes it exactly once)
+    run_chunks   each chunk at least once, on any process, in any order (tables/output/commit.py makes it exactly once)
     launch       one function as N ranks at the same time, with the variables that torchrun sets
     map_frame    the engine's own frame in, the engine's own frame out (and `frame_schema`, `spool`; by default they
                  are for an engine whose own frame is the Arrow table)

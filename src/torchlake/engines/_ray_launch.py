@@ -21,8 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torchlake.engines._ray_cluster import Share, granted_gpus, in_words, total_nodes
 from torchlake.errors import RankFailed, UsageError
 from torchlake.processes.children import Children
-from torchlake.processes.output import captured, show
-from torchlake.processes.remote import Driver, Node, group_variables, held_node, rank_environment
+from torchlake.processes.remote import Driver, Node, captured, group_variables, held_node, rank_environment, show
 from torchlake.processes.serialization import LOST, Failure, describe, rebuild
 
 PLACES_S = 600.0  # for a busy cluster to give all ranks their places

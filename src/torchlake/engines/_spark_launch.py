@@ -29,9 +29,8 @@ from torchlake.engines._spark_ranks import (
 )
 from torchlake.engines._spark_session import Session, reason_of
 from torchlake.errors import Interrupted, RankFailed, TorchlakeError
-from torchlake.processes.output import show
 from torchlake.processes.ranks import interrupted
-from torchlake.processes.remote import Driver
+from torchlake.processes.remote import Driver, show
 from torchlake.processes.serialization import rebuild, unpack
 
 

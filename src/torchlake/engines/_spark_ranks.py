@@ -27,9 +27,8 @@ from pyspark import BarrierTaskContext
 from torchlake.engines._spark_tasks import granted_gpus
 from torchlake.errors import TorchlakeError
 from torchlake.processes.children import Children
-from torchlake.processes.output import captured
 from torchlake.processes.ranks import CAUSES, death
-from torchlake.processes.remote import Driver, group_variables, held_node, rank_environment
+from torchlake.processes.remote import Driver, captured, group_variables, held_node, rank_environment
 from torchlake.processes.serialization import Failure, describe, unpack
 
 GRACE_S = 5.0  # for ranks whose task Spark has killed

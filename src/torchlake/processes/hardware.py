@@ -1,9 +1,10 @@
-"""What this machine has for processes: cores, memory and GPUs, each no more than its container may use."""
+"""What this machine offers to processes: cores, memory and GPUs within the container's limits, and CPU instructions."""
 
 import math
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -88,3 +89,26 @@ def _count_gpus() -> int:
         folder = Path("/proc/driver/nvidia/gpus")
         return len(list(folder.iterdir())) if folder.is_dir() else 0
     return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+@cache
+def cpu_words() -> frozenset[str]:
+    """The words of /proc/cpuinfo, "AuthenticAMD" and "avx512_vnni" among them; none where there is no such file."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    return frozenset(text.split())
+
+
+def multiplies_bf16() -> bool:
+    """Whether there is a product of bf16 numbers (AVX512-BF16 or AMX)."""
+    return bool({"avx512_bf16", "amx_bf16"} & cpu_words())
+
+
+def int8_overflow() -> str | None:
+    """Why products of 8-bit integers would be wrong here; None where they are right.
+
+    x86 without VNNI adds two products in 16 bits, which overflow: oneDNN and ONNX Runtime both take that instruction.
+    """
+    if "avx2" in cpu_words() and not {"avx512_vnni", "avx_vnni"} & cpu_words():
+        return "this CPU has no product of 8-bit integers (VNNI), and what it has overflows: take 'openvino_int8'"
+    return None

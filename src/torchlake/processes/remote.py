@@ -1,10 +1,11 @@
-"""What an engine's task finds on its machine, and what it has to know of the driver to start children there."""
+"""Children on other machines: what is needed of the driver to start them there, and what their ranks print."""
 
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,11 @@ from torchlake.processes.environment import (
     thread_variables,
     visible_to_all,
 )
+
+LAST_WORDS_S = 2.0  # for the last words of processes that have ended
+
+Send = Callable[[int, bytes], None]
+"""Takes a stream (1: stdout, 2: stderr) and whole lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +127,43 @@ def rank_environment(variables: Mapping[str, str], holder: int) -> tuple[dict[st
 
 def _python() -> str:
     return platform.python_version().rpartition(".")[0]
+
+
+@contextmanager
+def captured(send: Send) -> Iterator[tuple[int, int]]:
+    """Two open files for children to print to, as their stdout and stderr."""
+    pipes = [os.pipe() for _ in (1, 2)]
+    threads = [
+        threading.Thread(target=_pass_on, args=(read, stream, send), daemon=True)
+        for stream, (read, _) in enumerate(pipes, start=1)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield pipes[0][1], pipes[1][1]
+    finally:
+        for _, write in pipes:
+            os.close(write)
+        for thread in threads:
+            thread.join(LAST_WORDS_S)
+
+
+def show(stream: int, lines: bytes, *, stdout_to_stderr: bool = False) -> None:
+    """Print lines on this process's own stream; in a notebook that is no file but takes text. A stream that is closed,
+    or a pipe that its reader has left (`| head`), takes no more and stops nothing."""
+    file = sys.stderr if stdout_to_stderr or stream == 2 else sys.stdout
+    if file is not None:
+        with suppress(ValueError, OSError):
+            file.write(lines.decode(errors="replace"))
+            file.flush()
+
+
+def _pass_on(descriptor: int, stream: int, send: Send) -> None:
+    with open(descriptor, "rb", buffering=0) as pipe:
+        rest = b""
+        while data := pipe.read(1 << 16):
+            lines, newline, rest = (rest + data).rpartition(b"\n")
+            if newline:
+                send(stream, lines + newline)
+        if rest:
+            send(stream, rest + b"\n")

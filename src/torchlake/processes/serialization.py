@@ -24,7 +24,7 @@ import cloudpickle
 from torchlake import errors
 from torchlake.errors import RankFailed, TorchlakeError, UsageError
 
-_OURS = ("torchlake.processes.child", "torchlake.launching", "runpy")
+_OURS = ("torchlake.processes.child", "torchlake.training.launch", "runpy")
 LOST = -1000
 "In place of an exit code: the machine or executor that ran the process is gone, and nobody saw its end."
 _registering = threading.Lock()  # cloudpickle's list of modules to pickle by value is one per process

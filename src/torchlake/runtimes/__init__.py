@@ -13,9 +13,9 @@ where it lets a model write, for text generation,
 
     load_generator(folder, spec, *, device, options) -> Forward
                                 `options`: a `GenerationOptions`; what comes back are no logits but answers
-                                (B, W) int32, as torchlake/generation.py has them
+                                (B, W) int32, as torchlake/models/generation.py has them
 
-and, where it makes something of a model once, which `exports.py` keeps in the model's folder,
+and, where it makes something of a model once, which `models/exports.py` keeps in the model's folder,
 
     CALIBRATED: bool            whether that needs the user's rows
     prepare(folder, spec, batches) -> None

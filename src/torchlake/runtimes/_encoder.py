@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlake import durable, models
+from torchlake import atomic_io
+from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import DataError
-from torchlake.task_spec import TASK_FILE, TaskSpec
+from torchlake.models.load import load_config, load_weights
 
 if TYPE_CHECKING:
     import torch
@@ -144,13 +145,13 @@ class Encoder:
 
 def heads(folder: Path) -> int:
     """Attention heads of the model of `folder`."""
-    config = durable.read_json(folder / "config.json")
+    config = atomic_io.read_json(folder / "config.json")
     return int(config.get("num_attention_heads", config.get("n_heads", 1)))
 
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` is not of this family; None when it is."""
-    config = durable.read_json(folder / "config.json")
+    config = atomic_io.read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         return f"it knows the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}"
@@ -171,8 +172,8 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     """
     import torch
 
-    config: Any = models.load_config(folder)
-    tensors = models.load_weights(folder)
+    config: Any = load_config(folder)
+    tensors = load_weights(folder)
     take = _Taker(folder, {_modern(name): tensor for name, tensor in tensors.items()})
     distilled = config.model_type == "distilbert"
     names = DISTILBERT if distilled else BERT

@@ -5,8 +5,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchlake import exports, model_folders
 from torchlake.errors import UsageError
+from torchlake.models import exports, folders
 
 MAX_WEIGHT_BYTES = 2_000_000_000
 "An ONNX file is a protocol buffer, which holds 2 GiB."
@@ -17,7 +17,7 @@ def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | No
     for library in libraries:
         if find_spec(library) is None:
             return f"the library {library!r} is not installed: pip install 'torchlake[{extra}]'"
-    size = model_folders.weight_bytes(folder)
+    size = folders.weight_bytes(folder)
     if size > MAX_WEIGHT_BYTES:
         return f"its weights take {size / 1e9:.1f} GB, and an ONNX file holds 2 GB: take 'varlen', or 'eager'"
     return None

@@ -1,6 +1,6 @@
 """Answers by transformers' own `generate`, with its key-value cache: a token of every row at each step.
 
-    prompts, padding moved to the left -> generate -> answers, as torchlake/generation.py has them
+    prompts, padding moved to the left -> generate -> answers, as torchlake/models/generation.py has them
 
 Rows of a batch do not know of one another. Padding on the left lets all of them end at the same place, the mask keeps
 it from being attended to, and positions count from each row's own first token. What is drawn for a row comes from a
@@ -21,14 +21,14 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torchlake import models
-from torchlake.generation import END, NON_FINITE, NOTHING, GenerationOptions, decoded, stop_place
+from torchlake.models.generation import END, NON_FINITE, NOTHING, GenerationOptions, decoded, stop_place
+from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import Forward
 
 
 def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
     """What answers prompts with `model`, which was loaded from `folder` and is where it shall run."""
-    tokenizer = models.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     ends = _ends(model, tokenizer)
     # What the folder's own generation_config.json asks for (sampling, penalties) would be a setting that no job shows.
     model.generation_config = GenerationConfig()

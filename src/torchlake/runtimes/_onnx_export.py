@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlake import exports, models, plugins
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
+from torchlake.models import exports
+from torchlake.models.load import load_model
 from torchlake.runtimes import Forward, _encoder, _encoder_module, _exported
-from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,7 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
     """
     import torch
 
-    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    model = load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
     example = tuple(torch.from_numpy(array) for array in _rows(model, (2, 7)))
     axes = {0: "batch", 1: "length"}
     try:

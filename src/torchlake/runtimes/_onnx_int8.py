@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlake import exports
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
+from torchlake.models import exports
 from torchlake.runtimes import _calibration, _onnx_export
 from torchlake.runtimes._calibration import Batches, Seen
-from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import onnx

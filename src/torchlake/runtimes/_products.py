@@ -8,7 +8,7 @@ while the result is still in the cache. The choice goes by the maker and is not 
 from functools import cache
 from typing import TYPE_CHECKING
 
-from torchlake.processes import cpu
+from torchlake.processes import hardware
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def use_onednn() -> bool:
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and "AuthenticAMD" in cpu.words()
+        and "AuthenticAMD" in hardware.cpu_words()
     )
 
 

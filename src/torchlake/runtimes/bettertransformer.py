@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlake.config.task_spec import TaskSpec
 from torchlake.runtimes import Forward, _encoder
-from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import torch

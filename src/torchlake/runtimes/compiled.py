@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from torchlake import durable, models, plugins
+from torchlake import atomic_io, plugins
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
+from torchlake.models.load import load_model, load_tokenizer
 from torchlake.runtimes import Forward
-from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 1e-5
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
@@ -27,7 +28,7 @@ MULTIPLE = 8
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot be compiled, or nothing can here; None when it can."""
-    if durable.read_json(folder / "config.json").get("is_encoder_decoder"):
+    if atomic_io.read_json(folder / "config.json").get("is_encoder_decoder"):
         return "the compiler cannot follow how an encoder-decoder finds the end token that its answer is read at"
     if find_spec("triton") is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler (g++ or clang++), and there is none on the PATH"
@@ -41,10 +42,10 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """
     import torch
 
-    from torchlake import probes
+    from torchlake.models import probes
 
     task = plugins.load("tasks", spec.task)
-    model, tokenizer = models.load_model(folder, spec, auto_class=task.AUTO_CLASS), models.load_tokenizer(folder)
+    model, tokenizer = load_model(folder, spec, auto_class=task.AUTO_CLASS), load_tokenizer(folder)
     torch.nn.Module.to(model, device)
     if probes.padding_matters(model, probes.rows(task, tokenizer, spec), tokenizer.pad_token_id):
         raise UsageError(

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlake import models, plugins
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
+from torchlake.models.load import load_model
 from torchlake.runtimes import Forward
-from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         )
     import torch
 
-    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    model = load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
     ids = torch.full((2, 8), (model.config.pad_token_id or 0) + 1)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0

@@ -1,6 +1,6 @@
 """The stock transformers model, op by op, in fp32: the reference that every other runtime must agree with.
 
-Where padding would change a row's answer (XLNet, Funnel; `probes.py`) rows of one length go through it together.
+Where padding would change a row's answer (XLNet, Funnel; `models/probes.py`) rows of one length go through it together.
 
 Three things keep it fast without touching its mathematics: `torch.inference_mode` (no autograd bookkeeping); no
 attention mask where a batch has no padding, so that scaled dot-product attention may take its unmasked kernel; and, on
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlake import models, plugins
-from torchlake.generation import GenerationOptions
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.models.generation import GenerationOptions
+from torchlake.models.load import load_model, load_tokenizer
 from torchlake.runtimes import Forward, _products
-from torchlake.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +38,11 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     # Here, not above: the process that plans a job reads this file's declarations and never runs a model.
     import torch
 
-    from torchlake import probes
+    from torchlake.models import probes
 
     task = plugins.load("tasks", spec.task)
     model = _loaded(folder, spec, device)
-    tokenizer = models.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
 
     def logits_of(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         mask = None if attention_mask.all() else torch.from_numpy(attention_mask).to(device)
@@ -74,7 +75,7 @@ def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: Genera
 def _loaded(folder: Path, spec: TaskSpec, device: str) -> "PreTrainedModel":
     import torch
 
-    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    model = load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
     torch.nn.Module.to(model, device)
     if device == "cpu" and _products.use_onednn():
         _use_onednn(model)

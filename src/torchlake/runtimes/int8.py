@@ -13,10 +13,10 @@ Rows are laid end to end as in `varlen`. Needs no calibration. On x86 it needs V
 
 from pathlib import Path
 
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.processes import cpu
+from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _encoder, _ragged
-from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.05
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
@@ -29,7 +29,7 @@ SMALLEST_SCALE = 1e-30
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    return cpu.overflow() or _encoder.refusal(folder)
+    return hardware.int8_overflow() or _encoder.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -38,7 +38,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     if device != "cpu":
         raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU take 'varlen'.")
-    if reason := cpu.overflow():
+    if reason := hardware.int8_overflow():
         raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UsageError(

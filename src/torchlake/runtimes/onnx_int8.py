@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from torchlake import exports
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.processes import cpu
+from torchlake.models import exports
+from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _calibration, _exported, _onnx_export, _onnx_int8
-from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.06
 CALIBRATED = True
@@ -22,7 +22,7 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    return cpu.overflow() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
+    return hardware.int8_overflow() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -37,7 +37,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The calibrated model. Raises UsageError on a GPU, without VNNI, and when there is no export of these weights."""
     _exported.only_on_cpus("onnx_int8", device)
-    if reason := cpu.overflow():
+    if reason := hardware.int8_overflow():
         raise UsageError(f"The runtime 'onnx_int8' cannot run {folder}: {reason}")
     export = _exported.found(folder, "onnx_int8", calibrated=CALIBRATED)
     return _onnx_export.forward(export / _onnx_export.GRAPH)

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from torchlake import exports
+from torchlake.config.task_spec import TaskSpec
+from torchlake.models import exports
 from torchlake.runtimes import Forward, _exported, _onnx_export, _openvino
-from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 1e-5
 CALIBRATED = False

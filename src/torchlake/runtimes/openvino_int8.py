@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from torchlake import exports
-from torchlake.processes import cpu
+from torchlake.config.task_spec import TaskSpec
+from torchlake.models import exports
+from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _calibration, _exported, _onnx_int8, _openvino
-from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 0.06
 CALIBRATED = True
@@ -44,4 +44,4 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
 
 def _precision() -> str:
-    return "bf16" if cpu.multiplies_bf16() else "f32"
+    return "bf16" if hardware.multiplies_bf16() else "f32"

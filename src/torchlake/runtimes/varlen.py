@@ -7,8 +7,8 @@ another order, so logits differ by rounding. On a GPU in bf16, since the variabl
 
 from pathlib import Path
 
+from torchlake.config.task_spec import TaskSpec
 from torchlake.runtimes import Forward, _encoder, _products, _ragged
-from torchlake.task_spec import TaskSpec
 
 TOLERANCE = 1e-5
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchlake import durable
-from torchlake.config import TrainConfig
+from torchlake import atomic_io
+from torchlake.config.job import TrainConfig
 from torchlake.errors import ConfigError
 
 AUTO = "auto"
@@ -75,7 +75,7 @@ def check(train: TrainConfig) -> dict[str, Any]:
     if train.deepspeed.config is None:
         return {}
     path = Path(train.deepspeed.config).expanduser()
-    given = durable.read_json(path)
+    given = atomic_io.read_json(path)
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: DeepSpeed's configuration is a JSON object, not a {type(given).__name__}")
     problems = list(_problems(given, train))

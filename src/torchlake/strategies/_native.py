@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchlake import checkpoint, sharding
-from torchlake.config import TrainConfig
+from torchlake.checkpoints import format, shards
+from torchlake.checkpoints.shards import Pieces, Shards
+from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
-from torchlake.sharding import Pieces, Shards
 
 
 def refusal(train: TrainConfig) -> str | None:
@@ -46,17 +46,17 @@ def skip(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def model_share(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
     """This rank's rows of what is sharded, and an equal part of what every rank holds whole; not copied."""
-    tensors = checkpoint.untied(model.state_dict())
+    tensors = format.untied(model.state_dict())
     chosen = {name: tensor for name, tensor in tensors.items() if name in wanted}
-    return sharding.share(chosen, rank=group.rank, world_size=group.world_size)
+    return shards.share(chosen, rank=group.rank, world_size=group.world_size)
 
 
 def optimizer_share(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
     """The same of the optimizer's tensors."""
-    tensors = checkpoint.optimizer_tensors(optimizer, names)
-    return sharding.share(tensors, rank=group.rank, world_size=group.world_size)
+    tensors = format.optimizer_tensors(optimizer, names)
+    return shards.share(tensors, rank=group.rank, world_size=group.world_size)
 
 
 def restore(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
     """Put the moments back, on this rank its rows of them."""
-    checkpoint.restore_optimizer(optimizer, names, stored)
+    format.restore_optimizer(optimizer, names, stored)

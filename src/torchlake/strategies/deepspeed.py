@@ -27,12 +27,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torchlake import recipe, sharding
-from torchlake.checkpoint import OPTIMIZER
-from torchlake.config import TrainConfig
+from torchlake import optim
+from torchlake.checkpoints import shards
+from torchlake.checkpoints.format import OPTIMIZER
+from torchlake.checkpoints.shards import Piece, Pieces, Shards
+from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import ConfigError, DataError
-from torchlake.sharding import Piece, Pieces, Shards
 from torchlake.strategies import _deepspeed_config
 
 MIN_RANKS = 2
@@ -71,7 +72,7 @@ def wrap(
     Raises ConfigError when DeepSpeed does not accept the user's file.
     """
     library = _library(group.device)
-    dtype = recipe.autocast_dtype(train.precision, group.device)
+    dtype = optim.autocast_dtype(train.precision, group.device)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     config = _deepspeed_config.build(
         train, ranks=group.world_size, dtype=None if dtype is None else NAMES[dtype], hidden=hidden
@@ -252,7 +253,7 @@ def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _dealt(like: dict[str, torch.Tensor], gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:
     """Of the tensors that `like` describes those that fall to this rank; all ranks gather all of them, in one order."""
-    mine = sharding.share(like, rank=group.rank, world_size=group.world_size)
+    mine = shards.share(like, rank=group.rank, world_size=group.world_size)
     pieces = {}
     for name in like:
         tensor = gather(name)

@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchlake import models, recipe
-from torchlake.config import TrainConfig
+from torchlake import optim
+from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError
+from torchlake.models.load import layers
 from torchlake.strategies import _native
 
 MIN_RANKS = 2
@@ -44,10 +45,10 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model with its parameters sharded, layer after layer: no more than one layer is whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
-    dtype = recipe.autocast_dtype(train.precision, group.device)
+    dtype = optim.autocast_dtype(train.precision, group.device)
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
-    for part in (*models.layers(model), model):
+    for part in (*layers(model), model):
         fully_shard(
             part, mesh=mesh, reshard_after_forward=train.fsdp.reshard, mp_policy=precision, offload_policy=offload
         )

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from torchlake.errors import DataError, TableError
-from torchlake.tables.formats import MAX_BYTES, Pieces, pieces_of
-from torchlake.tables.lines import Segment
+from torchlake.tables.formats.layout import MAX_BYTES, Pieces, pieces_of
+from torchlake.tables.formats.lines import Segment
+from torchlake.tables.sources.versions import Version, content_id, settled_version_of, version_of
 from torchlake.tables.table import Table, missing_column
-from torchlake.tables.versions import Version, content_id, settled_version_of, version_of
 
 FORMAT = 2
 CHUNKS = 64

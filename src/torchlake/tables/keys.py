@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from torchlake.errors import TableError
 from torchlake.tables.chunks import Plan
-from torchlake.tables.formats import plain
+from torchlake.tables.formats.layout import plain
 from torchlake.tables.hashes import Words, hashes, identities, is_hashable
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table

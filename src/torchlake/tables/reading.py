@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import TableError
-from torchlake.tables import values
-from torchlake.tables.bad_text import without_bad_text
 from torchlake.tables.chunks import Chunk
-from torchlake.tables.columnar import is_random, open_arrow, open_parquet, parquet_batches, reading
-from torchlake.tables.formats import plain
-from torchlake.tables.lines import Bad, csv_header, read_records
+from torchlake.tables.formats import values
+from torchlake.tables.formats.bad_text import without_bad_text
+from torchlake.tables.formats.columnar import is_random, open_arrow, open_parquet, parquet_batches, reading
+from torchlake.tables.formats.layout import plain
+from torchlake.tables.formats.lines import Bad, csv_header, read_records
+from torchlake.tables.sources.versions import Unchanged
 from torchlake.tables.table import missing_column, same_type
-from torchlake.tables.versions import Unchanged
 
 BATCH_ROWS = 4096
 BAD_UTF8 = "bad_utf8"

@@ -17,13 +17,13 @@ from typing import Literal, TypeVar
 import pyarrow as pa
 
 from torchlake.errors import DataError, TableError, Unavailable
-from torchlake.tables.columnar import Footer
-from torchlake.tables.committed import COMMIT, committed_files
-from torchlake.tables.files import Found, describe, find, local_path, unavailable
-from torchlake.tables.formats import format_of, is_table_file, schema_of
-from torchlake.tables.lakehouse import refuse_lakehouse_tables
-from torchlake.tables.urls import is_url
-from torchlake.tables.versions import settled_version_of
+from torchlake.tables.formats.columnar import Footer
+from torchlake.tables.formats.layout import format_of, is_table_file, schema_of
+from torchlake.tables.record import COMMIT, committed_files
+from torchlake.tables.sources.files import Found, describe, find, local_path, unavailable
+from torchlake.tables.sources.lakehouse import refuse_lakehouse_tables
+from torchlake.tables.sources.urls import is_url
+from torchlake.tables.sources.versions import settled_version_of
 
 T = TypeVar("T")
 THREADS = 16

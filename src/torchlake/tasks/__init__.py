@@ -34,7 +34,7 @@ A task that is PACKED answers with text, and has
     loss_sum(logits (B, L, V), targets (B, L), spec) -> Tensor ()   summed, not averaged
     num_targets(lengths (B,), spec) -> int      what the summed loss of rows of so many tokens is divided by
     loss_metrics(loss) -> dict[str, float]        what the mean loss tells
-    output_columns(answers (B, W) int32, tokenizer, stop) -> pa.Table     answers as torchlake/generation.py has them
+    output_columns(answers (B, W) int32, tokenizer, stop) -> pa.Table     answers as models/generation.py has them
     is_chat(type) -> bool                         whether a column of this type holds conversations
     rendered(tokenizer, column, asking=) -> (pa.Array of strings, {row: reason})      conversations as texts
     marks_answers(tokenizer) -> bool              whether it can tell the assistant's turns from the rest

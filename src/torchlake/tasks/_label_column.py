@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchlake.config.task_spec import LabelColumn, Problem
 from torchlake.errors import DataError
-from torchlake.task_spec import LabelColumn, Problem
 from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, plain
 
 MAX_INTEGER_CLASSES = 1_000

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.task_spec import TaskSpec
 from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, plain
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from torchlake.loss import PLAIN, Objective
 from torchlake.metrics import DIRECTIONS, validation_metrics
-from torchlake.models import Problem, TaskSpec
-from torchlake.objective import PLAIN, Objective
+from torchlake.models.load import Problem, TaskSpec
 from torchlake.tasks._label_column import find_labels
 from torchlake.tasks._labels import bad_labels, encode_labels, label_type, target_type
 

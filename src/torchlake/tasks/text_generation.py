@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.generation import END, NOTHING, decoded, stop_place
 from torchlake.metrics import DIRECTIONS
-from torchlake.models import Problem, TaskSpec
+from torchlake.models.generation import END, NOTHING, decoded, stop_place
+from torchlake.models.load import Problem, TaskSpec
 from torchlake.tasks._chat import answers, is_chat, marks_answers, rendered
 
 if TYPE_CHECKING:

@@ -1,0 +1,217 @@
+"""Checkpoints that are complete or invisible, and never code.
+
+Every rank writes its own file of each kind, model and optimizer (`shards.py`), and notes its size and sha256. When
+all have, rank 0 writes the manifest of all files and makes the checkpoint visible in its place, a folder
+(`store.py`) or an URL (`object_store.py`). The one before is deleted only after that. What a crash leaves
+is not visible, and the next start removes it; what a disk corrupts is found by its sha256, set aside and named. Tensors
+are safetensors, the rest is JSON: nothing here can run code when it is read. Price of a save: the bytes written once
+and read once, rank 0's twice, from the page cache. `async_writer.py` does it beside the training.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from torchlake import atomic_io
+from torchlake.checkpoints import shards as sharding
+from torchlake.checkpoints.location import check_holder
+from torchlake.checkpoints.shards import Pieces, Shards, Tensors
+from torchlake.checkpoints.store import BEST, STATE, Draft, Place
+from torchlake.errors import DataError, TorchlakeError, UnsafeError
+from torchlake.failpoints import failpoint
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint, verified."""
+
+    path: Path
+    "The folder on a disk that holds its files."
+    state: dict[str, Any]
+    "What the training loop stored beside its tensors; `step` at least."
+
+
+def at_step(place: Place, step: int, **who: Any) -> Draft:
+    """The draft of checkpoint `step` in `place`."""
+    return Draft(place=place, name=_name(step), site="checkpoint", **who)
+
+
+def best_at_step(place: Place, step: int, **who: Any) -> Draft:
+    """The draft of the best model, that of `step`."""
+    return Draft(place=place, name=f"{BEST}/{_name(step)}", site="best", **who)
+
+
+def write_share(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
+    """Write this rank's pieces of each kind (model, optimizer) into the draft. Raises StorageError."""
+    files = {}
+    try:
+        draft.building.mkdir(parents=True, exist_ok=True)
+        for kind, pieces in kinds.items():
+            path = draft.building / _file_name(kind, draft.rank, draft.world_size)
+            _write_tensors(path, pieces, f"{draft.site}.{kind}")
+            files[path.name] = atomic_io.described(path)
+    except OSError as error:
+        raise atomic_io.storage_error(error, draft.path) from error
+    atomic_io.write_json(draft.note(draft.rank), files, site=f"{draft.site}.note")
+    draft.place.hand_over(draft, files)
+
+
+def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: Any) -> None:
+    """Make a draft that all ranks have written to visible, once it is verified; `fields` go into its manifest.
+
+    Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken the place over; the
+    checkpoints before are untouched then.
+    """
+    check_holder(draft.place, draft.attempt)
+    try:
+        notes = draft.place.notes(draft)
+        files = {name: file for note in notes for name, file in note.items()}
+        mine = dict(notes[draft.rank])
+        if state is not None:
+            atomic_io.write_json(draft.building / STATE, dict(state), site=f"{draft.site}.state")
+            mine[STATE] = files[STATE] = atomic_io.described(draft.building / STATE)
+        draft.place.reveal(draft, {**fields, "files": files}, mine)
+    except OSError as error:
+        raise atomic_io.storage_error(error, draft.path) from error
+
+
+def abandon(draft: Draft) -> None:
+    """Remove what was written of a draft on a disk; what is elsewhere already, the next start removes."""
+    atomic_io.remove([draft.building])
+
+
+def prune(place: Place, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and the best models that no kept one names. Raises StorageError."""
+    try:
+        complete = place.complete()
+        old, kept = complete[:-keep], complete[-keep:]
+        bests = [best for name in kept if (best := place.state(name)["best"]) is not None]
+        named = {f"{BEST}/{_name(best['step'])}" for best in bests}
+        for name in [*old, *(best for best in place.complete(BEST) if best not in named)]:
+            failpoint("checkpoint.prune")
+            place.delete(name)
+    except OSError as error:
+        raise atomic_io.storage_error(error, place.path("")) from error
+
+
+def newest(place: Place) -> tuple[Checkpoint | None, list[str]]:
+    """The newest complete checkpoint in `place`, verified, and a sentence about every one that was not.
+
+    (None, []) when none was ever written. Those that fail are set aside. Raises DataError when there were checkpoints
+    and all of them are corrupt: starting afresh would throw the run away unasked; StorageError when the place cannot be
+    reached.
+    """
+    place.clear()
+    problems: list[str] = []
+    for name in reversed(place.complete()):
+        try:
+            path = place.fetched(name)
+            return Checkpoint(path=path, state=atomic_io.read_json(path / STATE)), problems
+        # A damaged manifest has any shape.
+        except (DataError, UnsafeError, KeyError, TypeError, AttributeError) as error:
+            said = (
+                str(error) if isinstance(error, TorchlakeError) else f"{place}/{name}/{atomic_io.MANIFEST}: is damaged"
+            )
+            aside = place.set_aside(name)
+            problems.append(f"{said}. Set aside as {aside}; an older checkpoint is used, if there is one.")
+    if place.has_torn():
+        raise DataError(
+            " ".join([*problems, f"{place}: no checkpoint of this run is usable. Bring one back from a copy, or"])
+            + f" delete {place} to train from the beginning."
+        )
+    return None, problems
+
+
+@contextmanager
+def opened(path: Path, kind: str) -> Iterator[Shards]:
+    """The tensors of a checkpoint of one kind, `MODEL` or `OPTIMIZER`, whoever wrote them. Raises DataError."""
+    files = sorted(path.glob(f"{kind}*.safetensors"))
+    if not files:
+        raise DataError(f"{path}: holds no {kind}*.safetensors")
+    with sharding.opened(files) as shards:
+        yield shards
+
+
+def best_path(place: Place, step: int) -> Path:
+    """The folder of the best model of `step`, verified. Raises DataError naming the file that is missing or corrupt."""
+    return place.fetched(f"{BEST}/{_name(step)}", MODEL)
+
+
+def step_path(place: Place, step: int) -> Path:
+    """The folder of the model of checkpoint `step`, verified. Raises DataError as `best_path` does."""
+    return place.fetched(_name(step), MODEL)
+
+
+def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
+    """A checkpoint's model, whole; names and shapes must be those of `like`. Raises DataError naming what differs."""
+    with opened(path, MODEL) as shards:
+        shards.check(like)
+        return {name: shards.read(name) for name in like}
+
+
+def untied(state: Tensors) -> dict[str, torch.Tensor]:
+    """`state` without the tensors that share all their memory with an earlier one: tied weights are stored once."""
+    kept: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in state.items():
+        kept.setdefault((_address(tensor) or id(tensor), tuple(tensor.shape)), name)
+    return {name: state[name] for name in kept.values()}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors as "<parameter>|<field>"; `names` are its parameters', in the order of its groups."""
+    state = optimizer.state_dict()["state"]
+    return {f"{names[index]}|{field}": tensor for index, fields in state.items() for field, tensor in fields.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
+    """Put back what `optimizer_tensors` gave, on this rank its part of it. Raises DataError for another model's."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = {name: index for index, name in enumerate(names)}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key in stored.shapes:
+        name, _, field = key.rpartition("|")
+        if name not in places:
+            raise DataError(f"{OPTIMIZER}*.safetensors: the model has no parameter {name!r}")
+        index = places[name]
+        tensor = stored.read_like(key, parameters[index]) if stored.shapes[key] else stored.read(key)
+        state.setdefault(index, {})[field] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr()
+
+
+def _write_tensors(path: Path, pieces: Pieces, site: str) -> None:
+    plain = {name: piece.tensor.detach().cpu().contiguous() for name, piece in pieces.items()}
+    try:
+        failpoint(f"{site}.write")
+        save_file(plain, path, metadata=sharding.header(pieces))
+        atomic_io.set_usual_modes([path])
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:
+        needed = sum(tensor.nbytes for tensor in plain.values())
+        cause = error if isinstance(error, OSError) else OSError(str(error))
+        raise atomic_io.storage_error(cause, path, needed) from error
+    failpoint(f"{site}.done")
+
+
+def _file_name(kind: str, rank: int, world_size: int) -> str:
+    return f"{kind}.safetensors" if world_size == 1 else f"{kind}-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"

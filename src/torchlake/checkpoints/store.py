@@ -1,0 +1,203 @@
+"""Where the files of checkpoints lie: what is asked of such a place, and the first of them, a folder on a disk.
+
+    step_00000120/   model*.safetensors  optimizer*.safetensors  state.json  manifest.json
+    best/step_00000080/   model*.safetensors  manifest.json
+
+In a folder a checkpoint is built under a hidden name that all ranks share, and one rename makes it visible. What a
+crash leaves is a `.tmp`. `object_store.py` is the place that has no rename. A name in a place is that of a checkpoint
+(`step_00000120`, `best/step_00000080`) or of a file in it. Nothing here knows what a tensor is.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchlake import atomic_io
+from torchlake.errors import StorageError
+from torchlake.failpoints import failpoint
+
+STATE = "state.json"
+BEST = "best"
+TORN = ".torn"
+RUN = "run.json"
+"Says whose the checkpoints are, in a place outside of the run folder."
+
+Files = Mapping[str, Mapping[str, Any]]
+"Files by name, each with its `bytes` and `sha256`."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A checkpoint in the making, as one of its ranks sees it."""
+
+    place: "Place"
+    "Where it will be."
+    name: str
+    "What it will be called there."
+    site: str
+    "What failpoints call it."
+    attempt: str
+    "Of two attempts at the same checkpoint, which; all ranks of one say the same."
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def path(self) -> Path:
+        """Where it is, or would be, on a disk."""
+        return self.place.path(self.name)
+
+    @property
+    def building(self) -> Path:
+        """The hidden folder in which it is built."""
+        return self.path.with_name(f".{self.path.name}.{self.attempt}.tmp")
+
+    def note(self, rank: int) -> Path:
+        """Where a rank notes the files that it wrote."""
+        return self.building / f".rank_{rank:05d}.json"
+
+
+class Place(Protocol):
+    """What `format.py` asks of where checkpoints are kept. Messages show it as `str` gives it."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether it lies outside of the run folder, so that other runs may find it."""
+
+    def path(self, name: str) -> Path:
+        """The path on a disk that belongs to a name."""
+
+    def hand_over(self, draft: Draft, files: Files) -> None:
+        """Take this rank's `files` and its note out of the draft's `building`. Raises StorageError."""
+
+    def notes(self, draft: Draft) -> list[dict[str, Any]]:
+        """The files of each rank, in their order, once all have handed theirs over."""
+
+    def reveal(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
+        """Make a draft visible by its manifest; `mine` of its files are this rank's. Raises StorageError, OSError."""
+
+    def complete(self, within: str = "") -> list[str]:
+        """The names of the visible checkpoints, the oldest first; `within` is BEST for those of best models."""
+
+    def state(self, name: str) -> Any:
+        """The state of a visible checkpoint."""
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint; one that is half deleted is not visible. Raises StorageError, OSError."""
+
+    def clear(self) -> None:
+        """Remove what crashes left of this run; no rank may be at work."""
+
+    def fetched(self, name: str, kind: str = "") -> Path:
+        """A folder on a disk with the files of a checkpoint whose names begin with `kind`, verified.
+
+        Raises DataError naming a file that is missing or corrupt, UnsafeError for a name that leads out.
+        """
+
+    def forget(self) -> None:
+        """What was fetched is not needed any more."""
+
+    def set_aside(self, name: str) -> str:
+        """Make a damaged checkpoint invisible and keep it; what it is called now."""
+
+    def has_torn(self) -> bool:
+        """Whether there are any that were set aside."""
+
+    def is_used(self) -> bool:
+        """Whether there are checkpoints, sound or not, or anything else but RUN."""
+
+    def read(self, name: str) -> Any:
+        """The JSON value of a file; None when there is none. Raises DataError, StorageError."""
+
+    def write(self, name: str, value: Any, *, site: str) -> None:
+        """Write a file of JSON, whole or not at all. Raises StorageError."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder on a disk that all ranks reach."""
+
+    root: Path
+    outside: bool = False
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def path(self, name: str) -> Path:
+        """See Place, as for all that follows."""
+        return self.root / name
+
+    def hand_over(self, draft: Draft, files: Files) -> None:
+        """They are where they are wanted."""
+
+    def notes(self, draft: Draft) -> list[dict[str, Any]]:
+        return [atomic_io.read_json(draft.note(rank)) for rank in range(draft.world_size)]
+
+    def reveal(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
+        atomic_io.remove(draft.note(rank) for rank in range(draft.world_size))
+        atomic_io.write_json(draft.building / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
+        failpoint(f"{draft.site}.rename")
+        # Only a step that is trained a second time finds its own name taken, by equal content.
+        atomic_io.remove([draft.path])
+        os.rename(draft.building, draft.path)
+        atomic_io.sync_folder(draft.path.parent)
+        failpoint(f"{draft.site}.verify")
+        _read_back(draft.path, manifest["files"], mine)
+
+    def complete(self, within: str = "") -> list[str]:
+        folders = [path for path in (self.root / within).glob("step_*") if path.is_dir()]
+        return sorted(path.relative_to(self.root).as_posix() for path in folders if not path.name.endswith(TORN))
+
+    def state(self, name: str) -> Any:
+        return atomic_io.read_json(self.root / name / STATE)
+
+    def delete(self, name: str) -> None:
+        path = self.root / name
+        # A folder half deleted must not look like a torn checkpoint.
+        leaving = atomic_io.temporary(path)
+        os.replace(path, leaving)
+        atomic_io.remove([leaving])
+
+    def clear(self) -> None:
+        atomic_io.remove([*self.root.glob(".*.tmp"), *(self.root / BEST).glob(".*.tmp")])
+
+    def fetched(self, name: str, kind: str = "") -> Path:
+        atomic_io.check_manifest(self.root / name, kind=kind)
+        return self.root / name
+
+    def forget(self) -> None:
+        """Nothing was fetched."""
+
+    def set_aside(self, name: str) -> str:
+        path = self.root / name
+        torn = path.with_name(path.name + TORN)
+        atomic_io.remove([torn])
+        os.replace(path, torn)
+        return torn.name
+
+    def has_torn(self) -> bool:
+        return any(self.root.glob(f"*{TORN}"))
+
+    def is_used(self) -> bool:
+        return self.root.is_dir() and any(RUN not in entry.name for entry in self.root.iterdir())
+
+    def read(self, name: str) -> Any:
+        path = self.root / name
+        return atomic_io.read_json(path) if path.exists() else None
+
+    def write(self, name: str, value: Any, *, site: str) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise atomic_io.storage_error(error, self.root) from error
+        atomic_io.write_json(self.root / name, value, site=site)
+
+
+def _read_back(path: Path, files: Files, mine: Files) -> None:
+    """Raise StorageError unless every file is there in its size, and this rank's own with their sha256."""
+    for name, expected in files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected["bytes"] or (name in mine and atomic_io.described(file) != expected):
+            raise StorageError(f"{file}: just written, and read back otherwise. The disk is failing.")

@@ -1,0 +1,359 @@
+"""The commands: each names its options and returns the work, which `main.py` runs outside the parser.
+
+The libraries that are slow to load are loaded by the work (`commands.py`), so --help takes a tenth of a second.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from torchlake import plugins
+from torchlake.cli import commands
+from torchlake.cli import options as o
+from torchlake.cli.commands import Outcome, engine_settings, given, make_engine
+from torchlake.cli.help import Command, Group
+
+Work = Callable[[], Outcome]
+
+app = typer.Typer(
+    name="torchlake",
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Fine-tune and score Hugging Face and PyTorch models where your tables live.\n\nExample: torchlake demo",
+)
+SETTINGS = (
+    f"Values of model.task: {', '.join(plugins.names('tasks'))}.\n\n"
+    f"Values of train.strategy: auto, {', '.join(plugins.names('strategies'))}."
+)
+
+
+def _command(**options: Any) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
+    return app.command(cls=Command, **options)
+
+
+@_command(epilog=SETTINGS)
+def train(
+    job: o.OptionalJob = None,
+    overrides: o.Settings = None,
+    run: o.RunFolder = None,
+    processes: o.Ranks = None,
+    engine: o.EngineName = None,
+    mlflow: o.Mlflow = None,
+    tensorboard: o.TensorBoard = False,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint.
+
+    \b
+    Example:
+      torchlake train job.yaml --processes 2
+    """
+    settings = _settings(overrides, processes, engine)
+    if mlflow is not None:
+        settings.append(f"track.mlflow={json.dumps(mlflow)}")
+    if tensorboard:
+        settings.append("track.tensorboard=true")
+    return lambda: commands.train(job, settings, run, as_json=as_json)
+
+
+@_command(epilog=SETTINGS)
+def tune(
+    job: o.Job,
+    space: o.Space,
+    trials: o.Trials,
+    overrides: o.Settings = None,
+    run: o.TuningFolder = None,
+    processes: o.Ranks = None,
+    engine: o.EngineName = None,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Search for the settings that train the best model. Run the same command again to continue.
+
+    \b
+    Example:
+      torchlake tune job.yaml --space space.yaml --trials 20
+    """
+    settings = _settings(overrides, processes, engine)
+    return lambda: commands.tune(job, space, trials, settings, run, as_json=as_json)
+
+
+@_command(epilog=SETTINGS)
+def plan(
+    job: o.OptionalJob = None,
+    overrides: o.Settings = None,
+    sample_rows: o.SampleRows = None,
+    processes: o.Ranks = None,
+    gpu_memory: o.GpuMemory = None,
+    flops: o.Flops = None,
+    bandwidth: o.Bandwidth = None,
+    latency: o.Latency = None,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy.
+
+    \b
+    Example:
+      torchlake plan job.yaml --gpu-memory 80GiB
+    """
+    options = {
+        "processes": processes,
+        "gpu_memory": gpu_memory,
+        "flops": flops,
+        "bandwidth": bandwidth,
+        "latency": latency,
+        "sample_rows": sample_rows,
+    }
+    return lambda: commands.plan(job, list(overrides or ()), given(options))
+
+
+@_command()
+def predict(
+    model: o.Model,
+    table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
+    text: o.Text = None,
+    null: o.Null = None,
+    on_bad_file: o.OnBadFile = None,
+    accept_new_input: o.AcceptNewInput = False,
+    accept_removed_input: o.AcceptRemovedInput = False,
+    key: o.Key = None,
+    columns: o.Columns = None,
+    all_probabilities: o.AllProbabilities = False,
+    prefix: o.Prefix = None,
+    max_error_rate: o.MaxErrorRate = None,
+    overwrite: o.Overwrite = False,
+    runtime: o.RuntimeName = None,
+    engine: o.EngineName = None,
+    processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
+    batch_tokens: o.BatchTokens = None,
+    chunk_rows: o.ChunkRows = None,
+    row_timeout_s: o.RowTimeout = None,
+    max_new_tokens: o.MaxNewTokens = None,
+    temperature: o.Temperature = None,
+    top_k: o.TopK = None,
+    top_p: o.TopP = None,
+    stop: o.Stop = None,
+    seed: o.Seed = None,
+    chat: o.Chat = False,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Score a table, every row exactly once. Run the same command again to score only what is missing.
+
+    \b
+    Example:
+      torchlake predict runs/reviews/model reviews.parquet scored/
+    """
+    options = {
+        "text": text,
+        "key": key,
+        "columns": _listed(columns),
+        "all_probabilities": all_probabilities,
+        "prefix": prefix,
+        "runtime": runtime,
+        "max_error_rate": max_error_rate,
+        "null": null,
+        "row_timeout_s": row_timeout_s,
+        "batch_tokens": batch_tokens,
+        "chunk_rows": chunk_rows,
+        "overwrite": overwrite,
+        "accept_new_input": accept_new_input,
+        "accept_removed_input": accept_removed_input,
+        "on_bad_file": on_bad_file,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop or None,
+        "seed": seed,
+        "chat": chat,
+    }
+    return lambda: commands.predict(
+        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), given(options)
+    )
+
+
+@_command()
+def evaluate(
+    model: o.Model,
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
+    text: o.Text = None,
+    label: o.Label = None,
+    runtime: o.RuntimeName = None,
+    engine: o.EngineName = None,
+    processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval.
+
+    \b
+    Example:
+      torchlake evaluate runs/reviews/model test.parquet
+    """
+    options = given({"text": text, "label": label, "runtime": runtime})
+    return lambda: commands.evaluate(model, table, make_engine(engine, processes, overrides, as_json=as_json), options)
+
+
+@_command()
+def optimize(
+    model: o.Model,
+    sample: o.Sample,
+    text: o.Text = None,
+    label: o.Label = None,
+    max_drop: o.MaxDrop = None,
+    min_agreement: o.MinAgreement = None,
+    budget: o.Budget = None,
+    runtimes: o.Runtimes = None,
+    processes: o.Processes = None,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it.
+
+    \b
+    Example:
+      torchlake optimize runs/reviews/model --sample reviews.parquet
+    """
+    options = {
+        "text": text,
+        "label": label,
+        "max_drop": max_drop,
+        "min_agreement": min_agreement,
+        "budget": budget,
+        "runtimes": _listed(runtimes),
+    }
+    return lambda: commands.optimize(model, sample, make_engine(None, processes, as_json=as_json), given(options))
+
+
+@_command()
+def launch(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNCTION", help="What each rank runs.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS...", help="Arguments for the script, after --.")
+    ] = None,
+    processes: o.Ranks = None,
+    gpus_per_process: o.GpusPerProcess = 0,
+    engine: o.EngineName = None,
+    overrides: o.EngineSettings = None,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Run a script or function as ranks. Sets the environment variables that torchrun sets.
+
+    \b
+    Example:
+      torchlake launch train.py --processes 2 -- --lr 0.1
+    """
+    return lambda: commands.launch(
+        target,
+        arguments or [],
+        make_engine(engine, processes, overrides, as_json=as_json),
+        gpus_per_process=gpus_per_process,
+        as_json=as_json,
+    )
+
+
+@_command()
+def verify(
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder written by predict.")],
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Check an output against its commit record. Checks checksums, rows and keys; exits with 65 on a problem.
+
+    \b
+    Example:
+      torchlake verify scored/
+    """
+    return lambda: commands.verify(output)
+
+
+@_command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine.
+
+    \b
+    Example:
+      torchlake report runs/reviews
+    """
+    return lambda: commands.report(run)
+
+
+@_command()
+def doctor(as_json: o.Json = False, quiet: o.Quiet = False, verbose: o.Verbose = False) -> Work:
+    """Show what this machine can run. Lists versions, cores, memory, devices, disk space and problems.
+
+    \b
+    Example:
+      torchlake doctor
+    """
+    return commands.doctor
+
+
+@_command()
+def demo(
+    folder: o.Folder = "demo",
+    rows: o.Rows = 2400,
+    as_json: o.Json = False,
+    quiet: o.Quiet = False,
+    verbose: o.Verbose = False,
+) -> Work:
+    """Train, predict, evaluate and verify on generated reviews. Needs no network and no data.
+
+    \b
+    Example:
+      torchlake demo
+    """
+    return lambda: commands.demo(folder, rows)
+
+
+@_command()
+def version(as_json: o.Json = False, quiet: o.Quiet = False, verbose: o.Verbose = False) -> Work:
+    """Print the version.
+
+    \b
+    Example:
+      torchlake version
+    """
+    return commands.version
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """The options before the command; --version itself is answered by `cli.main`."""
+
+
+def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
+    """The overrides of a job, those with an option of their own after the others."""
+    return [*(overrides or ()), *engine_settings(engine, processes)]
+
+
+def _listed(names: str | None) -> list[str] | None:
+    """The names in a list such as "a, b"."""
+    return [name.strip() for name in names.split(",")] if names else None

@@ -1,0 +1,101 @@
+"""The command line: parse, work, print, and end with an exit status.
+
+Results go to standard output, everything else to standard error. With --json, standard output carries exactly one JSON
+object, also for errors ({"error": {...}}): whatever else writes to it, child processes included, is sent to standard
+error. The exit status of an error is its class's (torchlake.errors); of a fault in torchlake itself 70, with traceback.
+An error of the operating system, such as a missing permission, is one of the user's (`system_errors.py`).
+"""
+
+import json
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from torchlake.cli import commands
+from torchlake.cli.app import app
+from torchlake.cli.commands import Outcome
+from torchlake.cli.console import apart, error_outcome, interruptible, resume_line
+from torchlake.cli.system_errors import in_words
+from torchlake.config.redaction import redacted
+from torchlake.errors import Interrupted, TorchlakeError, UsageError
+from torchlake.logs import loudness
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command (default: the process's arguments) and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    ours = words[: words.index("--")] if "--" in words else words
+    words = ["version" if word == "--version" else word for word in words[:1]] + words[1:]
+    as_json, quiet, verbose = (flag in ours for flag in ("--json", "--quiet", "--verbose"))
+    with loudness(quiet=quiet, verbose=verbose and not quiet), interruptible(), apart(as_json) as out:
+        outcome = _run(words)
+        text = json.dumps(commands.plain(outcome.values)) if as_json else "\n".join(outcome.lines)
+        if text:
+            print(text, file=out, flush=True)
+        return outcome.exit_code
+
+
+def _run(words: list[str]) -> Outcome:
+    """Parse, work, and turn whatever goes wrong into an outcome."""
+    try:
+        # Not standalone: errors come back as exceptions, --help as an exit status, and a command as its work.
+        work = typer.main.get_command(app).main(words, prog_name="torchlake", standalone_mode=False)
+        return work() if callable(work) else Outcome(values={}, lines=(), exit_code=int(work or 0))
+    except typer.TyperException as error:
+        hint = _setting_hint(words, getattr(error, "option_name", None))
+        if hint:
+            error.message += hint
+        show = getattr(error, "show", None)
+        if callable(show):
+            show(file=sys.stderr)
+        return error_outcome(error, error.format_message(), UsageError.exit_code)
+    except Interrupted as error:
+        return error_outcome(error, str(error), error.exit_code, shown=f"{error}\n{resume_line(words)}")
+    except TorchlakeError as error:
+        log.debug("%s", type(error).__name__, exc_info=True)
+        return error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
+    except KeyboardInterrupt as error:
+        message = "Stopped by Ctrl-C."
+        return error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{resume_line(words)}")
+    except Exception as error:
+        known = in_words(error, words) if isinstance(error, OSError) else None
+        if known is not None:
+            log.debug("%s", type(error).__name__, exc_info=True)
+            return error_outcome(known, str(known), known.exit_code, shown=f"error: {known}")
+        print(redacted(traceback.format_exc()), file=sys.stderr)
+        message = (
+            f"{type(error).__name__}: {error}\nThis is a fault in torchlake, not in your input. Please report it with "
+            "the traceback above and the output of `torchlake doctor`."
+        )
+        return error_outcome(error, message, TorchlakeError.exit_code, shown=f"error: {message}")
+
+
+def _setting_hint(words: Sequence[str], option: str | None) -> str:
+    """How to give an unknown option that is a setting of the job (elsewhere: of the engine) with --set."""
+    takes_job, takes_engine = words[:1] in (["train"], ["tune"], ["plan"]), words[:1] in (["predict"], ["evaluate"])
+    if option is None or not (takes_job or takes_engine or words[:1] == ["launch"]):
+        return ""
+    from torchlake.config.job import SECTIONS
+    from torchlake.config.messages import nearest_settings
+
+    sections = SECTIONS if takes_job else {"engine": SECTIONS["engine"]}
+    found = nearest_settings(option.lstrip("-").replace("-", "_"), sections)
+    value = _value_after(words, option)
+    shown = " or ".join(f"--set {name}={value}" for name in found)
+    return f" To change a setting of the {'job' if takes_job else 'engine'}, write {shown}." if found else ""
+
+
+def _value_after(words: Sequence[str], option: str) -> str:
+    """The value that was given to an option; VALUE where there is none."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == option:
+            return after if after and not after.startswith("--") else "VALUE"
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return "VALUE"

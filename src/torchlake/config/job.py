@@ -1,0 +1,349 @@
+"""A job as frozen pydantic models, and the laying of a job file, sections and overrides over one another.
+
+    job.yaml  <  keyword sections  <  --set a.b=c        later ones win, key by key
+
+Every value keeps where it came from, so that each mistake is named by its line, argument or override (`yaml.py`
+reads, `messages.py` words). Unknown keys are refused with the nearest known one. No environment variable is read into
+a job. Relative paths in a job file are relative to the current directory, as on the command line, not to the file.
+Price: milliseconds, all of it before anything slow is loaded.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from torchlake.config.engine_options import EngineConfig
+from torchlake.config.messages import sentence
+from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
+from torchlake.config.task_spec import label_name
+from torchlake.config.types import STRICT, Every, Float, Int, Interval, Name, Seconds, StrategyName, TaskName
+from torchlake.config.yaml import Location, read_text, read_yaml, shape
+from torchlake.errors import ConfigError
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping | Fraction):
+        return "<fraction>"
+    return "<paths>" if isinstance(value, list | tuple) else "<path>"
+
+
+def _weights_kind(value: Any) -> str:
+    return "<weights>" if isinstance(value, Mapping) else "<word>"
+
+
+def _label_names(value: Any) -> Any:
+    """Labels as text: YAML reads some as numbers or booleans."""
+    return {label_name(label): weight for label, weight in value.items()} if isinstance(value, Mapping) else value
+
+
+Weights = Annotated[dict[str, Annotated[Float, Field(gt=0)]], Field(min_length=1), BeforeValidator(_label_names)]
+ClassWeights = Annotated[
+    Annotated[Literal["balanced"], Tag("<word>")] | Annotated[Weights, Tag("<weights>")], Discriminator(_weights_kind)
+]
+OnePath = Annotated[Name, Tag("<path>")]
+ManyPaths = Annotated[tuple[Name, ...], Field(min_length=1), Tag("<paths>")]
+
+
+class Fraction(BaseModel):
+    """A share of the training rows, chosen by the seed."""
+
+    model_config = STRICT
+
+    fraction: Float = Field(gt=0, lt=1)
+    """Share of the rows, above 0 and below 1."""
+
+
+class DataConfig(BaseModel):
+    """Where the rows are, and which columns say what."""
+
+    model_config = STRICT
+
+    train: Annotated[OnePath | ManyPaths, Discriminator(_kind)]
+    """Table to learn from: a file, folder, glob or URL, or a list of them."""
+    validation: Annotated[OnePath | ManyPaths | Annotated[Fraction, Tag("<fraction>")], Discriminator(_kind)] | None = (
+        Fraction(fraction=0.1)
+    )
+    """Table to validate on, or {fraction: f} of the training rows; null for none."""
+    text: Name = "text"
+    """Column of the input."""
+    label: Name = "label"
+    """Column of the target: strings or integers, lists of strings, or floats; text generation has none."""
+    problem: Literal["single_label", "multi_label", "regression"] | None = None
+    """What the label says: one class per row, several (lists of strings), or a number; null: found from the column."""
+    learn: Literal["all", "assistant"] = "all"
+    """Of conversations: every token, or those of the assistant's turns, where the chat template marks them."""
+    key: Name | None = None
+    """Column that identifies a row, unique and never null; null: file and row number."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """What a row does that is null, cannot be decoded or has a label that is NaN or no class of the model: stop the
+    job, or be left out and counted."""
+
+    @field_validator("label")
+    @classmethod
+    def _columns_differ(cls, label: str, given: ValidationInfo) -> str:
+        if label == given.data.get("text"):
+            raise ValueError(f"text and label both name the column {label!r}; they must differ")
+        return label
+
+
+class ModelConfig(BaseModel):
+    """What is fine-tuned, for which task."""
+
+    model_config = STRICT
+
+    base: Name
+    """Model folder, or a name on the Hugging Face hub; `name@revision` for a branch, tag or commit there."""
+    task: TaskName = "text_classification"
+    """What the model predicts; a file in torchlake/tasks."""
+    max_length: Int | None = Field(default=None, ge=2)
+    """Tokens a row is cut to, special tokens counted (text generation: of a block, and nothing is cut); null: what the
+    model can take, at most 512."""
+    lora: LoraOptions | None = None
+    """Train small matrices beside the frozen ones of the base instead of those; null: train the model itself."""
+
+
+class TrainConfig(BaseModel):
+    """The recipe of one training run."""
+
+    model_config = STRICT
+
+    epochs: Int = Field(default=4, ge=1)
+    """Passes over the training rows."""
+    batch_size: Int = Field(default=64, ge=1)
+    """Rows of one optimizer step, over all ranks; for text generation, blocks of `model.max_length` tokens."""
+    learning_rate: Float = Field(default=1e-4, gt=0)
+    """AdamW's step size at the peak of the schedule."""
+    weight_decay: Float = Field(default=0.01, ge=0)
+    """AdamW's decay, on matrices only: biases and norms are spared."""
+    warmup: Float = Field(default=0.1, ge=0, lt=1)
+    """Share of all steps over which the learning rate rises from 0."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls after the warm-up."""
+    class_weights: ClassWeights | None = None
+    """Weights of the classes in the loss: balanced, or {label: weight} with 1 for the others; null: none."""
+    label_smoothing: Float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread over all classes."""
+    clip_norm: Float | None = Field(default=1.0, gt=0)
+    """Largest norm of the gradient over all ranks; null: not clipped."""
+    micro_batch_tokens: Int = Field(default=16384, ge=1)
+    """Tokens, padding counted, that one rank holds at once; bounds memory, changes no result."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the forward pass; auto: bf16 where the hardware has it."""
+    activation_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them: a third slower, far less
+    memory."""
+    compile: bool = False
+    """Compile the model with torch.compile: minutes at the start, faster steps on GPUs."""
+    strategy: StrategyName = "auto"
+    """How ranks share the model, a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
+    ddp: DdpOptions = DdpOptions()
+    """Options of the strategy ddp."""
+    fsdp: FsdpOptions = FsdpOptions()
+    """Options of the strategy fsdp."""
+    deepspeed: DeepSpeedOptions = DeepSpeedOptions()
+    """Options of the strategy deepspeed."""
+    seed: Int = Field(default=0, ge=0, lt=2**63)
+    """Decides initial weights, dropout and the order of rows."""
+    checkpoint_every: Interval = Every(seconds=600.0)
+    """Interval between checkpoints: "10min", "200steps" or "epoch"."""
+    checkpoint_in_background: bool = True
+    """Go on with training while a checkpoint is written, for a copy of what is written in main memory."""
+    checkpoint_folder: Name | None = None
+    """Where checkpoints are kept, a folder or an URL such as s3://bucket/reviews, one for each run; null: in the run
+    folder."""
+    keep_checkpoints: Int = Field(default=2, ge=1)
+    """Checkpoints kept, the newest ones."""
+    validate_every: Interval = Every(epochs=1)
+    """Interval between validations: "epoch" or "200steps"."""
+    metric: Name | None = None
+    """Validation metric that picks the best model; null: the task's own."""
+    patience: Int | None = Field(default=None, ge=1)
+    """Validations without improvement before training stops; null: never."""
+    max_restarts: Int = Field(default=2, ge=0)
+    """Times the ranks are started again after one of them failed."""
+    collective_timeout: Seconds = 600.0
+    """Seconds ("10min") that a rank waits for the others before the run counts as hung."""
+    max_steps: Int | None = Field(default=None, ge=1)
+    """Optimizer steps after which training stops; null: as many as the epochs hold."""
+
+    @field_validator("validate_every")
+    @classmethod
+    def _no_clock(cls, every: Every) -> Every:
+        # A validation by the clock would fall on other steps each time, and with it the best model.
+        if every.seconds is not None:
+            raise ValueError(f'{every} is a time; write "epoch" or "200steps"')
+        return every
+
+
+class TrackConfig(BaseModel):
+    """Where a run's parameters and curves are told besides metrics.jsonl."""
+
+    model_config = STRICT
+
+    mlflow: Name | None = None
+    """MLflow store, sqlite:///FILE or a folder; null: not told to MLflow."""
+    tensorboard: bool = False
+    """Whether event files are written to tensorboard/ in the run folder."""
+
+
+class Job(BaseModel):
+    """One training job: everything that decides its result, where it runs, and where it is told."""
+
+    model_config = STRICT
+
+    data: DataConfig
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+    engine: EngineConfig = EngineConfig()
+    track: TrackConfig = TrackConfig()
+
+
+class _EngineAlone(BaseModel):
+    """The engine's section of a job that is not there."""
+
+    model_config = STRICT
+
+    engine: EngineConfig = EngineConfig()
+
+
+SECTIONS: dict[str, type[BaseModel]]
+SECTIONS = {
+    "data": DataConfig,
+    "model": ModelConfig,
+    "train": TrainConfig,
+    "engine": EngineConfig,
+    "track": TrackConfig,
+}
+
+
+def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sections: Any) -> Job:
+    """The job in `path` (None: no file), with `sections` (data={...} or a DataConfig), then `overrides`, laid over it.
+
+    A Job in the place of the file is what they are laid over. Raises ConfigError listing every mistake with its file
+    and line, UnsafeError for a tag that would build an object.
+    """
+    if isinstance(path, Job):
+        merged: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in path}
+        for name, section in sections.items():
+            plain = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
+            merged[name] = {**merged.get(name, {}), **plain}
+        return load_job(None, overrides, **merged)
+    values: dict[str, Any] = {}
+    origins: dict[Location, str] = {}
+    if path is not None:
+        values, lines = read_yaml(read_text(Path(path)), str(path))
+        if values is None:
+            raise ConfigError(f"{path}: is empty; a job file has the sections {', '.join(SECTIONS)}")
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path}:1: a job file is a mapping of sections ({', '.join(SECTIONS)}), not a {shape(values)}"
+            )
+        # A section whose keys are all commented out reads as null; it means the defaults.
+        values = {key: value for key, value in values.items() if value is not None or key not in SECTIONS}
+        origins = {location: f"{path}:{line}" for location, line in lines.items()}
+    for name, section in sections.items():
+        plain = section.model_dump(mode="json", exclude_unset=True) if isinstance(section, BaseModel) else section
+        _lay_over(values, origins, (name,), plain, f"argument {name}")
+    for override in overrides:
+        keys, value = _parse_override(override)
+        _lay_over(values, origins, keys, value, f"--set {override}")
+    return _job(values, origins, path)
+
+
+def load_engine(overrides: Sequence[str]) -> EngineConfig:
+    """The engine that overrides of its own section ("engine.processes=2") describe, where there is no job.
+
+    Raises ConfigError as `load_job` does, and for another section.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[Location, str] = {}
+    for override in overrides:
+        keys, value = _parse_override(override)
+        if keys[0] != "engine":
+            raise ConfigError(f"--set {override}: without a job only the section engine can be set")
+        _lay_over(values, origins, keys, value, f"--set {override}")
+    try:
+        return _EngineAlone.model_validate(values).engine
+    except ValidationError as error:
+        problems = [sentence(problem, origins, None, SECTIONS) for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+
+
+def with_values(job: Job, values: Mapping[str, Any], origins: Mapping[str, str]) -> Job:
+    """`job` with other values by dotted name ("train.epochs"); `origins` tell where each name came from.
+
+    Raises ConfigError as `load_job` does.
+    """
+    plain: dict[str, Any] = job.model_dump(mode="json")
+    places: dict[Location, str] = {}
+    for name, value in values.items():
+        _lay_over(plain, places, tuple(name.split(".")), value, origins[name])
+    return _job(plain, places, None)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by dotted name: {"train": {"epochs": 4}} as {"train.epochs": 4}."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, item in value.items()
+        for name, leaf in flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def job_to_yaml(job: Job) -> str:
+    """The job as YAML text that `load_job` reads back to an equal job."""
+    value = job.model_dump(mode="json")
+    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    # PyYAML writes these line breaks unescaped, and reads them back as blanks.
+    return yaml.safe_dump(value, sort_keys=False) if re.search("[\x85\u2028\u2029\ufeff]", text) else text
+
+
+def _job(values: Mapping[str, Any], origins: Mapping[Location, str], path: str | Path | None) -> Job:
+    try:
+        return Job.model_validate(values)
+    except ValidationError as error:
+        problems = [sentence(problem, origins, path, SECTIONS) for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+
+
+def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    dotted, equals, text = override.partition("=")
+    keys = tuple(dotted.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override}: write it as section.key=value, such as train.epochs=5")
+    value, _ = read_yaml(text, f"--set {override}")
+    return keys, value
+
+
+def _lay_over(
+    values: dict[str, Any], origins: dict[Location, str], keys: tuple[str, ...], value: Any, origin: str
+) -> None:
+    """Put `value` at `keys`; a mapping for a whole section is laid over what is there key by key."""
+    if isinstance(value, Mapping) and len(keys) == 1:
+        values.setdefault(keys[0], {})
+        origins.setdefault(keys, origin)
+        for key, item in value.items():
+            _lay_over(values, origins, (keys[0], str(key)), item, origin)
+        return
+    for key in keys[:-1]:
+        inner = values.get(key)
+        values[key] = values = dict(inner) if isinstance(inner, dict) else {}
+    values[keys[-1]] = value
+    for location in [location for location in origins if location[: len(keys)] == keys]:
+        del origins[location]
+    origins[keys] = origin

@@ -1,0 +1,67 @@
+"""What a job may say about how a model is shared out between ranks, and about LoRA."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from torchlake.config.types import STRICT, Float, Int, Name
+
+
+class DdpOptions(BaseModel):
+    """Options of `strategy: ddp`."""
+
+    model_config = STRICT
+
+    bucket_mib: Float = Field(default=25.0, gt=0)
+    """Gradients sent at once; smaller ones start earlier, larger ones cost less each."""
+    compress: Literal["none", "fp16", "bf16"] = "none"
+    """How gradients are sent: as they are, or in 16 bits; bf16 needs GPUs."""
+
+
+class FsdpOptions(BaseModel):
+    """Options of `strategy: fsdp`."""
+
+    model_config = STRICT
+
+    reshard: bool = True
+    """Give a layer's weights back after its forward pass (ZeRO-3); false: keep them for the backward pass (ZeRO-2)."""
+    shard_ranks: Int | None = Field(default=None, ge=2)
+    """Neighbouring ranks that share one copy of the model, as those of one machine do; null: all of them."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and moments in main memory; needs GPUs."""
+
+
+class DeepSpeedOptions(BaseModel):
+    """Options of `strategy: deepspeed`."""
+
+    model_config = STRICT
+
+    stage: Literal[1, 2, 3] = 2
+    """What is shared out: 1 the optimizer's moments, 2 the gradients too, 3 the weights too."""
+    offload_optimizer: bool = False
+    """Keep the moments in main memory, and step there; needs GPUs."""
+    offload_parameters: bool = False
+    """Keep the weights in main memory; needs GPUs and stage 3."""
+    config: Name | None = None
+    """DeepSpeed's own JSON file, laid under what the job says; null: none."""
+
+    @model_validator(mode="after")
+    def _fits_the_stage(self) -> "DeepSpeedOptions":
+        if self.offload_parameters and self.stage != 3:
+            raise ValueError("offload_parameters needs stage 3; below it every rank computes with whole weights")
+        return self
+
+
+class LoraOptions(BaseModel):
+    """Low-rank adaptation (Hu et al. 2021): W x + alpha / rank B A x, where only A and B are trained."""
+
+    model_config = STRICT
+
+    rank: Int = Field(default=16, ge=1)
+    """Rows of A, columns of B."""
+    alpha: Int = Field(default=32, ge=1)
+    """Weight of the sum of both."""
+    dropout: Float = Field(default=0.0, ge=0, lt=1)
+    """Share of x that is left out before A, in training."""
+    targets: tuple[Name, ...] | None = Field(default=None, min_length=1)
+    """Names of the linear layers that get matrices, as their last part ("query"); null: all but the head."""

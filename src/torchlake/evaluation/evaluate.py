@@ -1,0 +1,209 @@
+"""`evaluate`: how good a model is on a labelled table, with intervals.
+
+    read the label column -> predict into a temporary folder -> metrics over the rows that have both
+
+Labels are read first: a label that the model does not know ends the job before anything is scored. A row without a
+label, or one that could not be scored, is in no metric; it is counted, under its reason. Price: a prediction of the
+table, a second read of one column, and the probabilities of all rows in memory (4 bytes per row and class).
+"""
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from torchlake import plugins
+from torchlake.engines import Engine
+from torchlake.errors import DataError, TableError, UsageError
+from torchlake.evaluation.perplexity import measure_texts
+from torchlake.metrics import Metric, evaluate_metrics
+from torchlake.models.load import Label, TaskSpec, load_spec
+from torchlake.scoring import predict as predicting
+from torchlake.scoring.scorer import Runtime
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.failures import count_reasons
+from torchlake.tables.reading import ChunkReader
+from torchlake.tables.record import committed_files
+from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
+from torchlake.tables.table import open_table
+
+PREFIX = "predicted_"
+RESAMPLES = 1000
+RESAMPLED_NUMBERS = 100_000_000
+"Probabilities that all resamples together may draw, about a minute; a larger table is resampled less often."
+RESAMPLE_PRICE = 4000
+"What a resample costs whatever its size, in rows: scikit-learn's checks of its input."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What `evaluate` found. The metrics are over `rows - failed` rows."""
+
+    rows: int
+    failed: int
+    "Rows without a label or without a prediction."
+    errors: dict[str, int]
+    "Why rows failed, and how many for each reason."
+    metrics: dict[str, Metric]
+    confusion: list[list[int]] | None
+    "Rows by true class, then by predicted class, in the order of `labels`; None where a row has not one class."
+    labels: tuple[Label, ...]
+    resamples: int
+    "Bootstrap resamples behind each interval."
+    tokens: int | None = None
+    "Tokens that a language model predicted; None for a task with labels."
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; a metric that does not exist on this table is null."""
+        value = asdict(self)
+        for metric in value["metrics"].values():
+            metric.update({name: None for name, number in metric.items() if not math.isfinite(number)})
+        return {**value, "labels": list(self.labels)}
+
+
+def evaluate(
+    model: str | Path,
+    table: Any,
+    *,
+    text: str | None = None,
+    label: str | None = None,
+    engine: Engine | None = None,
+    runtime: Runtime | None = None,
+) -> Evaluation:
+    """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
+
+    `text` and `label` name the columns where they are not the training table's; `runtime` is as `predict` takes it.
+    A language model is measured on the texts alone (`perplexity.py`).
+
+    Raises DataError for a label that the model does not know and when no row could be used, TableError for a missing
+    column, and what `predict` raises.
+    """
+    if engine_of(table) is not None:
+        raise UsageError(
+            "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
+            "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
+        )
+    spec = load_spec(model)
+    if spec.label is None:
+        if label is not None:
+            raise UsageError(f"label: {spec.task} is measured on the texts alone; leave it out.")
+        return _of_texts(model, table, replace(spec, text=text or spec.text), engine, runtime)
+    spec = replace(spec, text=text or spec.text, label=label or spec.label)
+    with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
+        predict = partial(
+            predicting.predict,
+            model,
+            text=spec.text,
+            all_probabilities=True,
+            prefix=PREFIX,
+            engine=engine,
+            runtime=runtime,
+            max_error_rate=1.0,  # failed rows are counted here, and no row at all is refused below
+        )
+        if is_frame(table):
+            frame = to_arrow(table)
+            targets, reasons = _frame_targets(frame, spec)
+            scored = predict(frame.select([spec.text]))
+        else:
+            targets, reasons = _stored_targets(table, spec)
+            output = Path(folder, "scored")
+            predict(table, output)
+            scored = _read_scored(committed_files(output), spec)
+    return _measure(scored, targets, reasons, spec)
+
+
+def _of_texts(
+    model: str | Path, table: Any, spec: TaskSpec, engine: Engine | None, runtime: Runtime | None
+) -> Evaluation:
+    found = measure_texts(model, table, spec, engine=engine, runtime=runtime)
+    return Evaluation(
+        rows=found.rows,
+        failed=sum(found.errors.values()),
+        errors=found.errors,
+        metrics=found.metrics,
+        confusion=None,
+        labels=(),
+        resamples=found.resamples,
+        tokens=found.tokens,
+    )
+
+
+def _frame_targets(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
+    for column in spec.columns:
+        if column not in frame.column_names:
+            raise TableError(f"the frame has no column {column!r}; it has: {', '.join(frame.column_names)}")
+    return plugins.load("tasks", spec.task).encode_labels(frame[spec.label], spec), {}
+
+
+def _stored_targets(table: str | Path | Sequence[str | Path], spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
+    """The encoded labels of all rows, in the table's order, and why some could not be read."""
+    task = plugins.load("tasks", spec.task)
+    assert spec.label is not None, "a task without labels is measured on its texts"
+    source = open_table(table, columns=spec.columns)
+    reader = ChunkReader((spec.label,))
+    pieces: list[pa.Array] = []
+    reasons: dict[int, str] = {}
+    first = 0
+    for chunk in plan_chunks(source, columns=(spec.label,)).chunks:
+        rows, unreadable = reader.read(chunk)
+        try:
+            pieces.append(task.encode_labels(rows[spec.label], spec))
+        except DataError as error:
+            rows_read = f"rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}"
+            raise DataError(f"{chunk.file}, {rows_read}: {error}") from error
+        reasons |= {first + row: reason for row, reason in unreadable.items()}
+        first += chunk.rows
+    reader.close()
+    return pa.concat_arrays(pieces) if pieces else pa.array([], task.target_type(spec)), reasons
+
+
+def _read_scored(files: Sequence[Path], spec: TaskSpec) -> pa.Table:
+    names = [PREFIX + name for name in plugins.load("tasks", spec.task).probability_names(spec)]
+    tables = [pq.read_table(file, columns=[*names, "error"], page_checksum_verification=True) for file in files]
+    if not tables:
+        raise DataError("the table has no rows to evaluate on")
+    return pa.concat_tables(tables)
+
+
+def _measure(scored: pa.Table, targets: pa.Array, reasons: dict[int, str], spec: TaskSpec) -> Evaluation:
+    if len(scored) != len(targets):
+        raise DataError(f"the table had {len(targets):,} rows, then {len(scored):,}: it changed while it was evaluated")
+    failures = dict.fromkeys(pc.indices_nonzero(targets.is_null()).to_pylist(), "null_label") | reasons
+    reason_column = scored["error"].combine_chunks()
+    for row in pc.indices_nonzero(reason_column.is_valid()).to_pylist():
+        failures[row] = reason_column[row].as_py()
+    usable = np.ones(len(targets), dtype=bool)
+    usable[list(failures)] = False
+    errors = dict(count_reasons(pa.array(failures.values(), pa.string())).most_common())
+    if not usable.any():
+        raise DataError(
+            f"no row of {len(targets):,} has both a label in {spec.label!r} and a prediction: "
+            + (", ".join(f"{reason} {rows:,}" for reason, rows in errors.items()) or "the table is empty")
+        )
+    names = [PREFIX + name for name in plugins.load("tasks", spec.task).probability_names(spec)]
+    probabilities = np.column_stack([scored[name].to_numpy() for name in names])[usable]
+    wanted = targets.filter(pa.array(usable))
+    if spec.problem == "multi_label":
+        truth = wanted.flatten().to_numpy(zero_copy_only=False).reshape(len(wanted), len(spec.labels))
+    else:
+        truth = wanted.to_numpy(zero_copy_only=False)
+    price = probabilities.shape[1] * (len(truth) + RESAMPLE_PRICE)
+    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // price))
+    metrics, confusion = evaluate_metrics(probabilities, truth, spec.problem, spec.labels, resamples=resamples)
+    return Evaluation(
+        rows=len(targets),
+        failed=len(failures),
+        errors=errors,
+        metrics=metrics,
+        confusion=None if confusion is None else confusion.tolist(),
+        labels=spec.labels,
+        resamples=resamples,
+    )

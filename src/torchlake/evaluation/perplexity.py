@@ -1,0 +1,166 @@
+"""What `evaluate` does with a language model: the loss and the perplexity of a table's texts, with intervals.
+
+    prepare into a temporary folder -> blocks in the table's order -> the engine's workers -> the loss of each block
+
+Blocks are those of a validation while training: the rows that can be read, end to end, in blocks of the length that the
+model was trained with; conversations of which answers alone are learned, one by one. So a table gives the number here
+that it gave there. Intervals come of drawing blocks with
+replacement; neighbours are not independent, so they are somewhat too narrow. Price: the table's tokens on disk for the
+time being, and the logits of a batch, 4 bytes for every token and word of the vocabulary.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.data import loading
+from torchlake.data.batching import Ragged, length_batches
+from torchlake.data.bins import Bins, one_each
+from torchlake.data.packing import Blocks, as_read, pack
+from torchlake.engines import Engine
+from torchlake.engines.local import Local
+from torchlake.metrics import Metric, loss_metrics
+from torchlake.models.folders import model_folder
+from torchlake.models.load import load_tokenizer
+from torchlake.preparation.prepare import prepare
+from torchlake.progress import progress
+from torchlake.scoring.runtime_choice import REFERENCE, asked_for
+from torchlake.scoring.scorer import Runtime, device, worker_memory
+from torchlake.tables.failures import count_reasons
+from torchlake.tables.output.commit import committed_files
+from torchlake.tables.sources.frames import is_frame, to_arrow
+
+RESAMPLES = 1000
+BLOCKS_AT_ONCE = 64
+"Blocks of one piece of work for an engine."
+BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """What a worker needs to know; plain values."""
+
+    model: str
+    runtime: Runtime
+    spec: TaskSpec
+    cache: str
+    "The folder of the token cache."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLoss:
+    """What was measured."""
+
+    rows: int
+    errors: dict[str, int]
+    "Why rows were left out, and how many for each reason."
+    tokens: int
+    "Tokens that were predicted."
+    metrics: dict[str, Metric]
+    resamples: int
+
+
+def measure_texts(
+    model: str | Path, table: Any, spec: TaskSpec, *, engine: Engine | None, runtime: Runtime | None
+) -> TextLoss:
+    """The loss of `model` over the texts of a stored table or a frame.
+
+    Raises DataError when no row can be used, UsageError for a runtime that cannot do it, and what `prepare` raises.
+    """
+    folder, engine = model_folder(model), engine or Local()
+    choice = asked_for(folder, spec.task, runtime or REFERENCE)
+    with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as scratch:
+        if is_frame(table):
+            stored = Path(scratch, "frame.parquet")
+            pq.write_table(to_arrow(table), stored)
+            table = stored
+        prepared, cache = Path(scratch, "tokens"), Path(scratch, "cache")
+        record = prepare(table, prepared, tokenizer=folder, spec=spec, engine=engine, bad_rows="drop")
+        loading.build_cache(prepared, cache)
+        settings = LossSettings(model=str(folder), runtime=choice.runtime, spec=spec, cache=str(cache))
+        losses, targets = _losses(settings, engine)
+        errors = _errors(committed_files(prepared))
+    derived = plugins.load("tasks", spec.task).loss_metrics
+    return TextLoss(
+        rows=record["rows"],
+        errors=errors,
+        tokens=int(targets.sum()),
+        metrics=loss_metrics(losses, targets, derived, resamples=RESAMPLES),
+        resamples=RESAMPLES,
+    )
+
+
+def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iterator[tuple[range, list[float]]]]:
+    """Load the model once; the worker then gives each block's summed loss for ranges of block numbers."""
+    import torch
+
+    folder, spec, runtime, where = Path(settings.model), settings.spec, settings.runtime, device()
+    task = plugins.load("tasks", spec.task)
+    load = plugins.load("runtimes", runtime).load if isinstance(runtime, str) else runtime
+    forward = load(folder, spec, device=where)
+    pad_id = load_tokenizer(folder).pad_token_id
+    blocks = _blocks(settings)
+
+    def losses(numbers: np.ndarray) -> np.ndarray:
+        ids, mask = blocks.padded(numbers, pad_id)
+        logits = torch.from_numpy(forward(as_read(ids), mask))
+        targets = torch.from_numpy(task.targets(ids, mask))
+        rows = zip(logits.split(1), targets.split(1), strict=True)
+        return np.array([task.loss_sum(one, wanted, spec).item() for one, wanted in rows])
+
+    def worker(ranges: Iterator[range]) -> Iterator[tuple[range, list[float]]]:
+        for numbers in ranges:
+            every, found = np.array(numbers), np.zeros(len(numbers))
+            lengths = blocks.lengths_of(every)
+            for batch in length_batches(lengths, batch_tokens=BATCH_TOKENS[where], max_rows=BLOCKS_AT_ONCE):
+                found[batch] = losses(every[batch])
+            yield numbers, found.tolist()
+
+    return worker
+
+
+def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndarray]:
+    """The summed loss of every block (M,), and of how many tokens (M,) it is the sum."""
+    blocks = _blocks(settings)
+    found = np.zeros(len(blocks))
+    pieces = [range(first, min(first + BLOCKS_AT_ONCE, len(found))) for first in range(0, len(found), BLOCKS_AT_ONCE)]
+    made = engine.run_chunks(
+        partial(make_loss_worker, settings),
+        pieces,
+        gpus_per_process=None,
+        memory_per_process=worker_memory(settings.model),
+    )
+    with closing(made), progress("evaluate", len(found), "blocks") as advance:
+        for numbers, losses in made:
+            found[numbers.start : numbers.stop] = losses
+            advance(len(numbers))
+    every = np.arange(len(found))
+    return found, blocks.learned_of(every) if settings.spec.problem == "next_answer_token" else blocks.lengths_of(
+        every
+    ) - 1
+
+
+def _blocks(settings: LossSettings) -> Blocks | Bins:
+    tokens = loading.open_tokens(Path(settings.cache)).tokens
+    assert isinstance(tokens, Ragged), "a table on disk has rows"
+    if settings.spec.problem == "next_answer_token":
+        return one_each(tokens, settings.spec.max_length)
+    return pack(tokens, np.arange(len(tokens)), settings.spec.max_length)
+
+
+def _errors(files: Sequence[Path]) -> dict[str, int]:
+    reasons: Counter[str] = Counter()
+    for file in files:
+        errors = pq.read_table(file, columns=["error"])["error"].drop_null()
+        reasons += count_reasons(errors)
+    return dict(reasons.most_common())

@@ -1,0 +1,74 @@
+"""How a training weighs the classes in its loss.
+
+    balanced    of one class a row: rows / (classes x rows of the class), so that every class has the same weight in all
+                of several: rows without the class / rows with it, so that both have the same weight
+    by label    the weights that the job gives, 1 for the others
+
+They are what PyTorch calls `weight` of cross entropy and `pos_weight` of binary cross entropy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchlake.config.job import TrainConfig
+from torchlake.config.task_spec import TaskSpec, label_name
+from torchlake.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What the loss depends on besides logits and targets."""
+
+    class_weights: tuple[float, ...] | None = None
+    "One for each class, in the order of the model's outputs; None: all are 1."
+    label_smoothing: float = 0.0
+    "Share of the target that all classes have together, equally."
+
+
+PLAIN = Objective()
+
+
+def check_objective(train: TrainConfig, spec: TaskSpec) -> None:
+    """Raise ConfigError for class weights or label smoothing that the problem does not have, and for unknown labels."""
+    weights = train.class_weights
+    if train.label_smoothing and spec.problem != "single_label":
+        raise ConfigError(
+            f"train.label_smoothing: the problem is {spec.problem}; only one label per row (single_label) can be "
+            "smoothed. Leave it out."
+        )
+    if weights is not None and spec.problem not in ("single_label", "multi_label"):
+        raise ConfigError(f"train.class_weights: the problem is {spec.problem}, which has no classes. Leave it out.")
+    if isinstance(weights, Mapping):
+        names = [label_name(label) for label in spec.labels]
+        unknown = [label for label in weights if label not in names]
+        if unknown:
+            more = " ..." if len(names) > 20 else ""
+            raise ConfigError(
+                f"train.class_weights: there is no class {unknown[0]!r}; the classes are {', '.join(names[:20])}{more}"
+            )
+
+
+def find_objective(train: TrainConfig, spec: TaskSpec, targets: np.ndarray | None, rows: np.ndarray) -> Objective:
+    """The objective for the `rows` (R,) of a table with `targets`, (N,) class numbers or (N, C) of 0 and 1."""
+    weights = train.class_weights
+    if weights is None or targets is None:
+        return Objective(label_smoothing=train.label_smoothing)
+    if isinstance(weights, Mapping):
+        found = [weights.get(label_name(label), 1.0) for label in spec.labels]
+    else:
+        found = _balanced(targets[rows], len(spec.labels)).tolist()
+    return Objective(class_weights=tuple(found), label_smoothing=train.label_smoothing)
+
+
+def _balanced(targets: np.ndarray, classes: int) -> np.ndarray:
+    """(C,) weights; 1 for a class that no row has, or that every row has."""
+    if targets.ndim == 2:
+        having = targets.sum(axis=0, dtype=np.float64)
+        share, whole = having, len(targets) - having
+    else:
+        share = np.bincount(targets, minlength=classes).astype(np.float64)
+        whole = np.full(classes, len(targets) / np.count_nonzero(share))
+    fine = (share > 0) & (whole > 0)
+    return np.where(fine, whole / np.where(fine, share, 1.0), 1.0)

@@ -1,0 +1,5 @@
+"""Model folders: read, checked, given a head, written.
+
+In: a folder in Hugging Face's layout. Out: a model, a tokenizer, a `TaskSpec`; and new folders.
+Read `load.py` first; `safety.py` refuses folders that could run code.
+"""

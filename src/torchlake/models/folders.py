@@ -1,0 +1,181 @@
+"""Where a model's files are, and the hashes that stand for what is in them.
+
+A model is named by its folder, by the folder of the run that trained it, or by its name on the Hugging Face hub
+(`name@revision` for a branch, tag or commit), whose snapshot is downloaded once. A path into a folder that is there is
+never looked for on the hub. The hashes are of the files that decide an answer or a token, not of cards and manifests.
+Cost: nothing is read where the manifest lists a file, which then is believed (`models.load_model` checks it); otherwise
+the file is read once.
+"""
+
+import logging
+import os
+import re
+import stat
+from difflib import get_close_matches
+from pathlib import Path
+
+from torchlake import atomic_io
+from torchlake.checkpoints import location
+from torchlake.checkpoints.store import BEST
+from torchlake.config.job import load_job
+from torchlake.config.task_spec import TASK_FILE
+from torchlake.errors import DataError, TorchlakeError
+from torchlake.models.safety import INDEX
+from torchlake.tables.sources.files import local_path
+
+log = logging.getLogger(__name__)
+
+JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
+"What the folder of a run and of a tuning are known by; a finished tuning has both."
+CHAT_TEMPLATE = "chat_template.jinja"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    CHAT_TEMPLATE,
+)
+# generation_config.json names the tokens that end a text.
+DECIDING_FILES = ("config.json", "generation_config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES)
+
+
+def model_folder(model: str | Path) -> Path:
+    """The folder of a local model, of a run's model, or of a hub model's snapshot (downloaded when the cache lacks it).
+
+    Raises DataError saying what was looked for, here and on the hub; or that the run has no model yet.
+    """
+    folder = Path(local_path(os.fspath(model))).expanduser()
+    if _is_folder(folder):
+        return _model_of_run(folder)
+    name = str(model)
+    if not HUB_NAME.fullmatch(name):
+        raise DataError(
+            f"{name}: there is no such model folder, and it is not a valid name on the Hugging Face Hub."
+            f"{_nearest(folder)}"
+        )
+    if len(folder.parts) > 1 and Path(folder.parts[0]).is_dir():
+        raise DataError(
+            f"{name}: there is no such model folder in {Path(folder.parts[0]).absolute()}.{_nearest(folder)} Because "
+            f"there is a folder {folder.parts[0]!r} here, it was not looked for on the Hugging Face Hub; to use a "
+            "model from there, download it (hf download) and give its path."
+        )
+    name, _, revision = name.partition("@")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    log.info("%s: no such folder; looking on the Hugging Face hub", model)
+    try:
+        # What the gate would refuse is not even downloaded.
+        snapshot = snapshot_download(
+            name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+        cause = "HF_HUB_OFFLINE is set" if offline else (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{model}: there is no such folder here ({folder.absolute()}). Could not download it from the Hugging Face "
+            f"Hub ({cause}). Give the path of a model folder, or download the model where there is a network."
+            f"{_nearest(folder)}"
+        ) from None
+    return Path(snapshot)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder; False where there is nothing. Raises DataError for a file, and for what is closed."""
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; a model is a folder that can be read") from error
+    if not is_folder:
+        raise DataError(f"{path}: is a file; a model is a folder with config.json and model.safetensors")
+    return True
+
+
+def _model_of_run(folder: Path) -> Path:
+    """The model folder that the folder of a run, its checkpoints or a tuning stands for; others as they are.
+
+    Raises DataError where there is no model yet, and for a single checkpoint.
+    """
+    above = (folder, *folder.absolute().parents)
+    at = next((place for place, one in enumerate(above) if one.name == location.FOLDER), -1)
+    run = above[at + 1]
+    is_run, is_tuning = (run / JOB_FILE).is_file(), (run / TUNING_FILE).is_file()
+    if (folder / "config.json").exists() or not (is_run or is_tuning):
+        return folder
+    models = [one for one in (run / "model", *sorted(run.glob("trials/*/model"))) if (one / "config.json").exists()]
+    named = " or ".join(map(str, models))
+    if is_tuning and (not is_run or len(models) != 1):
+        raise DataError(
+            f"{run}: is the folder of a tuning that is not finished. Run the same command again"
+            + (f", or name a model that it has already: {named}." if models else ".")
+        )
+    if not models:
+        raise DataError(_unfinished(run))
+    if folder.name.startswith("step_"):
+        raise DataError(f"{folder}: is a checkpoint, not a model folder. The model of its run is {named}.")
+    log.info("%s: is the folder of a run; its model is %s", folder, models[0])
+    return models[0]
+
+
+def _unfinished(run: Path) -> str:
+    """That a run has no model folder yet, and where its best model is so far."""
+    try:
+        place = location.find(load_job(run / JOB_FILE).train.checkpoint_folder, run)
+        best = [f"{place}/{name}" for name in place.complete(BEST)]
+    except TorchlakeError:
+        best = []
+    so_far = f" The weights of its best model so far are in the checkpoint {best[-1]}." if best else ""
+    return (
+        f"{run}: is the folder of a run that is not finished, so there is no model in it yet.{so_far} Run the same "
+        f"command again: the training continues, and writes its best model to {run / 'model'}."
+    )
+
+
+def _nearest(folder: Path) -> str:
+    """A hint: of the first part of a path that is not there, the name that is most like it."""
+    missing = next((part for part in [*reversed(folder.parents), folder] if not os.path.exists(part)), folder)
+    try:
+        names = [entry.name for entry in os.scandir(missing.parent) if os.path.isdir(entry)]
+    except OSError:
+        return ""
+    close = get_close_matches(missing.name, names, n=1)
+    return f" Did you mean {str(missing.parent / close[0])!r}?" if close else ""
+
+
+def model_hash(folder: str | Path) -> str:
+    """The sha256 that stands for everything deciding a model's answers: weights, configuration, tokenizer, task."""
+    return _hash_files(model_folder(folder), DECIDING_FILES)
+
+
+def weight_bytes(folder: str | Path) -> int:
+    """The size of the weights on disk."""
+    return sum(path.stat().st_size for path in model_folder(folder).glob("*.safetensors"))
+
+
+def tokenizer_hash(folder: str | Path) -> str:
+    """The sha256 that stands for a tokenizer: two folders with the same one have the same."""
+    return _hash_files(model_folder(folder), TOKENIZER_FILES)
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder can make a text of a conversation."""
+    config = folder / "tokenizer_config.json"
+    named = atomic_io.read_json(config).get("chat_template") if config.exists() else None
+    return named is not None or (folder / CHAT_TEMPLATE).exists()
+
+
+def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
+    listed = atomic_io.read_json(folder / atomic_io.MANIFEST)["files"] if (folder / atomic_io.MANIFEST).exists() else {}
+    names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
+    hashes = {
+        name: listed[name]["sha256"] if name in listed else atomic_io.sha256_file(folder / name) for name in names
+    }
+    return atomic_io.fingerprint(hashes)

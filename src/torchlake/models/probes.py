@@ -1,0 +1,102 @@
+"""What a model does with a few short rows of its own tokenizer, looked at before it trains or scores.
+
+Some hundred architectures differ in ways that no configuration tells: which parameters a loss reaches, whether padding
+changes an answer, whether positions that begin again keep texts apart. A forward pass over two rows tells, in
+milliseconds. Rows come from the tokenizer because models count on its special tokens: BART and T5 read a row's answer
+at its end token.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchlake.config.task_spec import TaskSpec
+from torchlake.data.batching import Ragged, pad
+from torchlake.errors import DataError, ran_out_of_memory
+from torchlake.models.config import in_words
+
+# Funnel computes no row of 4 tokens or fewer.
+TEXTS = ("some words of a row", "all of this is a row, and there are some more words in it than in the other one.")
+AGREEMENT = 1e-4
+"Of the largest logit: far above rounding, far below what padding or another text gives."
+
+
+def rows(task: ModuleType, tokenizer: Any, spec: TaskSpec) -> list[np.ndarray]:
+    """A short and a longer row of token ids, each (L,) int64, as the task makes them of texts."""
+    made = (task.documents if task.PACKED else task.tokenize)(tokenizer, TEXTS, spec)
+    values, offsets = made[0].astype(np.int64), made[1]
+    return [values[first:last][: spec.max_length] for first, last in pairwise(offsets)]
+
+
+def freeze_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -> None:
+    """Freeze the parameters that the loss does not depend on, found by one backward pass over one row (L,).
+
+    A pooler that a head ignores has no gradient: the optimizer skips it, and ranks would wait for it in vain. The model
+    is in training mode afterwards. `forward` holds the task's own arguments. Raises DataError when the model cannot
+    compute a row of its own tokenizer.
+    """
+    model.eval()
+    ids = torch.from_numpy(row)[None]
+    try:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), **forward).logits.sum().backward()
+    except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise DataError(
+            f"{type(model).__name__} cannot compute a row of {len(row)} tokens of its own tokenizer "
+            f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."
+        ) from error
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    model.train()
+
+
+def padding_matters(model: nn.Module, wanted: Sequence[np.ndarray], pad_id: int) -> bool:
+    """Whether a classifier gives a row another answer when padding follows it, mask or not.
+
+    XLNet reads the last place of a row, Funnel averages neighbors: rows of one length alone go through them together.
+    The model's mode is as before.
+    """
+    lengths = [len(row) for row in wanted]
+    tokens = Ragged(np.concatenate(wanted).astype(np.int32), np.concatenate([[0], np.cumsum(lengths)]))
+    ids, mask = (torch.from_numpy(array) for array in pad(tokens, np.arange(len(wanted)), pad_id))
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            together = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            alone = [model(input_ids=torch.from_numpy(row)[None].to(device)).logits for row in wanted]
+    finally:
+        model.train(training)
+    return not _agree(together, torch.cat(alone))
+
+
+def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, Any]) -> bool:
+    """Whether rows laid end to end give the logits that they give alone when their positions begin again.
+
+    transformers masks such rows from one another in most architectures; those that count positions in another way
+    (BLOOM, MPT) or carry a state from token to token (Mamba) do not. The model's mode is as before.
+    """
+    ids = torch.from_numpy(np.concatenate(wanted))[None]
+    positions = torch.from_numpy(np.concatenate([np.arange(len(row)) for row in wanted]))[None]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            together = model(input_ids=ids, position_ids=positions, **forward).logits
+            alone = [model(input_ids=torch.from_numpy(row)[None], **forward).logits for row in wanted]
+    except TypeError:  # it takes no positions
+        return False
+    finally:
+        model.train(training)
+    return _agree(together, torch.cat(alone, dim=1))
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() <= AGREEMENT * max(1.0, float(other.abs().max())))

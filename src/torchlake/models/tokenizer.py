@@ -1,0 +1,88 @@
+"""The tokenizer of a model folder, with the padding token that the model itself goes by, and how long a row may be."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake.errors import DataError
+from torchlake.models.config import embeddings, in_words, load_config, pad_id, positions
+from torchlake.models.folders import model_folder
+from torchlake.models.safety import check_folder
+from torchlake.models.write import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MAX_LENGTH = 512
+FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+
+
+def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
+    """The fast tokenizer of a model folder, with a padding token.
+
+    That is the one of config.json where it is a special token of the tokenizer, else the tokenizer's, else the token
+    that ends a text; the first of them that the model has an embedding for. Attention masks padding out, so any token
+    will do as long as model and tokenizer have the same. Raises DataError when there is no tokenizer, or one without
+    those tokens.
+    """
+    folder = model_folder(folder)
+    check_folder(folder, weights=False)
+    if not has_tokenizer(folder):
+        raise DataError(
+            f"{folder}: there is no tokenizer in it (tokenizer.json). Save the model's tokenizer there too."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {in_words(error)}") from error
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{folder}: {type(tokenizer).__name__} is a tokenizer in Python; torchlake needs a fast one "
+            "(tokenizer.json). Convert it with transformers, or choose a model that has one."
+        )
+    _choose_padding(tokenizer, folder)
+    loaded: PreTrainedTokenizerFast = tokenizer
+    return loaded
+
+
+def _choose_padding(tokenizer: Any, folder: Path) -> None:
+    has_config = (folder / "config.json").exists()
+    named = pad_id(load_config(folder)) if has_config else None
+    known = embeddings(folder)
+    choices = [
+        named if named in tokenizer.added_tokens_decoder else None,
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    ]
+    for token in choices:
+        # A tokenizer may have got a padding token for which its model has no embedding.
+        if token is not None and (known is None or token < known):
+            if token != tokenizer.pad_token_id:
+                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
+            return
+    raise DataError(
+        f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json), and no token that ends a "
+        "text, that the model has an embedding for"
+    )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there are a tokenizer's files in a folder."""
+    return any((folder / name).is_file() for name in FILES) or any(folder.glob("*.model"))
+
+
+def max_length(folder: str | Path, requested: int | None = None) -> int:
+    """Tokens that a row may have: `requested`, or what model and tokenizer can take, at most 512.
+
+    Raises DataError when more is requested than the model has positions.
+    """
+    folder = model_folder(folder)
+    check_folder(folder)
+    limit = positions(folder)
+    if requested is not None:
+        if limit is not None and requested > limit:
+            raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
+        return requested
+    return min(limit or MAX_LENGTH, load_tokenizer(folder).model_max_length, MAX_LENGTH)

@@ -1,0 +1,185 @@
+"""Writing a model folder: whole or not at all, with a card that says what it is to people and to the hub."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from torchlake import atomic_io
+from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
+from torchlake.failpoints import failpoint
+from torchlake.tables.output.staging import exchange
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+SHOWN_LABELS = 50
+# How transformers loads a model of the task, what the hub calls it, and what it gives where there are no classes.
+ABOUT = {
+    "text_classification": ("AutoModelForSequenceClassification", "text-classification", "number"),
+    "text_generation": ("AutoModelForCausalLM", "text-generation", "text"),
+}
+
+
+def save_model_folder(
+    folder: Path,
+    model_or_state: "PreTrainedModel | Mapping[str, torch.Tensor]",
+    config: "PretrainedConfig",
+    tokenizer: "PreTrainedTokenizerFast",
+    spec: TaskSpec,
+    *,
+    card: Mapping[str, Any],
+    beside: Path | None = None,
+    site: str = "model",
+) -> None:
+    """Write a model folder, whole or not at all; an older one in its place is replaced.
+
+    `model_or_state` is the model, or its full state dict by name (then `config.architectures` names the class). `card`
+    fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps. The folder
+    `beside` goes along under its name.
+    Raises StorageError; what was written before it is removed.
+    """
+    import transformers
+
+    folder = Path(folder)
+    atomic_io.remove(atomic_io.leftovers(folder))
+    temporary = atomic_io.temporary(folder)
+    model: Any = model_or_state
+    state = None
+    if isinstance(model_or_state, Mapping):
+        import torch
+
+        state = dict(model_or_state)
+        with torch.device("meta"):
+            model = getattr(transformers, (config.architectures or [""])[0])(config)
+    try:
+        failpoint(f"{site}.write")
+        temporary.mkdir(parents=True)
+        with quiet():
+            model.save_pretrained(temporary, state_dict=state)
+            tokenizer.save_pretrained(temporary)
+        atomic_io.write_json(temporary / TASK_FILE, spec_to_json(spec), site=f"{site}.task")
+        atomic_io.write_bytes(temporary / "README.md", model_card(spec, card).encode(), site=f"{site}.card")
+        if beside is not None:
+            shutil.copytree(beside, temporary / beside.name)
+        written = [path for path in temporary.rglob("*") if path.is_file()]
+        atomic_io.set_usual_modes(written)
+        for path in written:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        atomic_io.write_manifest(temporary, site=f"{site}.manifest", format=1)
+        _put_in_place(temporary, folder, site)
+    except OSError as error:
+        raise atomic_io.storage_error(error, folder) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
+    """The text of README.md.
+
+    `card` may hold base (the encoder's name), metrics ({name: number} or {name: {value, low, high}}), and anything
+    else worth a line, such as data (a fingerprint), seconds, steps.
+    """
+    try:
+        release = version("torchlake")
+    except PackageNotFoundError:
+        release = "from its source folder"
+    auto_class, kind, output = ABOUT.get(spec.task, ABOUT["text_classification"])
+    front = {"library_name": "transformers", "pipeline_tag": kind, "tags": ["torchlake", spec.problem]}
+    if "base" in card and not Path(str(card["base"])).is_absolute():  # a path means nothing on the hub
+        front["base_model"] = str(card["base"]).partition("@")[0]
+    labels = ", ".join(f"`{label}`" for label in spec.labels[:SHOWN_LABELS])
+    if len(spec.labels) > SHOWN_LABELS:
+        labels += f" and {len(spec.labels) - SHOWN_LABELS:,} more"
+    facts = {
+        "task": f"{spec.task} ({spec.problem})",
+        "labels": labels or f"none: the output is a {output}",
+        "columns": f"text `{spec.text}`" + ("" if spec.label is None else f", label `{spec.label}`"),
+        **_lengths(spec),
+        **_units(spec),
+        **{name: value for name, value in card.items() if name != "metrics"},
+        "made with": f"torchlake {release}",
+    }
+    lines = [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
+    title = Path(str(card.get("base", "Model"))).name
+    text = f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {_cell(title)}, fine-tuned\n\n"
+    text += "| | |\n|---|---|\n" + "\n".join(lines) + "\n"
+    if metrics := card.get("metrics"):
+        text += "\n| metric | value | 95 % interval |\n|---|---|---|\n"
+        text += "\n".join(_metric_line(name, value) for name, value in metrics.items()) + "\n"
+    return text + (
+        "\nWith transformers:\n\n```python\n"
+        f"from transformers import {auto_class}, AutoTokenizer\n"
+        f"model = {auto_class}.from_pretrained(folder)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n"
+        "\nWith torchlake:\n\n```bash\ntorchlake predict FOLDER table.parquet scored/\n```\n"
+    )
+
+
+def _lengths(spec: TaskSpec) -> dict[str, str]:
+    if spec.label is None:
+        return {"trained on": f"blocks of {spec.max_length} tokens, texts end to end"}
+    return {"longest input": f"{spec.max_length} tokens; longer texts are cut"}
+
+
+def _units(spec: TaskSpec) -> dict[str, str]:
+    if spec.mean is None or spec.deviation is None:
+        return {}
+    return {
+        "units": f"prediction = output × {spec.deviation:.6g} + {spec.mean:.6g}: torchlake computes it, transformers "
+        "gives the output"
+    }
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the bars and reports of transformers: what they tell is told by exceptions here."""
+    import torch
+    from transformers.utils import logging
+
+    # Where accelerate is installed, transformers imports DeepSpeed to write a model, which then warns that it had to
+    # find out by itself what the machine computes on.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    reports: Any = logging
+    verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
+    reports.set_verbosity_error()
+    reports.disable_progress_bar()
+    try:
+        yield
+    finally:
+        reports.set_verbosity(verbosity)
+        if bars:
+            reports.enable_progress_bar()
+
+
+def _put_in_place(temporary: Path, folder: Path, site: str) -> None:
+    """Rename to the final name; after that, an older folder stands under the temporary one."""
+    atomic_io.sync_folder(temporary)
+    failpoint(f"{site}.rename")
+    if not folder.exists():
+        os.rename(temporary, folder)
+    elif not exchange(temporary, folder):
+        # No exchange on this file system: between two renames there is a moment without a model.
+        older = atomic_io.temporary(folder)
+        os.rename(folder, older)
+        os.rename(temporary, folder)
+        os.rename(older, temporary)
+    atomic_io.sync_folder(folder.parent)
+    failpoint(f"{site}.done")
+
+
+def _metric_line(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"| {name} | {value['value']:.4f} | {value['low']:.4f} to {value['high']:.4f} |"
+    return f"| {name} | {value:.4f} | |"
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,204 @@
+"""The candidates of `optimize`, one after the other: from why one is refused to what its answers are worth.
+
+A candidate is a runtime with a number of threads per process, at the batch size that suits it best. What runs in
+processes of its own, and how a crash there becomes an answer, is in `measure.py`; how answers are compared in
+`evaluation/agreement.py`. Price: a candidate that shows on a share of the rows that it is well behind stops there.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.engines import Engine
+from torchlake.errors import TorchlakeError
+from torchlake.evaluation.agreement import compare, outside
+from torchlake.models import exports
+from torchlake.optimization import measure as trials
+from torchlake.optimization.measure import Measured, Stopped, Trial
+from torchlake.optimization.sample import Sample
+from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable
+from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name, worker_memory
+
+NEAR = 0.8
+"A candidate below this share of the best rate so far is measured on a share of the rows only."
+AGREES, NOT_TRIED = "agrees", "not tried (budget)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One runtime with one number of threads, and what came of it; None where it was not measured."""
+
+    runtime: str
+    verdict: str
+    '"chosen", "agrees", "outside: ...", "refused: ...", "failed: ...", "crashed: ...", "hung: ..." or "not tried ...".'
+    threads: int | None = None
+    "Of each process."
+    processes: int | None = None
+    batch_tokens: int | None = None
+    by_batch_tokens: dict[int, float] | None = None
+    "Rows a second on a share of the sample, for each batch size that was tried."
+    rows_per_s: float | None = None
+    "Of all processes together, tokenising counted."
+    rows: int | None = None
+    "Rows of the sample behind the numbers below."
+    failed: int | None = None
+    agreement: float | None = None
+    difference: float | None = None
+    metric: str | None = None
+    change: float | None = None
+    change_low: float | None = None
+    change_high: float | None = None
+    drop: float | None = None
+    "These, from `failed` on, as in `agreement.Agreement`."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all trials share."""
+
+    engine: Engine
+    settings: ScoringSettings
+    spec: TaskSpec
+    sample: Sample
+    scratch: Path
+    until: float
+    "time.monotonic() at which the budget is spent."
+    min_agreement: float
+    max_drop: float
+
+    @property
+    def left_s(self) -> float:
+        return self.until - time.monotonic()
+
+    def folder(self) -> Path:
+        """A new empty folder."""
+        return Path(tempfile.mkdtemp(dir=self.scratch))
+
+
+def find_shapes(bench: Bench) -> list[tuple[int, int]]:
+    """(processes, threads of each) to try: what `predict` starts by default, and one process with all cores."""
+    memory, threads = worker_memory(bench.settings.model), os.environ.get("OMP_NUM_THREADS", "")
+    if bench.engine.processes is not None:
+        numbers = [bench.engine.processes]
+    elif threads.isdigit():  # the user's word; the engine keeps to it
+        numbers = [most_processes(memory, max(1, int(threads)))]
+    else:
+        numbers = [most_processes(memory), most_processes(memory, cores())]
+    if cards := len(gpus()):
+        numbers = [min(numbers[0], cards)]  # a process per card; the CPU's threads do not decide there
+    return [(one, int(threads) if threads.isdigit() else max(1, cores() // one)) for one in dict.fromkeys(numbers)]
+
+
+def try_runtime(
+    bench: Bench,
+    runtime: Runtime,
+    shape: tuple[int, int],
+    eagers: np.ndarray,
+    found: Sequence[Candidate],
+    *,
+    again: bool = False,
+) -> Candidate:
+    """One candidate, from its refusal to its verdict."""
+    name, stopped = runtime_name(runtime), _refused(bench, runtime)
+    if stopped is None and not again and bench.left_s > 0:
+        stopped = _export(bench, runtime)
+    if stopped is None and bench.left_s <= 0:
+        stopped = Stopped(verdict=NOT_TRIED)
+    if stopped is not None:
+        return Candidate(runtime=name, verdict=stopped.verdict)
+    enough = NEAR * max((rate(one) for one in found if one.verdict == AGREES), default=0.0)
+    measured = measure(bench, runtime, shape, deadline_s=bench.left_s, enough=enough)
+    if isinstance(measured, Stopped):
+        return Candidate(runtime=name, verdict=measured.verdict, processes=shape[0], threads=shape[1])
+    return judge(bench, runtime, shape, measured, eagers)
+
+
+def _refused(bench: Bench, runtime: Runtime) -> Stopped | None:
+    """Why the runtime cannot run this model or task here."""
+    try:
+        refuse_unable(runtime, bench.spec.task)
+        reason = refusal(runtime, Path(bench.settings.model))
+    except TorchlakeError as error:
+        reason = str(error)
+    return None if reason is None else Stopped(verdict=f"refused: {reason}")
+
+
+def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
+    """Let the runtime make its export; a calibrated one again, with rows that are not among the measured ones."""
+    module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
+    if module is None or not hasattr(module, "prepare"):
+        return None
+    model = bench.settings.model
+    if not module.CALIBRATED and exports.current(Path(model), runtime_name(runtime)) is not None:
+        return None
+    if module.CALIBRATED and len(bench.sample.calibration) == 0:
+        return Stopped(verdict="not tried: the sample has no rows to calibrate with")
+    calibration = str(bench.scratch / "calibration")
+    return trials.prepare(
+        bench.engine, model, runtime_name(runtime), calibration, bench.folder(), deadline_s=bench.left_s
+    )
+
+
+def measure(
+    bench: Bench, runtime: Runtime, shape: tuple[int, int], *, deadline_s: float, enough: float = 0.0
+) -> list[Measured] | Stopped:
+    trial = Trial(
+        settings=replace(bench.settings, runtime=runtime),
+        rows=str(bench.scratch / "rows"),
+        folder=str(bench.folder()),
+        processes=shape[0],
+        deadline_s=deadline_s,
+        enough=enough,
+    )
+    return trials.measure(bench.engine, trial)
+
+
+def merged(bench: Bench, measured: Sequence[Measured]) -> tuple[np.ndarray, np.ndarray]:
+    """(N, C) probabilities of the sample's rows, NaN where there are none; and (N,) which rows were scored."""
+    answers = np.full((len(bench.sample.texts), measured[0].probabilities.shape[1]), np.nan, dtype=np.float32)
+    scored = np.zeros(len(answers), dtype=bool)
+    for one in measured:
+        answers[one.rows], scored[one.rows] = one.probabilities, True
+    return answers, scored
+
+
+def judge(
+    bench: Bench, runtime: Runtime, shape: tuple[int, int], measured: Sequence[Measured], eagers: np.ndarray
+) -> Candidate:
+    """The candidate with its numbers, and whether it is inside the tolerance."""
+    answers, scored = merged(bench, measured)
+    targets = bench.sample.targets
+    found = compare(answers[scored], eagers[scored], None if targets is None else targets[scored], bench.spec)
+    reason = outside(found, min_agreement=bench.min_agreement, max_drop=bench.max_drop)
+    failures = [failure for one in measured for failure in one.errors.values()]
+    if runtime == REFERENCE:
+        verdict = AGREES
+    elif failures and found.failed == found.rows:
+        verdict = f"failed: {failures[0]}"
+    elif reason is not None:
+        verdict = f"outside: {reason}" + (f" ({failures[0]})" if found.failed and failures else "")
+    else:
+        verdict = AGREES if scored.all() else f"{AGREES}, but is slower"
+    return Candidate(
+        runtime=runtime_name(runtime),
+        verdict=verdict,
+        processes=shape[0],
+        threads=shape[1],
+        batch_tokens=measured[0].batch_tokens,
+        by_batch_tokens=measured[0].by_batch_tokens,
+        rows_per_s=measured[0].rows_per_s,
+        **asdict(found),
+    )
+
+
+def rate(candidate: Candidate) -> float:
+    """Rows a second, 0 for what was not measured."""
+    return candidate.rows_per_s or 0.0

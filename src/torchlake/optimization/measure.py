@@ -1,0 +1,257 @@
+"""One candidate of `optimize`, measured in processes of its own, where a crash or a hang is an answer and no end.
+
+    each process   load -> a small share of the rows at every batch size -> its rows at the best one
+    together       nobody measures before all have arrived, and who is done goes on scoring until all are
+
+So all processes compute while any is measured, as they will in `predict`: memory bandwidth, caches and the clock rate
+are shared in the same way, and the rows a second of the processes add up. They meet through small files; who waits
+scores rows meanwhile, that keeps the load on and needs no clock.
+
+Before it touches the model a process leaves an empty file and arms faulthandler's watchdog on it (a C thread, which
+sees a hang inside a kernel too). The engine replaces a process that dies; its successor finds the file, tries nothing,
+and gives what is in it as the answer. Price: one start of Python and one load of the model per candidate and process.
+"""
+
+import faulthandler
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake.engines import Engine
+from torchlake.errors import Interrupted, TorchlakeError, UsageError
+from torchlake.scoring.scorer import Scorer, ScoringSettings, prepare_runtime
+
+# Around what suits a core's caches, and from a small GPU batch to one that fills the card.
+BATCH_TOKENS = {"cpu": (256, 512, 1024, 2048), "cuda": (8192, 16384, 32768, 65536)}
+SHARE = {"cpu": 8, "cuda": 1}
+"Of the rows, one in so many is scored at every batch size; a GPU needs all to fill its batches."
+LEAST_ROWS = 256
+"Processes share the sample, but each has as many rows as this: fewer would not fill batches of like lengths."
+FALLING = 0.9
+"Larger batches are not tried once the rate is below this share of the best."
+LEAST_S = 0.5
+"A measurement repeats its rows until it has taken so long: what takes milliseconds is noise."
+FILLER_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What the processes that measure one candidate need to know; plain values."""
+
+    settings: ScoringSettings
+    rows: str
+    "The sample's texts, an Arrow file."
+    folder: str
+    "An empty folder of this trial's own."
+    processes: int
+    deadline_s: float
+    enough: float = 0.0
+    "A candidate that shows fewer rows a second on its share is not measured on all rows: a faster one is known."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one process found."""
+
+    rows: np.ndarray
+    "(M,) positions in the sample."
+    probabilities: np.ndarray
+    "(M, C) float32; NaN where a row failed."
+    errors: dict[int, str]
+    "Position in the sample to the reason."
+    by_batch_tokens: dict[int, float]
+    "Rows a second of all processes together, for each batch size that was tried."
+    batch_tokens: int
+    rows_per_s: float
+    "Of all processes together, on their rows."
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """Why a candidate has no measurement: "crashed: ...", "hung: ...", "failed: ..." or "refused: ..."."""
+
+    verdict: str
+
+
+def measure(engine: Engine, trial: Trial) -> list[Measured] | Stopped:
+    """Run the trial's processes at the same time; what each measured, or why the first of them stopped."""
+    return run_guarded(engine, partial(_measure, trial), Path(trial.folder), trial.processes, trial.deadline_s)
+
+
+def prepare(
+    engine: Engine, model: str, runtime: str, calibration: str, folder: Path, deadline_s: float
+) -> Stopped | None:
+    """Let the runtime make its export of the model in a process of its own; why it could not, or None."""
+    done = run_guarded(engine, partial(_prepare, model, runtime, calibration), folder, 1, deadline_s)
+    return done if isinstance(done, Stopped) else None
+
+
+def run_guarded(
+    engine: Engine, work: Callable[[int], Any], folder: Path, processes: int, deadline_s: float
+) -> list[Any] | Stopped:
+    """`work(0)`, `work(1)`, ... in a process each, at the same time: all results, or why the first one stopped."""
+    made: list[Any] = []
+    guarded = partial(_make_guarded, work, str(folder), deadline_s)
+    try:
+        # More processes than GPUs would share one: the callers ask for no more.
+        running = engine.run_chunks(guarded, range(processes), processes=processes, gpus_per_process=None)
+        with closing(running) as results:
+            for result in results:
+                if isinstance(result, Stopped):
+                    return result
+                made.append(result)
+    except Interrupted:
+        raise
+    except TorchlakeError as error:
+        return Stopped(verdict=f"failed: {_first_line(error)}")
+    return made
+
+
+def read_rows(path: str) -> pa.Array:
+    """The texts that `write_rows` wrote."""
+    with pa.memory_map(path) as source, pa.ipc.open_file(source) as file:
+        column = file.read_all()["text"]
+        return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
+
+
+def write_rows(path: Path, texts: pa.Array) -> str:
+    """Write texts where other processes can read them; returns the path."""
+    table = pa.table({"text": texts})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+        file.write_table(table)
+    return str(path)
+
+
+def _make_guarded(work: Callable[[int], Any], folder: str, deadline_s: float) -> Callable[..., Iterator[Any]]:
+    def worker(items: Iterator[int]) -> Iterator[Any]:
+        for index in items:
+            yield _guarded(work, index, Path(folder, f"{index}.trace"), deadline_s)
+
+    return worker
+
+
+def _guarded(work: Callable[[int], Any], index: int, trace: Path, deadline_s: float) -> Any:
+    if trace.exists():  # a process before this one died of it
+        return Stopped(verdict=_last_words(trace.read_text(encoding="utf-8", errors="replace"), deadline_s))
+    with open(trace, "w", encoding="utf-8") as file:
+        faulthandler.enable(file=file)
+        faulthandler.dump_traceback_later(max(deadline_s, 0.001), exit=True, file=file)
+        try:
+            return work(index)
+        except Interrupted:
+            raise
+        except UsageError as error:  # as a runtime says that this device is not its own
+            return Stopped(verdict=f"refused: {_first_line(error)}")
+        except Exception as error:
+            return Stopped(verdict=f"failed: {type(error).__name__}: {_first_line(error)}")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()  # it would write into a closed file; the process has nothing else to do
+
+
+def _measure(trial: Trial, index: int) -> Measured:
+    scorer = Scorer(settings=trial.settings)
+    texts = read_rows(trial.rows)
+    shares = max(1, min(trial.processes, len(texts) // LEAST_ROWS))
+    rows = np.arange(index % shares, len(texts), shares)
+    mine = texts.take(pa.array(rows))
+    places = np.arange(0, len(rows), SHARE[scorer.device])
+    few, filler = mine.take(pa.array(places)), mine.slice(0, FILLER_ROWS)
+    meet = partial(_meet, trial, index, lambda: _score(scorer, filler))
+    meet("loaded", 0.0)
+    rates: dict[int, float] = {}
+    for batch_tokens in BATCH_TOKENS[scorer.device]:
+        scorer.batch_tokens = batch_tokens
+        # The first time is not the last: kernels are compiled, memory is asked for.
+        scored, own_rate = _rate(scorer, few, passes=2)
+        rates[batch_tokens] = meet(f"{batch_tokens}", own_rate)
+        if rates[batch_tokens] < FALLING * max(rates.values()):
+            break
+    best = max(rates, key=lambda tokens: rates[tokens])
+    scorer.batch_tokens, rate = best, rates[best]
+    if rate < trial.enough:
+        rows = rows[places]
+    else:
+        scored, own_rate = _rate(scorer, mine)
+        if own_rate * trial.processes < FALLING * rate:  # kernels were compiled for lengths that the share has not
+            scored, own_rate = _rate(scorer, mine)
+        rate = meet("all", own_rate)
+    probabilities, reasons = _answers(scorer, scored)
+    return Measured(
+        rows=rows,
+        probabilities=probabilities,
+        errors={int(rows[place]): reason for place, reason in reasons.items()},
+        by_batch_tokens=rates,
+        batch_tokens=best,
+        rows_per_s=rate,
+        device=scorer.device,
+    )
+
+
+def _prepare(model: str, runtime: str, calibration: str, index: int) -> None:
+    prepare_runtime(model, runtime, read_rows(calibration))
+
+
+def _score(scorer: Scorer, texts: pa.Array) -> pa.Table:
+    """Everything that `predict` computes for these rows: tokenising too, which takes its share of the core."""
+    return scorer.score(scorer.tokenize(texts, {}))
+
+
+def _rate(scorer: Scorer, texts: pa.Array, passes: int = 1) -> tuple[pa.Table, float]:
+    """The rows, scored, and this process's rows a second in the fastest of the passes that it takes to measure it."""
+    began = time.perf_counter()
+    fastest, done = math.inf, 0
+    while done < passes or time.perf_counter() - began < LEAST_S:
+        start = time.perf_counter()
+        scored = _score(scorer, texts)
+        fastest, done = min(fastest, time.perf_counter() - start), done + 1
+    return scored, len(texts) / fastest
+
+
+def _meet(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
+    """Wait, computing, until every process has come to `place`; the sum of what they brought."""
+    folder = Path(trial.folder)
+    unfinished = folder / f".{place}-{index}"
+    unfinished.write_text(repr(value), encoding="ascii")
+    os.replace(unfinished, folder / f"{place}-{index}.met")
+    while True:
+        files = [folder / f"{place}-{process}.met" for process in range(trial.processes)]
+        if all(file.exists() for file in files):
+            return sum(float(file.read_text(encoding="ascii")) for file in files)
+        meanwhile()
+
+
+def _answers(scorer: Scorer, scored: pa.Table) -> tuple[np.ndarray, dict[int, str]]:
+    """The probabilities (M, C) of a scored table, and the reasons of its failed rows by position."""
+    names = scorer.task.probability_names(scorer.spec)
+    columns = [scored[name].to_numpy(zero_copy_only=False) for name in names]
+    reasons = enumerate(scored["error"].to_pylist())
+    return np.column_stack(columns).astype(np.float32), {row: reason for row, reason in reasons if reason is not None}
+
+
+def _last_words(trace: str, deadline_s: float) -> str:
+    """What a dead process left, as a verdict."""
+    if not trace.strip():
+        return "crashed: its process died without a word (killed, out of memory, or ended by a library)"
+    blocks = re.split(r"\n(?=Current thread |Thread )", trace)
+    block = next((block for block in blocks if block.startswith("Current thread")), blocks[-1])
+    place = re.search(r'File "([^"]*)", line (\d+) in (\S+)', block)
+    where = f", in {place[3]} ({os.path.basename(place[1])}:{place[2]})" if place else ""
+    if trace.startswith("Timeout"):
+        return f"hung: gave no answer in the {deadline_s:,.0f} s that were left{where}"
+    return f"crashed: {trace.splitlines()[0].removeprefix('Fatal Python error: ')}{where}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,248 @@
+"""`optimize`: the fastest runtime that agrees, measured on the user's own rows on this machine.
+
+    sample -> eager, the reference -> every other runtime -> other thread counts for the best two -> runtime.json
+
+A candidate is a runtime with a number of threads per process, at the batch size that suits it best. It runs in as many
+processes as `predict` would start, so its rows a second are what `predict` will get. It is inside the tolerance when
+its answers are eager's (largest difference of a probability 0.001), or when enough labels agree and, on a labelled
+sample, the metric does not drop further than allowed. A candidate that crashes, hangs or raises is reported and passed
+over; so is one that the budget does not reach. Price: the budget, and what a candidate exports, which stays
+in the model folder.
+"""
+
+import logging
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchlake import plugins
+from torchlake.config.types import parse_seconds
+from torchlake.engines import Engine
+from torchlake.engines.local import Local
+from torchlake.errors import TorchlakeError, UsageError
+from torchlake.models import folders
+from torchlake.models.load import load_spec
+from torchlake.optimization.candidates import (
+    AGREES,
+    Bench,
+    Candidate,
+    find_shapes,
+    judge,
+    measure,
+    merged,
+    rate,
+    try_runtime,
+)
+from torchlake.optimization.measure import Stopped, write_rows
+from torchlake.optimization.sample import draw_sample
+from torchlake.processes.hardware import cores, gpus
+from torchlake.scoring.runtime_choice import REFERENCE, write_choice
+from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name
+from torchlake.tables.record import local_output
+
+log = logging.getLogger(__name__)
+
+PROMISING = 2
+"Runtimes that are tried with other thread counts."
+LEAST_REFERENCE_S = 600.0
+"Seconds that eager has even if the budget is smaller: without it nothing can be compared."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimized:
+    """What `optimize` chose."""
+
+    runtime: str
+    batch_tokens: int
+    threads: int
+    rows_per_s: float
+    candidates: tuple[Candidate, ...]
+    "The fastest first, then those without a measurement."
+    ratio: float
+    "How many times eager's rows a second."
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; numbers that do not exist are null."""
+        value = asdict(self)
+        return {**value, "candidates": [_plain(one) for one in value["candidates"]]}
+
+
+def optimize(
+    model: str | Path,
+    sample: Any,
+    *,
+    text: str | None = None,
+    label: str | None = None,
+    max_drop: float = 0.005,
+    min_agreement: float = 0.99,
+    budget: str | float = "5min",
+    runtimes: Sequence[Runtime] | None = None,
+    engine: Engine | None = None,
+    rows: int = 1000,
+) -> Optimized:
+    """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
+
+    `sample` is a stored table or a frame, as `predict` takes it; at most `rows` of its rows are scored, chosen in its
+    proportions. `text` and `label` name the columns where they are not the training table's; a sample without labels is
+    fine. A candidate is inside the tolerance when at least `min_agreement` of the labels are eager's and the accuracy
+    (several labels a row: the task's F1; regression: the error, in standard deviations of the target) drops by no more
+    than `max_drop`. `budget` ("5min", or seconds) is for all candidates together; eager, the reference, is always
+    measured. `runtimes` are the names to try (default: all), or functions as `predict` takes them.
+
+    The choice is written into the model folder (runtime.json), beside the exports that runtimes made. A function can
+    be measured but not written there: a file that names code would not be data.
+    Raises UsageError for what is wrong before any work and for a model folder that is not the user's own, DataError for
+    a sample without usable rows, TorchlakeError when eager itself cannot score it, and what `predict` raises.
+    """
+    if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
+        raise UsageError("max_drop and min_agreement are shares from 0 to 1, and rows is 1 or more.")
+    try:
+        until = time.monotonic() + parse_seconds(budget)
+    except ValueError as error:
+        raise UsageError(f"budget: {error}") from None
+    folder = _own_folder(model)
+    spec = load_spec(folder)
+    if spec.label is None:
+        raise UsageError(f"{folder}: {spec.task} runs under {REFERENCE} alone; there is nothing to choose from.")
+    spec = replace(spec, text=text or spec.text)
+    others = _in_order(plugins.names("runtimes") if runtimes is None else runtimes)
+    drawn = draw_sample(sample, spec, label=label, rows=rows)
+    settings = ScoringSettings(
+        model=str(folder),
+        runtime=REFERENCE,
+        text=spec.text,
+        keep=(),
+        key=None,
+        prefix="",
+        all_probabilities=True,
+        null="error",
+        row_timeout_s=LEAST_REFERENCE_S,
+        batch_tokens=None,
+    )
+    with tempfile.TemporaryDirectory(prefix="torchlake-optimize-", ignore_cleanup_errors=True) as scratch:
+        bench = Bench(
+            engine=engine or Local(),
+            settings=settings,
+            spec=spec,
+            sample=drawn,
+            scratch=Path(scratch),
+            until=until,
+            min_agreement=min_agreement,
+            max_drop=max_drop,
+        )
+        write_rows(bench.scratch / "rows", drawn.texts)
+        write_rows(bench.scratch / "calibration", drawn.calibration)
+        found, device = _try_all(bench, others)
+    return _choose(folder, found, device, len(drawn.texts))
+
+
+def _own_folder(model: str | Path) -> Path:
+    """The model's folder. Raises UsageError when it is the hub's cache or cannot be written."""
+    folder = folders.model_folder(model)
+    if not local_output(model).is_dir() or (folder / "config.json").is_symlink():
+        raise UsageError(
+            f"{model}: is a snapshot of the Hugging Face hub in its cache ({folder}), where nothing of ours belongs. "
+            f"Copy it first (cp -rL {folder} my-model), then optimize and use the copy."
+        )
+    if not os.access(folder, os.W_OK):
+        raise UsageError(
+            f"{folder}: cannot be written, and the choice is kept in the model folder. Copy the folder to a place of "
+            "your own, then optimize and use the copy."
+        )
+    return folder
+
+
+def _in_order(runtimes: Sequence[Runtime]) -> list[Runtime]:
+    """All but the reference: first what runs at once, then what makes an export, last what is calibrated.
+
+    Raises UsageError for a name that there is not.
+    """
+    for runtime in runtimes:
+        if isinstance(runtime, str) and runtime not in plugins.names("runtimes"):
+            plugins.load("runtimes", runtime)
+
+    def effort(runtime: Runtime) -> tuple[bool, bool]:
+        try:
+            module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
+        except TorchlakeError:  # its library is missing: it will be refused
+            module = None
+        return hasattr(module, "prepare"), bool(getattr(module, "CALIBRATED", False))
+
+    return sorted((one for one in dict.fromkeys(runtimes) if one != REFERENCE), key=effort)
+
+
+def _try_all(bench: Bench, others: Sequence[Runtime]) -> tuple[list[Candidate], str]:
+    """Measure eager, then the others, then the best of them with other thread counts; and the device they ran on."""
+    shapes = find_shapes(bench)
+    reference = measure(bench, REFERENCE, shapes[0], deadline_s=max(bench.left_s, LEAST_REFERENCE_S))
+    if isinstance(reference, Stopped):
+        raise TorchlakeError(
+            f"eager, which all others are compared with, could not score the sample: {reference.verdict}"
+        )
+    eagers = merged(bench, reference)[0]
+    if not np.isfinite(eagers).all(axis=1).any():
+        raise TorchlakeError(f"eager could score no row of the sample: {next(iter(reference[0].errors.values()))}")
+    found = [_told(judge(bench, REFERENCE, shapes[0], reference, eagers))]
+    for runtime in others:
+        found.append(_told(try_runtime(bench, runtime, shapes[0], eagers, found)))
+    agreeing = sorted((one for one in found if one.verdict == AGREES), key=rate, reverse=True)
+    for shape in shapes[1:]:
+        for name in [one.runtime for one in agreeing[:PROMISING]]:
+            runtime = next(one for one in [REFERENCE, *others] if runtime_name(one) == name)
+            found.append(_told(try_runtime(bench, runtime, shape, eagers, found, again=True)))
+    return found, reference[0].device
+
+
+def _choose(folder: Path, found: list[Candidate], device: str, sample_rows: int) -> Optimized:
+    """Take the fastest that agrees, and write it down."""
+    best = max((one for one in found if one.verdict == AGREES), key=rate)
+    assert best.batch_tokens is not None
+    assert best.threads is not None
+    assert best.rows_per_s is not None
+    ranked = [replace(one, verdict="chosen") if one is best else one for one in sorted(found, key=rate, reverse=True)]
+    done = Optimized(
+        runtime=best.runtime,
+        batch_tokens=best.batch_tokens,
+        threads=best.threads,
+        rows_per_s=best.rows_per_s,
+        ratio=best.rows_per_s / rate(found[0]),
+        candidates=tuple(ranked),
+    )
+    if best.runtime not in plugins.names("runtimes"):
+        log.warning("%s is the fastest, but a function: nothing is written. Give it to predict: runtime=", best.runtime)
+        return done
+    write_choice(
+        folder,
+        runtime=done.runtime,
+        batch_tokens=done.batch_tokens,
+        threads=done.threads,
+        device=device,
+        sample_rows=sample_rows,
+        measured=done.to_json()["candidates"],
+        machine={"system": platform.platform(), "processor": platform.machine(), "cores": cores(), "gpus": len(gpus())},
+    )
+    return done
+
+
+def _told(candidate: Candidate) -> Candidate:
+    """Say what came of a candidate as soon as it is known: the next one may take minutes."""
+    speed = "" if candidate.rows_per_s is None else f", {candidate.rows_per_s:,.0f} rows/s"
+    threads = "" if candidate.threads is None else f", threads {candidate.threads}"
+    log.info("optimize: %s%s%s: %s", candidate.runtime, threads, speed, candidate.verdict)
+    return candidate
+
+
+def _plain(candidate: dict[str, Any]) -> dict[str, Any]:
+    """A candidate as strict JSON takes it: what is not a finite number is null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in candidate.items()
+    }

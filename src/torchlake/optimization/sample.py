@@ -1,0 +1,155 @@
+"""The rows that `optimize` measures on: few, and like the table.
+
+    chunks spread evenly over the table  ->  rows in the order of label, then length  ->  every k-th of them
+
+Every k-th row of that order keeps the table's proportions by itself: each label's share to within a row, and within a
+label the lengths from the shortest to the longest. Nothing is drawn, so the same table gives the same sample.
+
+Rows for calibration are other rows than the measured ones: a runtime fits its activation ranges to the rows that it is
+calibrated with, so agreement on those would flatter it. Rows without a text (or, where the table has labels, without a
+label) are in neither. Price: at most 32,768 rows in memory, and the footers (Parquet, Arrow) or one pass (CSV, JSON
+lines) of the table.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import DataError
+from torchlake.scoring.scorer import check_text, string_column
+from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.reading import ChunkReader, isolate_bad_text
+from torchlake.tables.sources.frames import is_frame, to_arrow
+from torchlake.tables.table import missing_column, open_table
+
+log = logging.getLogger(__name__)
+
+POOL_ROWS = 32_768
+CHUNK_ROWS = 1_024
+CALIBRATION_ROWS = 200
+DECILES = np.linspace(0.1, 0.9, 9)
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Rows to measure on, and others to calibrate with."""
+
+    texts: pa.Array
+    "(N,) strings, none of them null or blank; sorted by label, then length."
+    targets: np.ndarray | None
+    "Of these rows, as the task encodes labels: (N,), or (N, C) for several labels a row; None without labels."
+    calibration: pa.Array
+    "(M,) strings of other rows, at most 200 and at most a fifth of what was read; empty for a table of one row."
+
+
+def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> Sample:
+    """At most `rows` rows of a stored table or a frame; `spec.text` names the text column, `label` the label column.
+
+    Without `label`, `spec.label` is taken where the table has it and it holds what the model knows.
+    Raises TableError for a column that is missing, DataError for labels that the model does not know and for a table
+    that has no row with a text.
+    """
+    task = plugins.load("tasks", spec.task)
+    column = label or spec.label
+    assert column is not None, "optimize refuses tasks without labels"
+    pool, readable = _frame_pool(table, spec.text, column) if is_frame(table) else _pool(table, spec.text, column)
+    targets = None
+    if column in pool.column_names:
+        try:
+            targets = task.encode_labels(pool[column], replace(spec, label=column))
+        except DataError as error:
+            if label is not None:
+                raise
+            log.warning("The sample's labels are not used: %s", error)
+    elif label is not None:
+        raise missing_column("the sample", label, pool.schema)
+    texts = string_column(pool[spec.text])
+    usable = readable & np.asarray(pc.fill_null(pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0), False))
+    if targets is not None and targets.null_count == len(targets):
+        targets = None
+    if targets is not None:
+        usable &= np.asarray(targets.is_valid())
+    if not usable.any():
+        labelled = "" if targets is None else f" and a label in {column!r}"
+        raise DataError(f"The sample has no row with a text in {spec.text!r}{labelled}.")
+    keep = pa.array(usable)
+    texts, numbers = texts.filter(keep), None if targets is None else _numbers(targets.filter(keep), spec)
+    lengths = pc.utf8_length(texts).to_numpy(zero_copy_only=False)
+    order = np.lexsort((lengths, _strata(numbers, len(texts))))
+    held_out = min(CALIBRATION_ROWS, max(len(order) // 5, int(len(order) > 1)))
+    places = _every(len(order), min(rows, len(order) - held_out))
+    others = np.delete(order, places)
+    return Sample(
+        texts=texts.take(pa.array(order[places])),
+        targets=None if numbers is None else numbers[order[places]],
+        calibration=texts.take(pa.array(others[_every(len(others), held_out)])),
+    )
+
+
+def _pool(source: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
+    """At most about `POOL_ROWS` rows of a stored table, from chunks all over it, and which of them could be read."""
+    table = open_table(source, columns=(text,))
+    check_text(table.schema, text, table.source)
+    columns = (text, label) if label in table.schema.names and label != text else (text,)
+    if len(columns) > 1:
+        table = open_table(source, columns=columns)
+    chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False).chunks
+    reader = ChunkReader(columns)
+    pieces, readable = [], []
+    for chunk in _spread(chunks):
+        rows, unreadable = reader.read(chunk)
+        pieces.append(rows)
+        readable.append(~np.isin(np.arange(chunk.rows), list(unreadable)))
+    reader.close()
+    if not pieces:
+        raise DataError(f"{table.source}: has no rows")
+    return pa.concat_tables(pieces), np.concatenate(readable)
+
+
+def _frame_pool(frame: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
+    """The same of a frame: every k-th row."""
+    table = to_arrow(frame)
+    check_text(table.schema, text, "the frame")
+    columns = [text, label] if label in table.column_names and label != text else [text]
+    pool = table.select(columns).take(pa.array(_every(len(table), min(len(table), POOL_ROWS))))
+    pool, unreadable = isolate_bad_text(pool)
+    return pool, ~np.isin(np.arange(len(pool)), list(unreadable))
+
+
+def _spread(chunks: tuple[Chunk, ...]) -> list[Chunk]:
+    """Chunks of `POOL_ROWS` rows together (or all), spread evenly over the table and in its order."""
+    # Multiples of the golden ratio, modulo 1, leave no large gap wherever one stops.
+    places = np.argsort((np.arange(len(chunks)) * GOLDEN) % 1, kind="stable") if len(chunks) else np.arange(0)
+    rows = np.cumsum([chunks[place].rows for place in places])
+    return [chunks[place] for place in sorted(places[: int(np.searchsorted(rows, POOL_ROWS)) + 1])]
+
+
+def _every(rows: int, wanted: int) -> np.ndarray:
+    """`wanted` positions spread evenly over `rows`, the middles of as many equal stretches."""
+    return ((np.arange(wanted) + 0.5) * rows / max(1, wanted)).astype(np.int64)
+
+
+def _numbers(targets: pa.Array, spec: TaskSpec) -> np.ndarray:
+    """Encoded labels as numpy: (N,), or (N, C) for several labels a row."""
+    if spec.problem == "multi_label":
+        flat = targets.flatten().to_numpy(zero_copy_only=False)
+        return np.asarray(flat).reshape(len(targets), len(spec.labels))
+    return np.asarray(targets.to_numpy(zero_copy_only=False))
+
+
+def _strata(targets: np.ndarray | None, rows: int) -> np.ndarray:
+    """(N,) the group of each row: its class, its set of classes, or the tenth of the targets that it is in."""
+    if targets is None:
+        return np.zeros(rows, dtype=np.int64)
+    if targets.ndim == 2:
+        return np.unique(targets, axis=0, return_inverse=True)[1].reshape(-1)
+    if targets.dtype.kind == "f":
+        return np.searchsorted(np.quantile(targets, DECILES), targets)
+    return targets

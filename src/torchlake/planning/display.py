@@ -1,0 +1,57 @@
+"""A plan as people read it: facts by name, and two tables as rows of cells."""
+
+from torchlake.planning.capacity import size
+from torchlake.planning.plan import Plan, StrategyPlan
+
+WARN_ABOVE = 0.05
+"Share of rows that may be cut without a hint."
+MEMORY = ("strategy", "weights", "gradients", "moments", "activations", "gathered", "other", "peak", "sent", "")
+SCALING = ("ranks", "strategy", "peak", "s/step", "unhidden", "hours", "efficiency", "")
+
+
+def facts(done: Plan) -> dict[str, str]:
+    """What the table and the model are."""
+    tokens, padding, parameters = done.tokens, done.padding, done.parameters
+    looked = "all looked at" if done.sampled == done.rows else f"{done.sampled:,} looked at"
+    left = f", {done.unusable:,} of them without a text or a label" if done.unusable else ""
+    give_or_take = f", give or take {1.96 * tokens.error / tokens.total:.1%}" if tokens.error else ""
+    about = "" if done.sampled == done.rows else "about "
+    rows, length = done.micro_batch
+    return {
+        "table": f"{done.rows:,} rows, {looked}{left}; {done.training_rows:,} to train on, {done.steps:,} steps",
+        "tokens": f"{tokens.total:,.0f} an epoch{give_or_take}; {tokens.mean:.1f} a row, the longest {about}"
+        f"{tokens.longest:,}",
+        "truncated": f"{tokens.truncated:.1%} of rows are cut, and {tokens.cut:.1%} of tokens left out"
+        + ("; raise model.max_length to keep more" if tokens.truncated > WARN_ABOVE else ""),
+        "padding": f"{padding.sorted:.1%} of what is computed; {padding.arrival:.1%} were rows not sorted by length, "
+        f"{padding.max_length:.1%} if all were padded to the most tokens",
+        "model": f"{parameters.total / 1e6:,.1f} million parameters, {parameters.trainable / 1e6:,.1f} million learn; "
+        f"{done.shape.layers} layers, {done.shape.hidden:,} wide",
+        "micro-batch": f"{rows:,} rows of {length:,} tokens at most, in {'16 bits' if done.setting.bf16 else 'fp32'}",
+    }
+
+
+def memory_rows(done: Plan) -> list[tuple[str, ...]]:
+    """Each strategy's memory."""
+    return [MEMORY, *(_memory_row(one, chosen=one.strategy == done.choice) for one in done.strategies)]
+
+
+def _memory_row(one: StrategyPlan, *, chosen: bool) -> tuple[str, ...]:
+    memory = one.memory
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.gathered, memory.overhead)
+    said = one.obstacle or ("taken" if chosen else "fits" if one.fits else "too much")
+    return (one.strategy, *map(size, parts), size(memory.peak), size(one.sent), said)
+
+
+def scaling_rows(done: Plan) -> list[tuple[str, ...]]:
+    """Time on more and more ranks."""
+    return [SCALING, *(_scaling_row(one, done.batch_size) for one in done.scaling)]
+
+
+def _scaling_row(one: StrategyPlan, batch_size: int) -> tuple[str, ...]:
+    notes = [] if one.fits else ["too much memory"]
+    if one.ranks > batch_size:
+        notes.append(f"a batch has {batch_size:,} rows: {one.ranks - batch_size:,} ranks have none")
+    seconds = (f"{one.time.overlapped:.3g}", f"{one.time.summed:.3g}")
+    share = f"{one.efficiency:.0%}" if one.efficiency >= 0.1 else f"{one.efficiency:.2%}"
+    return (str(one.ranks), one.strategy, size(one.memory.peak), *seconds, f"{one.hours:.3g}", share, "; ".join(notes))

@@ -1,0 +1,375 @@
+"""`plan`: what a training job will take, before anything is spent.
+
+    sample of the table -> tokens, padding ┐
+    model on the meta device -> parameters ┴-> memory, traffic and time for each strategy -> the one to take, and why
+
+No weights are loaded and no step is run; the formulas stand in `costs.py`, and `bench/planning.py` holds their memory
+against measured peaks. The batch is the job's at any number of ranks, so more ranks mean less work for each (strong
+scaling), until ranks have no row at all. Price: the import of torch and transformers, 2,000 rows tokenised, and half a
+second of matrix products where the speed is not given.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchlake import plugins
+from torchlake.config.job import Fraction, Job, load_job
+from torchlake.config.strategy_options import LoraOptions
+from torchlake.engines import bounds
+from torchlake.errors import UsageError
+from torchlake.models.load import model_folder
+from torchlake.planning import workload
+from torchlake.planning.capacity import describe_cluster, device, operations, size, size_in_bytes
+from torchlake.planning.costs import SHARINGS, Cluster, Memory, Parameters, Setting, Shape, Sharing, StepTime
+from torchlake.planning.survey import TableSurvey, survey_model, survey_table
+from torchlake.planning.workload import Case, Padding
+from torchlake.processes import hardware
+from torchlake.runs.folder import frames_to_paths, store_frame
+
+RANKS = (1, 8, 64, 512)
+MOST_RANKS = 4096
+AS_FAST = 1.1
+"Times that differ less are no reason to take the less simple strategy."
+ALLOCATOR = (
+    "the memory of tensors: what glibc kept beside it made up to 1.2 times as much resident, under fsdp 1.9 times "
+    "(less with MALLOC_MMAP_THRESHOLD_=65536)"
+)
+HEADROOM = 0.9
+"Share of a device's memory that may be planned: an allocator wastes some."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Tokens of the rows that are trained on, in one epoch; special tokens included, padding not."""
+
+    total: float
+    error: float
+    "Standard error of `total`; 0 where all rows were looked at."
+    mean: float
+    "Per row."
+    longest: int
+    "Of the longest row; where not all rows were looked at, an estimate."
+    truncated: float
+    "Share of rows that are cut to the model's most tokens."
+    cut: float
+    "Share of tokens that they lose."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan:
+    """One strategy on so many ranks."""
+
+    strategy: str
+    ranks: int
+    memory: Memory
+    fits: bool
+    obstacle: str | None
+    "Why it cannot run so; None: it can."
+    sent: float
+    "Bytes that each rank sends in a step."
+    time: StepTime
+    hours: float
+    "Of all steps; validation and checkpoints are not in it."
+    efficiency: float
+    "Speed over that of as many single ranks that need not wait for one another."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan` found."""
+
+    rows: int
+    "Of the training table."
+    sampled: int
+    "Rows looked at."
+    unusable: int
+    "Of these, rows without a text or a label."
+    training_rows: int
+    "Estimated: without unusable rows and without those held out for validation."
+    batch_size: int
+    steps: int
+    tokens: Tokens
+    padding: Padding
+    shape: Shape
+    parameters: Parameters
+    setting: Setting
+    processes: int
+    micro_batch: tuple[int, int]
+    "Rows and tokens per row of the largest one."
+    memory_limit: float
+    "Bytes that a rank has."
+    cluster: Cluster
+    assumptions: tuple[str, ...]
+    strategies: tuple[StrategyPlan, ...]
+    "Every strategy on `processes` ranks."
+    scaling: tuple[StrategyPlan, ...]
+    "For 1, 8, 64 and 512 ranks the fastest strategy that fits; where none does, the one that needs least memory."
+    choice: str | None
+    "The strategy to take; None: none fits."
+    reason: str
+    remedies: tuple[str, ...]
+    "What would make it fit, each tried alone."
+
+
+def plan(
+    job: str | Path | Job | None = None,
+    *,
+    processes: int | None = None,
+    gpu_memory: str | float | None = None,
+    overrides: Sequence[str] = (),
+    bandwidth: str | float | None = None,
+    latency: float | None = None,
+    flops: str | float | None = None,
+    sample_rows: int = 2000,
+    **sections: Any,
+) -> Plan:
+    """Tell what training `job` will take; job, `overrides` and sections are as `train` takes them.
+
+    `processes` are the ranks (default: the job's, else 1). `gpu_memory` is what each rank has, in bytes or as "80GiB",
+    and says that it is a GPU; without it, it is this machine's GPU or an equal part of its free memory. `flops` are the
+    operations a second that training reaches on one rank ("120T"), `bandwidth` the bytes a second that a rank sends
+    ("12.5GB") and `latency` the seconds of a message, for every link; what is not given is measured or assumed, and
+    said.
+
+    Raises ConfigError for a wrong job, UsageError for a wrong argument, TableError and DataError for a table, labels or
+    a model that cannot be used.
+    """
+    if sample_rows < 1 or (processes is not None and processes < 1) or (latency is not None and not latency > 0):
+        raise UsageError("sample_rows and processes are 1 or more, and latency is a number of seconds above 0.")
+    limit = None if gpu_memory is None else size_in_bytes(gpu_memory, "gpu_memory")
+    bytes_s = None if bandwidth is None else size_in_bytes(bandwidth, "bandwidth")
+    flops_s = None if flops is None else operations(flops, "flops")
+    with tempfile.TemporaryDirectory(prefix="torchlake-plan-") as folder:
+        frames, sections = frames_to_paths(sections, Path(folder))
+        wanted = load_job(job, overrides, **sections)
+        for name, frame in frames.items():
+            store_frame(frame, Path(folder, "input", f"{name}.parquet"))
+        base = model_folder(wanted.model.base)
+        table = survey_table(wanted, base, sample_rows)
+    ranks = processes or bounds(wanted.engine.processes or 1)[1]
+    gpu, held = device(limit, ranks)
+    case = _case(wanted, base, table, gpu=gpu)
+    cluster, assumptions = describe_cluster(case, ranks, flops=flops_s, bandwidth=bytes_s, latency=latency)
+    per_epoch = math.ceil(_training_rows(wanted, table) / wanted.train.batch_size)
+    steps = min(wanted.train.epochs * per_epoch, wanted.train.max_steps or wanted.train.epochs * per_epoch)
+    terms = _Terms(job=wanted, case=case, cluster=cluster, steps=steps, held=held, here=limit is None)
+    found = _strategies(terms, ranks)
+    best = _fastest(found)
+    return Plan(
+        rows=table.rows,
+        sampled=table.sampled,
+        unusable=table.unusable,
+        training_rows=_training_rows(wanted, table),
+        batch_size=wanted.train.batch_size,
+        steps=steps,
+        tokens=_tokens(table, _training_rows(wanted, table), case.longest),
+        padding=workload.padding(case, table.lengths, ranks=ranks, max_length=table.spec.max_length),
+        shape=case.shape,
+        parameters=case.parameters,
+        setting=case.setting,
+        processes=ranks,
+        micro_batch=workload.largest_micro_batch(case, ranks),
+        memory_limit=held,
+        cluster=cluster,
+        assumptions=(*assumptions, *(() if gpu else (ALLOCATOR,)), *_left_out(wanted)),
+        strategies=found,
+        scaling=tuple(_at(_strategies(terms, number)) for number in RANKS),
+        choice=best.strategy if best else None,
+        reason=_reason(best, found, terms),
+        remedies=() if best else _remedies(terms, base, table, ranks),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Terms:
+    """What all strategies are weighed with."""
+
+    job: Job
+    case: Case
+    cluster: Cluster
+    steps: int
+    held: float
+    "Bytes that a rank has."
+    here: bool
+    "Whether this machine is planned for, not a GPU elsewhere."
+
+    @property
+    def room(self) -> float:
+        """Bytes that may be planned."""
+        return HEADROOM * self.held
+
+
+def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Case:
+    train, rows = job.train, _training_rows(job, table)
+    shape, parameters = survey_model(job, base, table.spec)
+    setting = Setting(
+        bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and (gpu or hardware.multiplies_bf16())),
+        gpu=gpu,
+        checkpointing=train.activation_checkpointing,
+        bucket_bytes=train.ddp.bucket_mib * 2**20,
+        sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,
+    )
+    return Case(
+        shape=shape,
+        parameters=parameters,
+        setting=setting,
+        lengths=workload.stand_in(table.lengths, rows=rows, batch_size=train.batch_size, seed=train.seed),
+        longest=workload.longest_row(table.lengths, rows=rows, limit=table.spec.max_length),
+        batch_size=train.batch_size,
+        micro_batch_tokens=train.micro_batch_tokens,
+        seed=train.seed,
+    )
+
+
+def _left_out(job: Job) -> tuple[str, ...]:
+    """Sentences on what the job asks for and the formulas do not know."""
+    train = job.train
+    asked = {
+        "train.fsdp.shard_ranks (counted as all ranks)": train.fsdp.shard_ranks is not None,
+        "train.fsdp.cpu_offload": train.fsdp.cpu_offload,
+        "train.deepspeed.offload_optimizer": train.deepspeed.offload_optimizer,
+        "train.deepspeed.offload_parameters": train.deepspeed.offload_parameters,
+        "train.deepspeed.config": train.deepspeed.config is not None,
+    }
+    return tuple(f"not in the figures: {name}" for name, wanted in asked.items() if wanted)
+
+
+def _training_rows(job: Job, table: TableSurvey) -> int:
+    usable = max(1, round(table.rows * (1 - table.unusable / table.sampled)))
+    share = job.data.validation
+    return usable - min(max(1, round(usable * share.fraction)), usable - 1) if isinstance(share, Fraction) else usable
+
+
+def _tokens(table: TableSurvey, rows: int, longest: int) -> Tokens:
+    lengths = table.lengths
+    mean, spread = float(lengths.mean()), float(lengths.std(ddof=1)) if len(lengths) > 1 else 0.0
+    # Drawn without replacement: what was looked at is not estimated.
+    error = spread / math.sqrt(len(lengths)) * math.sqrt(max(0.0, 1 - table.sampled / table.rows))
+    return Tokens(
+        total=mean * rows,
+        error=error * rows,
+        mean=mean,
+        longest=longest,
+        truncated=table.truncated / len(lengths),
+        cut=table.cut / max(1, table.cut + int(lengths.sum())),
+    )
+
+
+def _strategies(terms: _Terms, ranks: int) -> tuple[StrategyPlan, ...]:
+    """Every strategy on so many ranks."""
+    alone = workload.time_on(terms.case, SHARINGS[0], 1, terms.cluster)[0].overlapped
+    found = []
+    for sharing in SHARINGS:
+        memory = workload.memory_on(terms.case, sharing, ranks)
+        spent, exchanged = workload.time_on(terms.case, sharing, ranks, terms.cluster)
+        found.append(
+            StrategyPlan(
+                strategy=sharing.name,
+                ranks=ranks,
+                memory=memory,
+                fits=memory.peak <= terms.room,
+                obstacle=_obstacle(terms.job, sharing, ranks, here=terms.here),
+                sent=exchanged.sent(ranks),
+                time=spent,
+                hours=spent.overlapped * terms.steps / 3600,
+                efficiency=alone / (ranks * spent.overlapped),
+            )
+        )
+    return tuple(found)
+
+
+def _obstacle(job: Job, sharing: Sharing, ranks: int, *, here: bool) -> str | None:
+    """Why training cannot use a strategy; None where it can. `here`: on this machine, with what is installed."""
+    if sharing.plugin not in plugins.names("strategies"):
+        return "not in this version"
+    strategy = plugins.load("strategies", sharing.plugin)
+    if ranks < strategy.MIN_RANKS:
+        return f"needs {strategy.MIN_RANKS} processes or more"
+    if strategy.MAX_RANKS is not None and ranks > strategy.MAX_RANKS:
+        return f"runs on {strategy.MAX_RANKS} process"
+    never: str | None = strategy.never.get(job.model.task)
+    if never is None and here:
+        never = strategy.refusal(job.train)
+    return never
+
+
+def _fastest(found: Sequence[StrategyPlan]) -> StrategyPlan | None:
+    """Of those that can run, fit and are about as fast as the fastest, the simplest, which comes first."""
+    usable = [one for one in found if one.fits and one.obstacle is None]
+    least = min((one.time.overlapped for one in usable), default=0.0)
+    return next((one for one in usable if one.time.overlapped <= AS_FAST * least), None)
+
+
+def _at(found: Sequence[StrategyPlan]) -> StrategyPlan:
+    able = [one for one in found if one.obstacle is None]
+    return _fastest(found) or min(able, key=lambda one: one.memory.peak)
+
+
+def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], terms: _Terms) -> str:
+    """In a sentence or two, why it is `best`, or why it is none."""
+    room = f"{HEADROOM:.0%} of a rank's {size(terms.held)}"
+    able = [one for one in found if one.obstacle is None]
+    if best is None:
+        least = min(able, key=lambda one: one.memory.peak)
+        return f"No strategy fits into {room}: {least.strategy} needs least, {size(least.memory.peak)}."
+    fitting = sum(one.fits for one in able)
+    how = f"the fastest of {fitting} that fit, or within {AS_FAST - 1:.0%} of it and simpler,"
+    if fitting == 1:
+        how = "the only one that can run" if len(able) == 1 else f"the only one of {len(able)} that fits"
+    said = (
+        f"{best.strategy} is {how} on {best.ranks} rank{'s' * (best.ranks > 1)}: {best.time.overlapped:.3g} s a step, "
+        f"and its {size(best.memory.peak)} are within {room}."
+    )
+    asked = [one for one in found if one.strategy.split()[0] == terms.job.train.strategy]
+    if not asked or best in asked:
+        return said
+    other = min(asked, key=lambda one: one.time.overlapped)
+    slower = f"takes {other.time.overlapped / best.time.overlapped:.2f} times as long"
+    why = other.obstacle or (slower if other.fits else f"needs {size(other.memory.peak)}")
+    return f"{said} The job asks for {terms.job.train.strategy}: {why}."
+
+
+def _remedies(terms: _Terms, base: Path, table: TableSurvey, ranks: int) -> tuple[str, ...]:
+    """What would make a strategy fit, each kind of change alone and no larger than it has to be."""
+    job, case = terms.job, terms.case
+    more = (2**power for power in range(1, MOST_RANKS.bit_length()) if 2**power > ranks)
+    kinds: list[Iterator[tuple[str, Case, int]]] = [
+        ((f"train.micro_batch_tokens={one.micro_batch_tokens}", one, ranks) for one in _smaller(case)),
+        ((f"--processes {number}", case, number) for number in more),
+    ]
+    if not case.setting.checkpointing:
+        checkpointing = replace(case, setting=replace(case.setting, checkpointing=True))
+        kinds.append(iter([("train.activation_checkpointing=true", checkpointing, ranks)]))
+    if job.model.lora is None:
+        model = job.model.model_copy(update={"lora": LoraOptions()})
+        adapted = survey_model(job.model_copy(update={"model": model}), base, table.spec)[1]
+        kinds.append(iter([(f"model.lora={{rank: {LoraOptions().rank}}}", replace(case, parameters=adapted), ranks)]))
+    found = []
+    for changes in kinds:
+        for name, changed, number in changes:
+            fits = _simplest(terms, changed, number)
+            if fits is not None:
+                found.append(f"{name}: {fits[0]} then needs {size(fits[1])}")
+                break
+    return tuple(found) or ("None of smaller micro-batches, more processes, checkpointing and LoRA is enough alone.",)
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """The same with smaller and smaller micro-batches, down to a row."""
+    tokens = case.micro_batch_tokens // 2
+    while tokens >= case.longest:
+        yield replace(case, micro_batch_tokens=tokens)
+        tokens //= 2
+
+
+def _simplest(terms: _Terms, case: Case, ranks: int) -> tuple[str, float] | None:
+    """The simplest strategy that fits, and its bytes."""
+    for sharing in SHARINGS:
+        peak = workload.memory_on(case, sharing, ranks).peak
+        if peak <= terms.room and _obstacle(terms.job, sharing, ranks, here=terms.here) is None:
+            return sharing.name, peak
+    return None

@@ -1,0 +1,278 @@
+"""What `plan` looks at: a sample of the table, tokenised as training would, and the model's shape without its weights.
+
+    chunks spread evenly over the table -> every k-th row of each -> the task's own `tokenize` -> lengths
+    config.json -> the model on torch's meta device, which has shapes and no memory -> Shape, Parameters
+
+Nothing is drawn, so the same table gives the same sample. Price: at most 32,768 rows in memory, the footers (Parquet,
+Arrow) or one pass (CSV, JSON lines) of the table, and the import of transformers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake import plugins
+from torchlake.config.job import Job
+from torchlake.config.strategy_options import LoraOptions
+from torchlake.config.task_spec import LabelColumn, TaskSpec
+from torchlake.errors import DataError, UsageError
+from torchlake.models.load import check_folder, load_config, load_tokenizer, max_length
+from torchlake.planning.costs import Parameters, Shape
+from torchlake.scoring.scorer import check_text, string_column
+from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.reading import ChunkReader
+from torchlake.tables.table import open_table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CHUNK_ROWS = 1_024
+CHUNKS_READ = 32
+ONCE_PER_ROW = frozenset({"AutoModel", "AutoModelForSequenceClassification", "AutoModelForImageClassification"})
+"Classes of transformers whose head answers once for each row, not for each token."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSurvey:
+    """What a sample says of the training table."""
+
+    rows: int
+    "Of the table."
+    sampled: int
+    "Rows that were looked at; all of them in a small table."
+    unusable: int
+    "Of these, rows without a text or a label."
+    truncated: int
+    "Of these, rows longer than `spec.max_length` tokens."
+    cut: int
+    "Tokens that these rows lose."
+    lengths: np.ndarray
+    "(N,) int64, tokens of each usable row, special tokens included, in the table's order."
+    spec: TaskSpec
+
+    @property
+    def whole(self) -> bool:
+        """Whether the sample is the table."""
+        return self.sampled == self.rows
+
+
+def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
+    """Tokenise at most `rows` rows of `job.data.train` with the tokenizer of the model folder `base`.
+
+    Raises UsageError for a task that packs, TableError for a column that is missing, DataError for labels that cannot
+    be learned and for a table without a usable row.
+    """
+    data, task = job.data, plugins.load("tasks", job.model.task)
+    if task.PACKED:
+        raise UsageError(
+            f"plan reckons with rows, and {job.model.task} trains on blocks of many: it cannot be planned."
+        )
+    columns = (data.text, data.label)
+    table = open_table(data.train, columns=columns)
+    check_text(table.schema, data.text, table.source)
+    plan = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False)
+    reader = ChunkReader(columns)
+    picked = [plan.chunks[place] for place in _every(len(plan.chunks), min(len(plan.chunks), CHUNKS_READ))]
+    pool = pa.concat_tables([reader.read(chunk)[0] for chunk in picked]) if picked else plan.schema.empty_table()
+    reader.close()
+    pool = pool.take(pa.array(_every(len(pool), min(len(pool), rows))))
+    texts = string_column(pool[data.text])
+    blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
+    usable = pc.and_(pc.invert(blank), _labelled(pool[data.label]))
+    if not pc.any(usable).as_py():
+        raise DataError(
+            f"{table.source}: none of {len(pool):,} rows looked at has both a text in {data.text!r} and a label in "
+            f"{data.label!r}."
+        )
+    found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
+    spec = TaskSpec(
+        task=job.model.task,
+        problem=found.problem,
+        labels=found.labels,
+        text=data.text,
+        label=data.label,
+        max_length=max_length(base, job.model.max_length),
+    )
+    wanted = texts.filter(usable).to_pylist()
+    _, offsets, cut = task.tokenize(load_tokenizer(base), wanted, spec)
+    return TableSurvey(
+        rows=plan.rows,
+        sampled=len(pool),
+        unusable=len(pool) - len(wanted),
+        truncated=int((cut > 0).sum()),
+        cut=int(cut.sum()),
+        lengths=np.diff(offsets),
+        spec=spec,
+    )
+
+
+def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameters]:
+    """The shape and the numbers of parameters of the model that training would make of `base` and `job.model.lora`.
+
+    Raises DataError when the architecture has no such head or no repeated layers.
+    """
+    import torch
+    import transformers
+    from torch import nn
+
+    check_folder(base, weights=False)
+    config: Any = load_config(base)
+    auto: Any = getattr(transformers, plugins.load("tasks", spec.task).AUTO_CLASS)
+    if type(config) not in auto._model_mapping:
+        raise DataError(f"{base}: the architecture {config.model_type!r} has no head for {spec.task} in transformers.")
+    per_token = auto.__name__ not in ONCE_PER_ROW
+    if not per_token:
+        config.num_labels = max(1, len(spec.labels))
+    with torch.device("meta"):
+        model: nn.Module = auto.from_config(config, trust_remote_code=False)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise DataError(f"{base}: {type(model).__name__} has no repeated layers; plan knows transformers only.")
+    layers = max(lists, key=_numbers)
+    times = getattr(config, "num_hidden_layers", None) or len(layers)
+    shape = _shape(config, max(layers, key=_numbers), times, per_token)
+    parameters = _parameters(model, layers, times / len(layers))
+    return shape, parameters if job.model.lora is None else _with_lora(parameters, model, layers, job.model.lora)
+
+
+def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Shape:
+    """Widths from the linear layers themselves, because configurations name them in many ways."""
+    from torch import nn
+
+    linear = [widths for module in layer.modules() if (widths := _widths(module))]
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or hidden // heads
+    query, key_value = heads * head, (getattr(config, "num_key_value_heads", None) or heads) * head
+    feed_forward = max((read for read, _ in linear), default=hidden)
+    raised = sum(made for read, made in linear if read == hidden and made % feed_forward == 0)
+    # The dropout beside the three projections of an attention is that of its probabilities.
+    dropouts = [
+        dropout
+        for parent in layer.modules()
+        for dropout in parent.children()
+        if isinstance(dropout, nn.Dropout) and dropout.p and sum(map(bool, map(_widths, parent.children()))) < 3
+    ]
+    attention_dropout = max(
+        float(getattr(config, name, 0) or 0) for name in ("attention_probs_dropout_prob", "attention_dropout")
+    )
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        query=query,
+        key_value=key_value,
+        heads=heads,
+        feed_forward=feed_forward,
+        gated=raised >= 2 * feed_forward,
+        readers=sum(read == hidden for read, _ in linear) - (query == hidden),
+        packed=(hidden, query + 2 * key_value) in linear and bool(getattr(config, "rope_parameters", None)),
+        rms_norm=any("RMSNorm" in type(module).__name__ for module in layer.modules()),
+        dropouts=len(dropouts),
+        attention_dropout=attention_dropout > 0,
+        fused=config._attn_implementation in ("sdpa", None),
+        outputs=config.vocab_size if per_token else config.num_labels,
+        output_per_token=per_token,
+    )
+
+
+def _parameters(model: "nn.Module", layers: "nn.ModuleList", times: float) -> Parameters:
+    """All of them learning; each layer runs `times` times."""
+    matrices = round(times * _matrices(layers))
+    total = _numbers(model)
+    return Parameters(
+        total=total,
+        trainable=total,
+        matrices=matrices,
+        matrices_trainable=matrices,
+        linear=sum(_numbers(module) for module in model.modules() if _widths(module)),
+        layer=max(map(_numbers, layers)),
+        layers=_numbers(layers),
+        units=len(layers),
+    )
+
+
+def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora: LoraOptions) -> Parameters:
+    """The same with two small matrices beside each linear layer of the layers, or those that `lora` names.
+
+    They learn, and a copy of what is beside the encoder, its pooler included; everything else is frozen.
+    """
+
+    def added(module: "nn.Module") -> int:
+        named = ((name.rpartition(".")[2], _widths(one)) for name, one in module.named_modules())
+        wanted = (widths for name, widths in named if widths and (lora.targets is None or name in lora.targets))
+        return sum(lora.rank * (read + made) for read, made in wanted)
+
+    beside = [child for name, child in model.named_children() if name != model.base_model_prefix]
+    pooler = getattr(getattr(model, model.base_model_prefix, None), "pooler", None)
+    head = sum(map(_numbers, beside)) + (0 if pooler is None else _numbers(pooler))
+    matrices = round(added(layers) * parameters.matrices / max(1, _matrices(layers)))
+    return replace(
+        parameters,
+        total=parameters.total + added(layers) + head,
+        trainable=added(layers) + head,
+        matrices=parameters.matrices + matrices,
+        matrices_trainable=matrices,
+        linear=parameters.linear + added(layers),
+        layer=parameters.layer + max(map(added, layers)),
+        layers=parameters.layers + added(layers),
+    )
+
+
+def _numbers(module: "nn.Module") -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _matrices(module: "nn.Module") -> int:
+    """Numbers in the weights of linear layers."""
+    return sum(read * made for read, made in filter(None, map(_widths, module.modules())))
+
+
+def _widths(module: "nn.Module") -> tuple[int, int] | None:
+    """What a linear layer reads and makes; None for other modules. GPT-2's Conv1D is one, transposed."""
+    from torch import nn
+
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and isinstance(module.weight, nn.Parameter):
+        return module.weight.shape[0], module.weight.shape[1]
+    return None
+
+
+def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bool, source: str) -> LabelColumn:
+    """What the task makes of the sample's labels; where they do not suffice, of all labels, as training does."""
+    column = job.data.label
+    find = partial(
+        plugins.load("tasks", job.model.task).find_labels,
+        problem=job.data.problem,
+        drop_bad=job.data.bad_rows == "drop",
+    )
+    try:
+        found: LabelColumn = find(iter([pool[column]]))
+    except DataError as error:
+        if whole:
+            raise DataError(f"{source}, column {column!r}: {error}") from error
+        reader = ChunkReader((column,))
+        try:
+            found = find(reader.read(chunk)[0][column] for chunk in chunks)
+        except DataError as of_all:
+            raise DataError(f"{source}, column {column!r}: {of_all}") from of_all
+        finally:
+            reader.close()
+    return found
+
+
+def _labelled(labels: pa.ChunkedArray) -> pa.Array:
+    array = labels.combine_chunks()
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        return pc.fill_null(pc.not_equal(array, ""), False)  # an empty cell of a CSV file is no label
+    return pc.is_valid(array)
+
+
+def _every(rows: int, wanted: int) -> np.ndarray:
+    """`wanted` positions spread evenly over `rows`, the middles of as many equal stretches."""
+    return ((np.arange(wanted) + 0.5) * rows / max(1, wanted)).astype(np.int64)

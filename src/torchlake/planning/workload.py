@@ -1,0 +1,155 @@
+"""What a job makes its ranks compute, from the lengths of some of its rows: padding, micro-batches, the slowest rank.
+
+    lengths -> epoch_batches -> micro_batches, as training calls them -> tokens with padding, operations, largest share
+
+A table larger than the sample is stood for by rows drawn from it, with replacement, as many as training sorts at once
+(a window of 32 batches): with fewer the batches would look more padded than they will be. Price: two argsorts.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchlake.data import batching, order
+from torchlake.planning import costs
+from torchlake.planning.costs import Cluster, Memory, Parameters, Setting, Shape, Sharing, StepTime, Traffic
+
+TAIL = 0.9
+"Quantile beyond which lengths are taken to fall exponentially."
+EULER = 0.5772
+"Expected maximum of m numbers of an exponential distribution, in its means: ln m + 0.5772."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and the rows it is trained on: all that decides what a rank needs."""
+
+    shape: Shape
+    parameters: Parameters
+    setting: Setting
+    lengths: np.ndarray
+    "(N,) int64, tokens of the rows that stand for the table."
+    longest: int
+    "Tokens of the table's longest row, or an estimate of them."
+    batch_size: int
+    micro_batch_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A step of the slowest rank, on average over the batches."""
+
+    flops: float
+    micro_batches: float
+    accumulates: bool
+    "Whether any step has several micro-batches."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Shares of the computed tokens that are padding."""
+
+    sorted: float
+    "As training does it: sorted in windows, cut by tokens, padded to the longest of a micro-batch."
+    arrival: float
+    "Micro-batches of as many rows in the table's order, each padded to its longest."
+    max_length: float
+    "Every row padded to the most that a row may have."
+
+
+def stand_in(lengths: np.ndarray, *, rows: int, batch_size: int, seed: int) -> np.ndarray:
+    """Lengths (M,) of rows that stand for `rows` rows: `lengths` (N,) itself where that is all of them."""
+    if len(lengths) >= rows:
+        return lengths
+    count = min(rows, batch_size * order.WINDOW_BATCHES)
+    return lengths[np.random.default_rng(seed).integers(0, len(lengths), max(count, 1))]
+
+
+def longest_row(lengths: np.ndarray, *, rows: int, limit: int) -> int:
+    """The longest of `rows` rows, from those of a sample: at least its longest, at most `limit`.
+
+    Beyond their 90 % quantile lengths are taken to fall exponentially, with the mean excess of the sample
+    (peaks over threshold with shape 0: Pickands 1975).
+    """
+    longest = int(lengths.max())
+    if len(lengths) >= rows:
+        return longest
+    threshold = np.quantile(lengths, TAIL)
+    excess = lengths[lengths > threshold] - threshold
+    if not len(excess):
+        return longest
+    beyond = len(excess) * rows / len(lengths)
+    expected = float(threshold) + float(excess.mean()) * (math.log(beyond) + EULER)
+    return max(longest, min(limit, math.ceil(expected)))
+
+
+def padding(case: Case, arrival: np.ndarray, *, ranks: int, max_length: int) -> Padding:
+    """How much of a step is padding on `ranks` ranks; `arrival` (N,) are lengths in the table's order."""
+    sizes, computed, tokens = [], 0, 0
+    for batch in _batches(case):
+        lengths = case.lengths[batch]
+        tokens += int(lengths.sum())
+        for share in _shares(case, lengths, ranks):
+            sizes += [len(rows) for rows in share]
+            computed += sum(len(rows) * int(lengths[rows].max(initial=0)) for rows in share)
+    typical = max(1, round(sum(sizes) / max(1, sum(map(bool, sizes)))))
+    groups = [arrival[first : first + typical] for first in range(0, len(arrival), typical)]
+    unsorted = sum(len(rows) * int(rows.max()) for rows in groups)
+    return Padding(
+        sorted=1 - tokens / computed,
+        arrival=1 - float(arrival.sum()) / unsorted,
+        max_length=1 - float(arrival.mean()) / max_length,
+    )
+
+
+def work(case: Case, ranks: int) -> Work:
+    """What the slowest of `ranks` ranks computes in a step. Rows are dealt longest first, so it is the first rank."""
+    per_token = costs.token_flops(case.parameters, case.shape, case.setting)
+    per_pair = costs.pair_flops(case.shape, case.setting)
+    flops, cuts = [], []
+    for batch in _batches(case):
+        lengths = case.lengths[batch]
+        share = _shares(case, lengths, ranks)[0]
+        padded = [(len(rows), int(lengths[rows].max(initial=1))) for rows in share]
+        flops.append(sum(rows * (longest * per_token + longest**2 * per_pair) for rows, longest in padded))
+        cuts.append(len(share))
+    return Work(flops=float(np.mean(flops)), micro_batches=float(np.mean(cuts)), accumulates=max(cuts) > 1)
+
+
+def largest_micro_batch(case: Case, ranks: int) -> tuple[int, int]:
+    """Rows and tokens per row of the micro-batch with most tokens that a rank may meet."""
+    share = math.ceil(case.batch_size / ranks)
+    lengths = {*map(int, np.unique(case.lengths)), case.longest}
+    shapes = [(min(share, max(1, case.micro_batch_tokens // max(1, length))), max(1, length)) for length in lengths]
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+
+def memory_on(case: Case, sharing: Sharing, ranks: int) -> Memory:
+    """Bytes on each of `ranks` ranks at the largest micro-batch."""
+    rows, length = largest_micro_batch(case, ranks)
+    kept = costs.activation_bytes(case.shape, rows, length, case.setting)
+    return costs.memory(
+        sharing,
+        case.parameters,
+        case.setting,
+        ranks=ranks,
+        activations=kept + costs.working_bytes(case.shape, rows * length, case.setting),
+        accumulates=math.ceil(case.batch_size / ranks) > rows,
+    )
+
+
+def time_on(case: Case, sharing: Sharing, ranks: int, cluster: Cluster) -> tuple[StepTime, Traffic]:
+    """Seconds of an average step on `ranks` ranks, and what they exchange in it."""
+    done = work(case, ranks)
+    exchanged = costs.traffic(sharing, case.parameters, case.setting, micro_batches=done.micro_batches)
+    return costs.step_time(exchanged, ranks=ranks, computing=done.flops / cluster.flops, cluster=cluster), exchanged
+
+
+def _batches(case: Case) -> list[np.ndarray]:
+    return order.epoch_batches(case.lengths, batch_size=case.batch_size, seed=case.seed, epoch=0)
+
+
+def _shares(case: Case, lengths: np.ndarray, ranks: int) -> list[list[np.ndarray]]:
+    return batching.micro_batches(lengths, world_size=ranks, micro_batch_tokens=case.micro_batch_tokens)

@@ -1,0 +1,283 @@
+"""`prepare`: a table in, token Parquet out; training reads nothing else.
+
+A chunk job like `predict`, with the tokenizer in the model's place: exactly once, resumable, the same bytes on every
+engine. One row in is one row out: a row that cannot be trained on keeps its place, with an `error` and no tokens; one
+that ends the process is found by `scoring/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
+compressed text) and the text is never tokenized again.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from torchlake import atomic_io, plugins
+from torchlake.config.task_spec import TaskSpec, spec_to_json
+from torchlake.data.batching import Ragged
+from torchlake.engines import Engine
+from torchlake.errors import DataError, UsageError
+from torchlake.models import folders, load
+from torchlake.preparation.summary import truncation_in_words
+from torchlake.progress import progress
+from torchlake.scoring.poison_rows import Strikes, read_chunk
+from torchlake.scoring.scorer import beyond_embeddings, check_prompts, string_column, within, without_rows
+from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
+from torchlake.tables.output.commit import Part, known_inputs, part_name, write_part, writing
+from torchlake.tables.output.jobs import Allowed
+from torchlake.tables.output.parts import TABLE, part_of_lost_attempt
+from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.table import open_table
+
+log = logging.getLogger(__name__)
+
+WARN_ABOVE = 0.05
+"Share of rows that may be cut without a warning."
+STEP_S = 600.0
+"Seconds that reading or tokenizing a chunk may take."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparingSettings:
+    """What a worker needs to know; plain values."""
+
+    tokenizer: str
+    "The folder that holds the tokenizer."
+    spec: TaskSpec
+    bad_rows: Literal["error", "drop"]
+    staging: str
+
+
+def prepare(
+    table: str | Path | Sequence[str | Path],
+    output: Path,
+    *,
+    tokenizer: Path,
+    spec: TaskSpec,
+    engine: Engine,
+    bad_rows: Literal["error", "drop"] = "error",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Tokenize `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
+
+    Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read and not learned),
+    `length` int32, `cut` int32 (tokens left out of a text that is too long), `target` (the task's encoding of the
+    label, where it has labels), `error` string, null for rows that can be trained on. The record's provenance counts
+    what was cut (`truncated`); above 5 % of rows that is a warning.
+
+    Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
+    conversations without a chat template, or with one that does not mark the turns that alone are to be learned;
+    DataError naming the first rows without text or label unless `bad_rows="drop"`, which keeps them out of the training
+    and counts them as `failed` in the record; FingerprintError when `output` was made of another table or with other
+    settings, unless `overwrite`.
+    """
+    source = open_table(table, columns=spec.columns)
+    task = plugins.load("tasks", spec.task)
+    if task.PACKED:
+        chat = check_prompts(source.schema, spec.text, source.source, task, tokenizer)
+        if spec.problem == "next_answer_token":
+            _check_answers(task, tokenizer, source.source, spec.text, chat=chat)
+    plan = plan_chunks(source, columns=spec.columns, known=known_inputs(output))
+    fingerprint = {
+        "format": 1,
+        "tokenizer": folders.tokenizer_hash(tokenizer),
+        "spec": atomic_io.fingerprint(spec_to_json(spec)),
+        "bad_rows": bad_rows,
+    }
+    allowed = Allowed(overwrite=overwrite)
+    with writing(output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), allowed=allowed) as out:
+        if out.complete:
+            assert out.record is not None
+            return out.record
+        settings = PreparingSettings(tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging))
+        parts = list(out.done)
+        items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
+        made = engine.run_chunks(
+            partial(make_token_worker, settings), items, name=f"prepare {out.output.name}", label=chunk_label
+        )
+        ready = sum(part.rows for part in parts)
+        with closing(made), progress("prepare", out.plan.rows, "rows", done=ready) as advance:
+            for part in made:
+                parts.append(part)
+                advance(part.rows)
+        cut = _truncation([out.staging / TABLE / part.name for part in parts], spec)
+        if cut["rows"] > WARN_ABOVE * max(1, cut["of_rows"]):
+            log.warning("%s: %s", source.source, truncation_in_words(cut))
+        return out.commit(parts, {"tokenizer": str(tokenizer), "truncated": cut})
+
+
+def token_schema(spec: TaskSpec) -> pa.Schema:
+    """The columns of token Parquet."""
+    task = plugins.load("tasks", spec.task)
+    return pa.schema(
+        [
+            pa.field("row_id", pa.string()),
+            pa.field("input_ids", pa.list_(pa.int32())),
+            pa.field("length", pa.int32()),
+            pa.field("cut", pa.int32()),
+            *([] if task.PACKED else [pa.field("target", task.target_type(spec))]),
+            pa.field("error", pa.string()),
+        ]
+    )
+
+
+def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Part]]:
+    """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
+    spec = settings.spec
+    task = plugins.load("tasks", spec.task)
+    tokenizer = load.load_tokenizer(Path(settings.tokenizer))
+    reader = ChunkReader(spec.columns)
+    schema, embeddings = token_schema(spec), load.embeddings(Path(settings.tokenizer))
+
+    def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
+        """The columns, all but `row_id`, of some of the chunk's rows."""
+        labels = None if spec.label is None else table[spec.label].combine_chunks()
+        blank, unreadable, tokens_of = _learned(task, tokenizer, table[spec.text], unreadable, spec)
+        errors = _untrainable(blank, labels, unreadable)
+        if labels is not None and settings.bad_rows == "drop":
+            for row, reason in task.bad_labels(labels, spec).items():
+                errors.setdefault(row, reason)
+        refused = bool(errors) and settings.bad_rows == "error"
+        good = pa.array([row not in errors and not refused for row in range(len(table))], pa.bool_())
+        flat, offsets, cut = tokens_of(good)
+        _refuse_unknown_tokens(chunk, Ragged(flat, offsets), embeddings, tokenizer)
+        ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
+        try:
+            targets = [] if labels is None else [task.encode_labels(pc.filter(labels, good), spec)]
+        except DataError as error:
+            last = chunk.first_row + chunk.rows - 1
+            raise DataError(f"{chunk.file}, rows {chunk.first_row:,} to {last:,}: {error}") from error
+        place = pc.if_else(good, pc.subtract(pc.cumulative_sum(pc.cast(good, pa.int64())), 1), None)
+        columns = [
+            ids.take(place),
+            pc.fill_null(pc.list_value_length(ids).take(place), 0),
+            pc.fill_null(pa.array(cut, pa.int32()).take(place), 0),
+            *(array.take(place) for array in targets),
+            pa.array([errors.get(row) for row in range(len(table))], pa.string()),
+        ]
+        return pa.table(columns, schema=schema.remove(0))
+
+    def prepared(chunk: Chunk, strikes: Strikes) -> pa.Table:
+        table, unreadable = read_chunk(reader, chunk, strikes)
+
+        def make(first: int, stop: int) -> pa.Table:
+            return tokenized(chunk, table.slice(first, stop - first), within(unreadable, first, stop))
+
+        made = pa.concat_tables(strikes.tokenizing(make)).combine_chunks()
+        if settings.bad_rows == "error":
+            _refuse_bad_rows(chunk, made["error"])
+        return pa.table([row_ids(chunk), *made.columns], schema=schema)
+
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
+        staging = Path(settings.staging)
+        for chunk, name in items:
+            part = part_of_lost_attempt(staging, name, chunk)
+            if part is None:
+                with closing(Strikes(staging / "journal", chunk.index, chunk.rows, STEP_S)) as strikes:
+                    part = write_part(staging, name, prepared(chunk, strikes), chunk=chunk.index)
+            yield part
+
+    return worker
+
+
+def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
+    """Raise DataError when there are rows that cannot be trained on."""
+    bad = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
+    if bad:
+        first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in bad[:3])
+        raise DataError(
+            f"{chunk.file}: {len(bad):,} of the rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,} "
+            f"cannot be trained on ({first}). Correct them, or leave such rows out with --set data.bad_rows=drop."
+        )
+
+
+def _truncation(parts: Sequence[Path], spec: TaskSpec) -> dict[str, int]:
+    """Rows and tokens of token Parquet that were cut, and out of how many."""
+    rows = tokens = of_rows = of_tokens = 0
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            if "cut" not in file.schema_arrow.names:  # staged by an earlier version
+                continue
+            table = file.read(columns=["length", "cut"])
+        cut = table["cut"].to_numpy()
+        rows, tokens = rows + int((cut > 0).sum()), tokens + int(cut.sum())
+        lengths = table["length"].to_numpy()
+        of_rows, of_tokens = of_rows + int((lengths > 0).sum()), of_tokens + int(lengths.sum())
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "of_rows": of_rows,
+        "of_tokens": of_tokens + tokens,
+        "max_length": spec.max_length,
+    }
+
+
+def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None, tokenizer: Any) -> None:
+    """Raise DataError for a row with a token that the model has no embedding for."""
+    unknown = beyond_embeddings(tokens, embeddings, tokenizer)
+    if unknown:
+        reason = next(iter(unknown.values()))
+        raise DataError(
+            f"{chunk.file}, rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}: {reason}, while the "
+            f"tokenizer has {len(tokenizer):,} tokens. Use the model's own tokenizer. If you have added tokens to it, "
+            "give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and "
+            "save both."
+        )
+
+
+def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
+    """Raise UsageError when the assistant's turns cannot be told from the rest."""
+    if not chat:
+        raise UsageError(
+            f"{source}: data.learn is assistant, and {text!r} holds texts, not conversations (lists of structs with "
+            "role and content). Leave data.learn out."
+        )
+    if not task.marks_answers(load.load_tokenizer(tokenizer)):
+        raise UsageError(
+            f"data.learn is assistant, and the chat template in {tokenizer} does not mark what the assistant says with "
+            "{% generation %} and {% endgeneration %}. Add the two there, or leave data.learn out."
+        )
+
+
+def _learned(
+    task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str], spec: TaskSpec
+) -> tuple[pa.Array, dict[int, str], Callable[[pa.Array], Any]]:
+    """Which rows have no text (B,) bool, which cannot be read and why, and what makes tokens of the good ones."""
+    texts = without_rows(string_column(column), unreadable)
+    if spec.problem == "next_answer_token":
+        rows, errors = task.answers(tokenizer, texts)
+        nothing = pa.array([row is None for row in rows], pa.bool_())
+        return (
+            nothing,
+            {**errors, **unreadable},
+            lambda good: task.conversations(tokenizer, compress(rows, good.to_pylist()), spec),
+        )
+    tokens_of = partial(task.documents if task.PACKED else task.tokenize, tokenizer)
+    if task.PACKED and task.is_chat(column.type):
+        texts, errors = task.rendered(tokenizer, texts, asking=False)
+        unreadable, tokens_of = {**errors, **unreadable}, partial(tokens_of, chat=True)
+    blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
+    return blank, unreadable, lambda good: tokens_of(pc.filter(texts, good).to_pylist(), spec)
+
+
+def _untrainable(blank: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:
+    """The rows that cannot be trained on, with their reasons."""
+    errors = dict(unreadable)
+    bad = {"null_input": blank}
+    if labels is not None:
+        bad["null_label"] = pc.is_null(labels)
+        if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
+            empty = pc.equal(pc.fill_null(labels, ""), "")  # an empty cell of a CSV file
+            bad["null_label"] = pc.or_(bad["null_label"], empty)
+    for reason, found in bad.items():
+        for row in pc.indices_nonzero(found).to_pylist():
+            errors.setdefault(row, reason)
+    return errors

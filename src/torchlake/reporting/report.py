@@ -1,0 +1,174 @@
+"""`report`: a run folder told on one page, report.html, and the same facts for programs, report.json.
+
+Secrets are taken out (`config/redaction.py`) before either file is written; `page.py` draws the page of what is left.
+It can be written while the run still trains. Price: one pass over metrics.jsonl.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torchlake import atomic_io
+from torchlake.checkpoints import location
+from torchlake.config.job import load_job
+from torchlake.config.redaction import redacted
+from torchlake.errors import DataError, StorageError, UsageError
+from torchlake.preparation import summary
+from torchlake.reporting.doctor import doctor
+from torchlake.reporting.page import Point, render
+from torchlake.runs import metrics_log
+from torchlake.tables.record import local_output
+
+log = logging.getLogger(__name__)
+
+CURVE_POINTS = 120
+WARNINGS_SHOWN = 20
+
+
+def report(run: str | Path) -> Path:
+    """Write report.html and report.json into the run folder `run`; returns the path of the page.
+
+    Raises DataError when `run` is no run folder, UsageError for an URL, StorageError when the files cannot be written.
+    """
+    folder = local_output(run)
+    if not (folder / "job.yaml").is_file():
+        raise DataError(
+            f"{folder}: no run folder (it has no job.yaml); name the folder that `torchlake train` printed."
+        )
+    facts = redacted(collect(folder))
+    page = folder / "report.html"
+    atomic_io.write_json(folder / "report.json", facts, site="report.json")
+    atomic_io.write_bytes(page, render(facts).encode(), site="report.html")
+    return page
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """The facts of a run, as plain JSON values."""
+    lines = metrics_log.read_metrics(folder / "metrics.jsonl")
+    steps = [line for line in lines if "loss" in line]
+    validations = [
+        {name.removeprefix(metrics_log.VALIDATION): value for name, value in line.items()}
+        for line in lines
+        if any(name.startswith(metrics_log.VALIDATION) for name in line)
+    ]
+    job = load_job(folder / "job.yaml")
+    checkpoints = _checkpoints(job.train.checkpoint_folder, folder)
+    best = next((entry["best"] for entry in reversed(checkpoints) if entry["best"]), None)
+    result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
+    found = doctor().facts
+    installed = {name: value for name, value in found["optional"].items() if not value.startswith("missing")}
+    facts: dict[str, Any] = _plain(
+        {
+            "run": folder.resolve().name,
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "complete": bool(result),
+            "progress": _progress(steps),
+            "metric": result.get("metric"),
+            "metrics": best["metrics"] if best else result.get("metrics", {}),
+            "best_step": best["step"] if best else None,
+            "data": {**_data(steps), **_summary(folder)},
+            "job": job.model_dump(mode="json"),
+            "model": _model(folder / "model"),
+            "losses": _thinned([(line["step"], line["loss"]) for line in steps]),
+            "validations": validations,
+            "checkpoints": [{key: entry[key] for key in ("step", "bytes", "world_size")} for entry in checkpoints],
+            "warnings": _warnings(folder / "logs"),
+            "machine": {**found["machine"], **found["devices"]},
+            "versions": {**found["versions"], **installed},
+        }
+    )
+    return facts
+
+
+def _progress(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
+    seconds = sum(line["seconds"] for line in steps)
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "epochs": steps[-1]["epoch"] if steps else 0,
+        "seconds_in_steps": round(seconds, 3),
+        "rows_per_s": round(sum(line["rows"] for line in steps) / seconds, 1) if seconds else None,
+        "tokens_per_s": round(sum(line["tokens"] for line in steps) / seconds, 1) if seconds else None,
+        "steps_not_applied": sum(not math.isfinite(line["loss"]) for line in steps),
+    }
+
+
+def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
+    """What the first epoch read; padding is known where the steps tell how many tokens they held with it."""
+    first = [line for line in steps if line["epoch"] == 1]
+    rows, tokens = (sum(line[name] for line in first) for name in ("rows", "tokens"))
+    held = sum(line.get("padded_tokens", 0) for line in first)
+    return {
+        "rows_in_epoch_1": rows,
+        "tokens_in_epoch_1": tokens,
+        "tokens_per_row": round(tokens / rows, 1) if rows else None,
+        "padding_percent": round(100 * (1 - tokens / held), 1) if held else None,
+    }
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """The data as it was summarized before training; a run of an earlier version has no such file."""
+    path = folder / summary.FILE
+    return {"summary": summary.in_lines(atomic_io.read_json(path))} if path.is_file() else {}
+
+
+def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
+    """The complete checkpoints, oldest first; none where their storage cannot be reached."""
+    found = []
+    try:
+        place = location.find(kept_in, folder)
+        manifests = {name: place.read(f"{name}/{atomic_io.MANIFEST}") for name in place.complete()}
+        stored = [(place.state(name), manifest) for name, manifest in manifests.items() if manifest is not None]
+    except (StorageError, UsageError) as error:
+        log.warning("the report tells of no checkpoints: %s", error)
+        return []
+    for state, manifest in stored:
+        size = sum(file["bytes"] for file in manifest["files"].values())
+        entry = {"step": state["step"], "bytes": size, "world_size": state.get("world_size"), "best": state.get("best")}
+        found.append(entry)
+    return found
+
+
+def _model(folder: Path) -> dict[str, Any]:
+    if not (folder / "task.json").is_file():
+        return {}
+    weights = folder / "model.safetensors"
+    return {
+        **atomic_io.read_json(folder / "task.json"),
+        "folder": str(folder),
+        "weights_bytes": weights.stat().st_size if weights.is_file() else None,
+    }
+
+
+def _warnings(folder: Path) -> list[str]:
+    """The last warnings and errors of all ranks' logs, in the order of time."""
+    found = []
+    for path in sorted(folder.glob("rank_*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # a kill may cost half a line
+            if entry.get("level") in ("WARNING", "ERROR", "CRITICAL"):
+                found.append(f"{entry.get('time')} rank {entry.get('rank')}: {entry.get('message')}")
+    return sorted(found)[-WARNINGS_SHOWN:]
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """At most CURVE_POINTS points, each the mean of as many neighbours; points that are not finite are left out."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    width = max(1, math.ceil(len(finite) / CURVE_POINTS))
+    groups = [finite[start : start + width] for start in range(0, len(finite), width)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+def _plain(value: Any) -> Any:
+    """NaN and the infinities, for which JSON has no numbers, as null."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,160 @@
+"""Telling a run to MLflow and TensorBoard: the job as parameters, every metrics line as curves, the model's hash.
+
+Both follow metrics.jsonl from the launching process (`runs/follow.py`), each in a thread of its own. A store that is
+broken, full or slow is a warning and never costs a training anything. What is told can be told again: a run that
+continues, or has long been finished, adds the points that are missing, none twice. No server is started, and MLflow
+reports nothing to its makers. Price: a second of imports beside the training; a new MLflow database takes several.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake import atomic_io
+from torchlake.config.job import Job, TrackConfig, flat
+from torchlake.config.redaction import redacted
+from torchlake.errors import Interrupted, MissingExtra
+from torchlake.models import folders
+from torchlake.runs import metrics_log
+from torchlake.runs.follow import following
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+EXPERIMENT = "torchlake"
+STATE = "tracking.json"
+EVENTS = "tensorboard"
+LINES_AT_ONCE = 50
+"Lines of one MLflow request, which may hold 1,000 numbers."
+PARAMETERS_AT_ONCE = 100
+LONGEST_PARAMETER = 6000
+
+
+def check(track: TrackConfig) -> None:
+    """Raise MissingExtra with the pip line when a library that `track` needs is not installed."""
+    for wanted, library in ((track.mlflow, "mlflow"), (track.tensorboard, "tensorboard")):
+        if wanted and find_spec(library) is None:
+            raise MissingExtra(
+                f"track.{library} needs the library {library!r}, which is not installed: "
+                f"pip install 'torchlake[{library}]'"
+            )
+
+
+@contextmanager
+def tracked(job: Job, folder: Path) -> Iterator[None]:
+    """While the block trains `job` in the run folder, tell its curves where `job.track` says; after it, the model."""
+    status = "FAILED"
+    metrics = folder / metrics_log.METRICS
+    with ExitStack() as stack:
+        if job.track.tensorboard:
+            stack.enter_context(following(metrics, partial(_to_tensorboard, folder / EVENTS), "tensorboard"))
+        if job.track.mlflow is not None:
+            watch = partial(_to_mlflow, job, folder, lambda: status)
+            stack.enter_context(following(metrics, watch, "mlflow"))
+        try:
+            yield
+            status = "FINISHED"
+        except (KeyboardInterrupt, Interrupted):
+            status = "KILLED"
+            raise
+
+
+def _to_tensorboard(folder: Path, batches: Iterator[list[metrics_log.Line]]) -> None:
+    """Write event files; those of earlier attempts are replaced, because the lines come from the first one on."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    atomic_io.remove([folder])
+    writer = EventFileWriter(str(folder))
+    try:
+        for lines in batches:
+            now = time.time()
+            for line in lines:
+                values = [Summary.Value(tag=name, simple_value=value) for name, value in _numbers(line)]
+                writer.add_event(Event(wall_time=now, step=line["step"], summary=Summary(value=values)))
+            writer.flush()
+    finally:
+        writer.close()
+
+
+def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Iterator[list[metrics_log.Line]]) -> None:
+    """Tell an MLflow store; the same MLflow run again when the training continues."""
+    # Before the import, which looks at them: its makers are sent nothing, and a folder for a store is what was asked.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    assert job.track.mlflow is not None
+    client = MlflowClient(tracking_uri=_uri(job.track.mlflow))
+    run_id = _run_id(client, job.track.mlflow, folder)
+    told = client.get_run(run_id).data
+    parameters = [
+        Param(name, str(value)[:LONGEST_PARAMETER])
+        for name, value in redacted(flat(job.model_dump(mode="json"))).items()
+        if name not in told.params
+    ]
+    for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
+        client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
+    newest = {name: max(point.step for point in client.get_metric_history(run_id, name)) for name in told.metrics}
+    for lines in batches:
+        now = int(time.time() * 1000)
+        for first in range(0, len(lines), LINES_AT_ONCE):
+            points = [
+                Metric(name, value, now, line["step"])
+                for line in lines[first : first + LINES_AT_ONCE]
+                for name, value in _numbers(line)
+                if line["step"] > newest.get(name, 0)
+            ]
+            client.log_batch(run_id, metrics=points)
+    if status() == "FINISHED":
+        client.set_tag(run_id, "torchlake.model", str((folder / "model").resolve()))
+        client.set_tag(run_id, "torchlake.model_sha256", folders.model_hash(folder / "model"))
+    client.set_terminated(run_id, status())
+
+
+def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
+    """The MLflow run of this run folder in that store, made when there is none yet."""
+    state: dict[str, Any] = atomic_io.read_json(folder / STATE) if (folder / STATE).exists() else {}
+    shown = str(redacted(store))
+    if shown in state:
+        run_id: str = state[shown]
+        _drop_empty(store, run_id)
+        client.update_run(run_id, status="RUNNING")
+        return run_id
+    found = client.get_experiment_by_name(EXPERIMENT)
+    experiment = client.create_experiment(EXPERIMENT) if found is None else found.experiment_id
+    tags = {"torchlake.run": str(folder.resolve())}
+    run_id = client.create_run(experiment, tags=tags, run_name=folder.resolve().name).info.run_id
+    atomic_io.write_json(folder / STATE, {**state, shown: run_id}, site="tracking")
+    return run_id
+
+
+def _drop_empty(store: str, run_id: str) -> None:
+    """Remove the run's files that a killed process had opened in a folder store and not yet written.
+
+    MLflow refuses to read the run, and to list its experiment, as long as one metric's file is empty.
+    """
+    if "://" not in store:
+        for file in Path(store).glob(f"*/{run_id}/*/*"):
+            if file.is_file() and file.stat().st_size == 0:
+                file.unlink()
+
+
+def _uri(store: str) -> str:
+    """A store as MLflow names it: a folder becomes a file URL, a database's folder is made."""
+    if "://" not in store:
+        return Path(store).absolute().as_uri()
+    if store.startswith("sqlite:///"):
+        Path(store.removeprefix("sqlite:///")).absolute().parent.mkdir(parents=True, exist_ok=True)
+    return store
+
+
+def _numbers(line: metrics_log.Line) -> list[tuple[str, float]]:
+    return [(name, float(value)) for name, value in line.items() if name != "step"]

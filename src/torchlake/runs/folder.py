@@ -1,0 +1,194 @@
+"""The run folder: whose it is, whether it is finished, and the frames that a job brought along.
+
+    job.yaml  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/  report.html
+    result.json
+
+One trainer at a time holds it, by a lease that its ranks check before they write. A folder in which nothing was trained
+yet may be given another job (a first attempt that failed on its data is mended in place); one that holds training may
+not: mixing two jobs' steps would be neither.
+"""
+
+import hashlib
+import io
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from torchlake import atomic_io
+from torchlake.checkpoints import location
+from torchlake.config.job import Job, flat, job_to_yaml, load_job
+from torchlake.config.redaction import redacted
+from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
+from torchlake.errors import DataError, FingerprintError
+from torchlake.runs import metrics_log
+from torchlake.tables.output import lease
+from torchlake.tables.output.commit import known_inputs
+from torchlake.tables.record import local_output
+from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 60.0
+JOB_FILE = "job.yaml"
+RESULT = "result.json"
+STOP = "stop"
+"A file of this name stops a training as SIGTERM does, wherever its ranks run; the next attempt removes it."
+MORE_ROOM = "more_room"
+"A file of this name stops the ranks so that more of them can start; its writer removes it."
+INTERRUPTED = "interrupted"
+"A file of this name stops the ranks when their launcher is stopped; it is for engines whose tasks take no signals."
+HALF_WRITTEN = re.compile(r"\.[\w.]+\.[0-9a-f]+\.tmp")
+# They decide where and how safely a run is computed, not what comes out: a run may continue with others.
+MAY_CHANGE = (
+    "engine",
+    "train.strategy",
+    "train.activation_checkpointing",
+    "train.ddp.bucket_mib",
+    "train.fsdp.reshard",
+    "train.fsdp.shard_ranks",
+    "train.fsdp.cpu_offload",
+    "train.deepspeed.stage",
+    "train.deepspeed.offload_optimizer",
+    "train.deepspeed.offload_parameters",
+    "train.checkpoint_every",
+    "train.checkpoint_in_background",
+    "train.keep_checkpoints",
+    "train.max_restarts",
+    "train.collective_timeout",
+    "train.micro_batch_tokens",
+    "track",
+)
+# The same tables and checkpoints may lie elsewhere for another machine.
+LEAD_ELSEWHERE = ("data.train", "data.validation", "train.checkpoint_folder")
+
+
+def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
+    """The folder asked for, or  and the job file's name. Raises UsageError for an URL."""
+    if run is not None:
+        return local_output(run)
+    return Path("runs") / ("job" if job is None or isinstance(job, Job) else Path(job).stem)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[tuple[str, str]]:
+    """Be the one trainer of the run folder; yields where the lease lies and its token, for the ranks to check.
+
+    Raises Locked naming the process that trains there, OutputError when the folder cannot be made.
+    """
+    staging = folder / ".training.staging"
+    mine = lease.acquire(staging, LEASE_S, name=str(folder))
+    try:
+        yield str(staging), mine.mine["token"]
+    finally:
+        mine.release()
+
+
+def claim(folder: Path, job: Job) -> None:
+    """Note the job in the run folder. Raises FingerprintError when it holds another's training, or something else."""
+    path = folder / JOB_FILE
+    if path.exists():
+        differing = differences(*(each.model_dump(mode="json") for each in (load_job(path), job)))
+        if differing and not is_trained(folder, load_job(path)):
+            atomic_io.remove([folder / name for name in (TASK_FILE, metrics_log.METRICS, "prepared", "cache")])
+        elif differing:
+            raise FingerprintError(
+                f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\nGive another "
+                f"run folder, or delete this one to start again. Free to change: {', '.join(MAY_CHANGE)}."
+            )
+    elif foreign := sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")):
+        raise FingerprintError(
+            f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
+            "Give a new folder."
+        )
+    # Half-written by a run that was killed: whoever wrote here held the lease, and now we do.
+    left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
+    atomic_io.remove(entry for entry in left if HALF_WRITTEN.fullmatch(entry.name))
+    atomic_io.remove([folder / STOP])
+    atomic_io.write_bytes(path, job_to_yaml(job).encode(), site="run.job")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What makes two jobs, given as plain values, another's work: a line for each setting that may not change."""
+    one, other = flat(before), flat(now)
+    return [
+        f"  {name}: {redacted(one.get(name), name)!r} -> {redacted(other.get(name), name)!r}"
+        for name in dict.fromkeys([*one, *other])
+        if one.get(name) != other.get(name) and not _is_free(name)
+    ]
+
+
+def belongings(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
+    """What two run folders must have in common to go on with the same checkpoints, as plain values by dotted names: the
+    job but for what may change, the task, and in place of the tables' paths the content that was prepared in `folder`.
+    """
+    values = redacted(flat(job.model_dump(mode="json")))
+    settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LEAD_ELSEWHERE}
+    task = {
+        f"task.{name}": list(value) if isinstance(value, tuple) else value for name, value in spec_to_json(spec).items()
+    }
+    tables = {f"data.{name}": _content(folder / "prepared" / name) for name in stored_tables(job)}
+    return {**settings, **task, **tables}
+
+
+def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
+    """The stored tables of a job, by what they are for."""
+    validation = job.data.validation
+    return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
+
+
+def is_trained(folder: Path, job: Job) -> bool:
+    """Whether there are steps of a run: a checkpoint of `job`, sound or not, or a result in the folder."""
+    return (folder / RESULT).exists() or location.find(job.train.checkpoint_folder, folder).is_used()
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The result of a finished run; None while there is something left to do, a damaged model folder for one."""
+    if not (folder / RESULT).exists():
+        return None
+    try:
+        atomic_io.check_manifest(folder / "model")
+    except DataError as error:
+        log.warning("%s. The model is written again from the checkpoints.", error)
+        return None
+    result: dict[str, Any] = atomic_io.read_json(folder / RESULT)
+    return result
+
+
+def frames_to_paths(sections: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The frames among data.train and data.validation, and the sections with the paths they will be stored at."""
+    data = sections.get("data")
+    if not isinstance(data, Mapping):
+        return {}, sections
+    frames = {
+        name: data[name] for name in ("train", "validation") if is_frame(data.get(name)) or engine_of(data.get(name))
+    }
+    paths = {name: str(folder / "input" / f"{name}.parquet") for name in frames}
+    return frames, {**sections, "data": {**data, **paths}}
+
+
+def _is_free(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def _content(prepared: Path) -> str:
+    """What a table held when it was prepared."""
+    files = known_inputs(prepared)
+    rows = sum(one.rows for one in files)
+    content = atomic_io.fingerprint(sorted([one.name, one.sha256] for one in files))
+    return f"{rows} rows in {len(files)} file{'s' * (len(files) != 1)}, sha256 {content}"
+
+
+def store_frame(frame: Any, path: Path) -> None:
+    """Write a frame as Parquet, unless the file there holds the same: an unchanged file keeps its time."""
+    sink = io.BytesIO()
+    pq.write_table(to_arrow(frame), sink, compression="zstd", write_page_checksum=True)
+    content = sink.getvalue()
+    if path.exists() and atomic_io.sha256_file(path) == hashlib.sha256(content).hexdigest():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_io.write_bytes(path, content, site="run.frame")

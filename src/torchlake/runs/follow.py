@@ -1,0 +1,78 @@
+"""Watching a run from outside: the lines of its metrics.jsonl, once each, as they come.
+
+Rank 0 tells that file everything, wherever it runs. So who wants to know how a run does (a tuning that prunes, MLflow,
+TensorBoard) reads along in a thread of the launching process: it works through every engine, costs the ranks nothing,
+and a watcher that fails or hangs harms nobody else. Price: one `open` per half second, and that long until one sees.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchlake.runs import metrics_log
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+FINISH_S = 120.0
+"Seconds that a watcher has for what it still has to do when the run has ended."
+
+Watch = Callable[[Iterator[list[metrics_log.Line]]], None]
+
+
+@contextmanager
+def following(path: Path, watch: Watch, name: str) -> Iterator[None]:
+    """Run `watch` in a thread, on the lines of a metrics file: first those that are there, then those that come.
+
+    It gets them in lists, each step and each validation once, however often the run starts again and is cut back; there
+    are no more when the block has been left. What `watch` raises is a warning that begins with `name`.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(path, watch, name, over), name=f"torchlake-{name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(FINISH_S)
+        if thread.is_alive():
+            log.warning("%s: has not come to an end %.0f s after the run; not waited for any longer", name, FINISH_S)
+
+
+def _watch(path: Path, watch: Watch, name: str, over: threading.Event) -> None:
+    try:
+        watch(_new_lines(path, over))
+    except Exception as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        log.warning("%s: %s: %s; the run goes on without it", name, type(error).__name__, cause)
+
+
+def _new_lines(path: Path, over: threading.Event) -> Iterator[list[metrics_log.Line]]:
+    """Lists of lines until `over`, then what is left. A run that continues puts a file in place that is cut back."""
+    newest = {True: 0, False: 0}  # the last step that was told, by whether it is of a validation
+    file_id, offset = -1, 0
+    ending = False
+    while not ending:
+        ending = over.wait(POLL_S)
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != file_id or status.st_size < offset:
+                    file_id, offset = status.st_ino, 0
+                file.seek(offset)
+                content = file.read()
+        except FileNotFoundError:
+            continue
+        whole = content[: content.rfind(b"\n") + 1]
+        offset += len(whole)
+        lines = []
+        for line in map(metrics_log.parse_line, whole.splitlines()):
+            kind = metrics_log.is_validation(line)
+            if line["step"] > newest[kind]:
+                newest[kind] = line["step"]
+                lines.append(line)
+        if lines:
+            yield lines

@@ -1,0 +1,168 @@
+"""What a call of `predict` asks of a model: its options checked, and told to workers as plain values.
+
+Shared by stored tables, frames and functions of SQL. Nothing here reads a row.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.engines import Engine
+from torchlake.errors import UsageError
+from torchlake.models import exports, folders
+from torchlake.models.generation import GenerationOptions, generation_options
+from torchlake.models.load import load_spec
+from torchlake.processes.hardware import gpus
+from torchlake.scoring.runtime_choice import RuntimeChoice, asked_for, chosen, lacks_export
+from torchlake.scoring.scorer import Runtime, ScoringSettings, check_prompts, check_text, device, room, runtime_name
+from torchlake.scoring.worker import make_preparing_worker, output_schema
+
+log = logging.getLogger(__name__)
+
+MAX_TIMEOUT_S = 1_000_000
+NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
+
+
+def scoring_settings(
+    model: str | Path,
+    runtime: Runtime | None,
+    generation: Mapping[str, Any],
+    *,
+    text: str | None,
+    key: str | None = None,
+    columns: Sequence[str] = (),
+    batch_tokens: int | None,
+    all_probabilities: bool,
+    **settings: Any,
+) -> tuple[ScoringSettings, TaskSpec, RuntimeChoice]:
+    """What workers have to know to score with a model folder.
+
+    `generation` are fields of `GenerationOptions`, None where nothing was said; `settings` further fields of
+    `ScoringSettings`. Raises UsageError for what the model cannot do.
+    """
+    if isinstance(runtime, str):
+        plugins.load("runtimes", runtime)  # a wrong name is refused before a model is downloaded
+    folder = folders.model_folder(model).absolute()  # workers may run in another folder
+    spec = load_spec(folder)
+    if runtime is None:
+        choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
+    else:
+        choice = asked_for(folder, spec.task, runtime)
+    writes = plugins.load("tasks", spec.task).PACKED
+    options = generation_options(spec.task, writes=writes, **generation)
+    _check_generation(folder, options, all_probabilities)
+    made = ScoringSettings(
+        model=str(folder),
+        runtime=choice.runtime,
+        text=text or spec.text,
+        keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
+        key=key,
+        batch_tokens=batch_tokens or choice.batch_tokens,
+        all_probabilities=all_probabilities,
+        generation=options,
+        **settings,
+    )
+    return made, spec, choice
+
+
+def check_options(
+    max_error_rate: float, null: str, row_timeout_s: float, on_bad_file: str, **counts: int | None
+) -> None:
+    """Raise UsageError for a value that means nothing."""
+    if not 0 <= max_error_rate <= 1:
+        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {max_error_rate} was given.")
+    if not 0 < row_timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(f"row_timeout_s is seconds, above 0 and up to {MAX_TIMEOUT_S:,}; {row_timeout_s} was given.")
+    for name, value, choices in (("null", null, NULL), ("on_bad_file", on_bad_file, ON_BAD_FILE)):
+        if value not in choices:
+            raise UsageError(f"{name} is one of {', '.join(choices)}; {value!r} was given.")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise UsageError(f"{name} has to be 1 or more; {count} was given.")
+
+
+def _check_generation(folder: Path, options: GenerationOptions | None, all_probabilities: bool) -> None:
+    """Raise UsageError for what this model cannot write."""
+    if options is None:
+        return
+    if all_probabilities:
+        raise UsageError("all_probabilities: a model that writes text has no classes.")
+    left = room(folder, options)
+    if left is not None and left < 1:
+        raise UsageError(
+            f"max_new_tokens={options.max_new_tokens} leaves no room for a prompt: {folder} has positions for "
+            f"{left + options.max_new_tokens} tokens in all."
+        )
+
+
+def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
+    """The settings, told whether the text column holds conversations. Raises TableError, UsageError for a wrong one."""
+    if settings.generation is None:
+        check_text(schema, settings.text, where)
+        return settings
+    task, asked = plugins.load("tasks", spec.task), settings.generation.chat
+    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), chat=asked)
+    return replace(settings, generation=replace(settings.generation, chat=chat))
+
+
+def make_export(settings: ScoringSettings, engine: Engine) -> None:
+    """Let an asked-for runtime make what it keeps of the model, where it has not: once, in a process of its own."""
+    folder, runtime = Path(settings.model), settings.runtime
+    module = lacks_export(folder, runtime)
+    if module is None:
+        return
+    if module.CALIBRATED:
+        raise UsageError(
+            f"The runtime {runtime!r} is calibrated on rows of yours first, once: torchlake optimize {folder} "
+            f"--sample TABLE --runtimes {runtime}"
+        )
+    log.info("%s: the runtime %r makes its export of the model; that is done once", folder, runtime)
+    list(engine.run_chunks(partial(make_preparing_worker, settings.model), [runtime], processes=1))
+
+
+def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:
+    """What predictions add to a frame of that schema."""
+    return [column for column in output_schema(settings, spec, schema) if column.name != "row_id"]
+
+
+def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
+    """Everything besides the rows that decides the bytes of the output."""
+    folder, runtime = Path(settings.model), settings.runtime
+    export = exports.identity(folder, runtime) if isinstance(runtime, str) else None
+    return {
+        "format": 1,
+        "model": folders.model_hash(folder),
+        "task": spec.task,
+        "runtime": runtime_name(runtime),
+        **({} if export is None else {"export": export}),
+        "text": settings.text,
+        "key": settings.key,
+        "columns": list(settings.keep),
+        "prefix": settings.prefix,
+        "all_probabilities": settings.all_probabilities,
+        "null": settings.null,
+        "batch_tokens": settings.batch_tokens,
+        **({} if settings.generation is None else {"generation": asdict(settings.generation)}),
+    }
+
+
+def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:
+    """Raise UsageError when one of the `new` columns is there twice; Spark and Hive read `Label` as `label`."""
+    folded = [name.casefold() for name in names]
+    twice = sorted({name for name in new if folded.count(name.casefold()) > 1})
+    if twice and twice[0] in ("row_id", "truncated", "error"):
+        raise UsageError(
+            f"Every output has a column {twice[0]!r} of its own: rename the input's column, or leave it out of columns."
+        )
+    if twice:
+        raise UsageError(
+            f"The column {twice[0]!r} would be there twice, carried from the input and predicted. "
+            "Give the predictions another name, for example prefix='predicted_' (--prefix predicted_)."
+        )

@@ -1,0 +1,159 @@
+"""Which runtime scores: the one asked for, the one that `optimize` chose for this very model, or `eager`.
+
+    <model>/runtime.json    what `optimize` chose, for which weights, on which device, and all it measured
+
+A choice holds for the weights that it was measured with, and only where its runtime can run. Whatever is in its way
+costs speed, never answers: `eager` scores then, and a warning says why. Price: a read of the file; the export's sha256.
+"""
+
+import logging
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from torchlake import atomic_io, plugins
+from torchlake.errors import DataError, TorchlakeError, UsageError
+from torchlake.models import exports, folders
+
+log = logging.getLogger(__name__)
+
+FILE = "runtime.json"
+REFERENCE = "eager"
+LIBRARIES = ("torchlake", "torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeChoice:
+    """What executes the forward passes of a job, and why that."""
+
+    runtime: Any
+    "A runtime's name, or a function like a runtime's `load`."
+    batch_tokens: int | None = None
+    "Padded tokens of a batch, at most; None: what suits the device."
+    threads: int | None = None
+    "Threads of each process; None: the engine's choice."
+    why: Literal["asked for", "runtime.json", "default"]
+
+
+def asked_for(folder: Path, task: str, runtime: Any) -> RuntimeChoice:
+    """The runtime that the user named. Raises UsageError when it cannot run this task or this model here."""
+    refuse_unable(runtime, task)
+    reason = refusal(runtime, folder)
+    if reason is not None:
+        raise UsageError(f"The runtime {runtime!r} cannot run {folder}: {reason}")
+    return RuntimeChoice(runtime=runtime, why="asked for")
+
+
+def refuse_unable(runtime: Any, task: str) -> None:
+    """Raise UsageError when the runtime says that it never runs this task."""
+    never = plugins.load("runtimes", runtime).never if isinstance(runtime, str) else {}
+    if task in never:
+        raise UsageError(f"The runtime {runtime!r} cannot run {task}: {never[task]}.")
+
+
+def refusal(runtime: Any, folder: Path) -> str | None:
+    """Why the runtime cannot run the model of `folder` with what is installed here; None when it can, as eager can."""
+    if not isinstance(runtime, str) or runtime == REFERENCE:
+        return None
+    reason: str | None = plugins.load("runtimes", runtime).refusal(folder)
+    return reason
+
+
+def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
+    """What `optimize` chose for the model; `eager` where it chose nothing or, with a warning, where that cannot be had.
+
+    `device()` is "cpu" or "cuda", where this job scores; it is asked only where there is a choice.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return RuntimeChoice(runtime=REFERENCE, why="default")
+    try:
+        value = _read(path)
+        reason = _why_not(folder, task, value, device)
+    except DataError as error:
+        reason = str(error)
+    if reason is None:
+        return RuntimeChoice(
+            runtime=value["runtime"], batch_tokens=value["batch_tokens"], threads=value["threads"], why="runtime.json"
+        )
+    log.warning(
+        "The choice in %s is not used: %s. %s scores instead. To choose again: torchlake optimize %s --sample TABLE",
+        path,
+        reason.rstrip("."),
+        REFERENCE,
+        folder,
+    )
+    return RuntimeChoice(runtime=REFERENCE, why="default")
+
+
+def lacks_export(folder: Path, runtime: Any) -> ModuleType | None:
+    """The runtime's module when it has to `prepare` this model first; None when it can score at once."""
+    module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
+    if module is None or not hasattr(module, "prepare") or exports.current(folder, runtime) is not None:
+        return None
+    return module
+
+
+def write_choice(
+    folder: Path,
+    *,
+    runtime: str,
+    batch_tokens: int,
+    threads: int,
+    device: str,
+    sample_rows: int,
+    measured: Sequence[Mapping[str, Any]],
+    machine: Mapping[str, Any],
+) -> None:
+    """Write the model's runtime.json. Raises StorageError when the folder cannot be written."""
+    value = {
+        "format": 1,
+        "weights": folders.model_hash(folder),
+        "runtime": runtime,
+        "batch_tokens": batch_tokens,
+        "threads": threads,
+        "device": device,
+        "sample_rows": sample_rows,
+        "measured": list(measured),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+        "machine": dict(machine),
+    }
+    atomic_io.write_json(folder / FILE, value, site="runtime.choice")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's value, with every field that is used of its type. Raises DataError."""
+    value = atomic_io.read_json(path)
+    if not isinstance(value, dict) or value.get("format") != 1:
+        raise DataError(f"it is not a choice of this version ({FILE} with format 1)")
+    for name in ("runtime", "weights", "device"):
+        if not isinstance(value.get(name), str):
+            raise DataError(f"its {name} is no text; the file is damaged")
+    for name in ("batch_tokens", "threads"):
+        if type(value.get(name)) is not int or value[name] < 1:
+            raise DataError(f"its {name} is no whole number of 1 or more; the file is damaged")
+    return value
+
+
+def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable[[], str]) -> str | None:
+    """Why the recorded choice does not hold here and now; None when it does."""
+    runtime = value["runtime"]
+    if value["weights"] != folders.model_hash(folder):
+        return "it was made for other weights, and the model has changed since"
+    try:
+        refuse_unable(runtime, task)
+    except TorchlakeError as error:
+        return str(error)
+    reason = refusal(runtime, folder)
+    if reason is not None:
+        return f"the runtime {runtime!r} cannot run here: {reason}"
+    if lacks_export(folder, runtime) is not None:
+        return f"what the runtime {runtime!r} made of the model is missing, damaged or of other weights"
+    here = device()
+    if value["device"] != here:
+        return f"it was measured on {value['device']}, and this machine scores on {here}"
+    return None

@@ -1,0 +1,222 @@
+"""What `predict` hands to an engine: functions that load the model once per process and then score what they are given.
+
+    chunks   pull, read and tokenize (in a thread, one chunk ahead, beside the model) -> score -> Parquet part
+    tables   score -> the same table with the prediction columns added
+    stages   tokens added to a table in one process, predictions in another
+
+`scorer.py` does the scoring, `poison_rows.py` says which chunks run alone. Cost: one more chunk in memory than the one
+being scored.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.data.batching import Ragged
+from torchlake.scoring.poison_rows import Strikes, read_chunk
+from torchlake.scoring.scorer import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, string_column, within
+from torchlake.tables.chunks import Chunk
+from torchlake.tables.output.commit import Part, write_part
+from torchlake.tables.output.parts import part_of_lost_attempt
+from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredChunk:
+    """What a worker tells of a chunk it has written."""
+
+    part: Part
+    tokens: int
+    "Tokens of the rows that were scored, without padding."
+    padded_tokens: int
+    "The same with padding: what was computed."
+    seconds: float
+    "Spent in forward passes."
+    examples: tuple[str, ...]
+    "Up to three errors, each with its file and row."
+
+
+def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
+    """Load the model once; the worker then scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
+    scorer = Scorer(settings=settings)
+    reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
+    staging = Path(settings.staging)
+
+    def read(chunk: Chunk, strikes: Strikes) -> tuple[pa.Table, Work]:
+        try:
+            table, unreadable = read_chunk(reader, chunk, strikes)
+
+            def tokens(first: int, stop: int) -> Work:
+                texts = string_column(table[settings.text].slice(first, stop - first))
+                return scorer.tokenize(texts, within(unreadable, first, stop))
+
+            return table, joined(strikes.tokenizing(tokens))
+        except BaseException:
+            strikes.close()
+            raise
+
+    def score(chunk: Chunk, name: str, strikes: Strikes, table: pa.Table, work: Work) -> ScoredChunk:
+        with closing(strikes):
+            padded, seconds = scorer.padded_tokens, scorer.seconds
+            output = _carry(table, settings, chunk, scorer.score(work, strikes))
+            return ScoredChunk(
+                part=write_part(staging, name, output, chunk=chunk.index),
+                tokens=int(work.tokens.lengths.sum()),
+                padded_tokens=scorer.padded_tokens - padded,
+                seconds=scorer.seconds - seconds,
+                examples=_examples(chunk, output["error"]),
+            )
+
+    def begin(items: Iterator[tuple[Chunk, str]]) -> tuple[bool, Callable[[], ScoredChunk]] | None:
+        """Pull a chunk and read it; whether it has to be alone, and is therefore still unread, and what scores it."""
+        item = next(items, None)  # may take as long as the engine needs to have another chunk
+        if item is None:
+            return None
+        chunk, name = item
+        part = part_of_lost_attempt(staging, name, chunk)
+        if part is not None:
+            return False, partial(ScoredChunk, part=part, tokens=0, padded_tokens=0, seconds=0.0, examples=())
+        strikes = Strikes(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
+        if strikes.alone:
+            return True, lambda: score(chunk, name, strikes, *read(chunk, strikes))
+        return False, partial(score, chunk, name, strikes, *read(chunk, strikes))
+
+    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[ScoredChunk]:
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
+            ahead = thread.submit(begin, items)
+            while (begun := ahead.result()) is not None:
+                alone, finish = begun
+                if alone:
+                    scored = finish()
+                    ahead = thread.submit(begin, items)
+                else:
+                    ahead = thread.submit(begin, items)
+                    scored = finish()
+                yield scored
+
+    return worker
+
+
+def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
+    """Load the model once; the worker then adds the prediction columns to any Arrow table."""
+    scorer = Scorer(settings=settings)
+
+    def worker(table: pa.Table) -> pa.Table:
+        texts, unreadable = isolate_bad_text(table.select([settings.text]))
+        predictions = scorer.score(scorer.tokenize(string_column(texts[settings.text]), unreadable))
+        for name in predictions.column_names:
+            table = table.append_column(predictions.schema.field(name), predictions[name])
+        return table
+
+    return worker
+
+
+def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
+    """The worker adds the tokens of its text (`input_ids`), `truncated` and `error` to any Arrow table."""
+    reader = TextReader(settings=settings)
+
+    def worker(table: pa.Table) -> pa.Table:
+        texts, unreadable = isolate_bad_text(table.select([settings.text]))
+        work = reader.tokenize(string_column(texts[settings.text]), unreadable)
+        lengths, truncated = np.zeros(work.count, dtype=np.int64), np.zeros(work.count, dtype=bool)
+        lengths[work.rows], truncated[work.rows] = work.tokens.lengths, work.truncated
+        unread = ~np.isin(np.arange(work.count), work.rows)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        tokens = pa.ListArray.from_arrays(offsets, work.tokens.values, mask=pa.array(unread))
+        reasons = pa.array([work.errors.get(row) for row in range(work.count)], pa.string())
+        for name, column in (("input_ids", tokens), ("truncated", truncated), ("error", reasons)):
+            table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
+        return table
+
+    return worker
+
+
+def make_token_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
+    """Load the model once; the worker then puts predictions in the place of what `make_reading_worker` added."""
+    scorer = Scorer(settings=settings)
+
+    def worker(table: pa.Table) -> pa.Table:
+        tokens, reasons = table["input_ids"].combine_chunks(), table["error"].to_pylist()
+        rows = np.flatnonzero(tokens.is_valid().to_numpy(zero_copy_only=False))
+        lengths = tokens.value_lengths().to_numpy(zero_copy_only=False)[rows]
+        work = Work(
+            len(table),
+            rows,
+            Ragged(tokens.flatten().to_numpy(), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
+            table["truncated"].to_numpy()[rows],
+            {row: reason for row, reason in enumerate(reasons) if reason is not None},
+        )
+        table = table.drop_columns(["input_ids", "truncated", "error"])
+        predictions = scorer.score(work)
+        for name in predictions.column_names:
+            table = table.append_column(predictions.schema.field(name), predictions[name])
+        return table
+
+    return worker
+
+
+def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]]:
+    """The worker lets runtimes, by name, make their exports of the model; for those that need no rows for it."""
+
+    def worker(runtimes: Iterator[str]) -> Iterator[str]:
+        for runtime in runtimes:
+            prepare_runtime(model, runtime, pa.array([], pa.string()))
+            yield runtime
+
+    return worker
+
+
+def with_staging(settings: ScoringSettings, staging: Path) -> ScoringSettings:
+    """The settings of a chunk job that writes its parts into `staging`."""
+    return replace(settings, staging=str(staging))
+
+
+def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
+    """The schema of the scored table, known before any row is read."""
+    task = plugins.load("tasks", spec.task)
+    predicted = task.output_schema(spec, settings.all_probabilities)
+    return pa.schema(
+        [
+            *([pa.field("row_id", pa.string())] if settings.key is None else []),
+            *(source.field(name).remove_metadata().with_nullable(True) for name in settings.keep),
+            *(column.with_name(settings.prefix + column.name) for column in predicted),
+            pa.field("truncated", pa.bool_()),
+            pa.field("error", pa.string()),
+        ]
+    )
+
+
+def joined(works: Sequence[Work]) -> Work:
+    """The work of consecutive rows as one."""
+    if len(works) == 1:
+        return works[0]
+    starts = np.cumsum([0, *(work.count for work in works)])
+    lengths = np.concatenate([work.tokens.lengths for work in works])
+    return Work(
+        int(starts[-1]),
+        np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
+        Ragged(np.concatenate([work.tokens.values for work in works]), np.concatenate([[0], np.cumsum(lengths)])),
+        np.concatenate([work.truncated for work in works]),
+        {int(start) + row: why for start, work in zip(starts, works, strict=False) for row, why in work.errors.items()},
+    )
+
+
+def _carry(table: pa.Table, settings: ScoringSettings, chunk: Chunk, predictions: pa.Table) -> pa.Table:
+    """Key (or row id), carried columns and predictions side by side."""
+    ids = {"row_id": row_ids(chunk)} if settings.key is None else {}
+    carried = {name: table[name] for name in settings.keep}
+    return pa.table({**ids, **carried, **{name: predictions[name] for name in predictions.column_names}})
+
+
+def _examples(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:
+    reasons = errors.to_pylist() if errors.null_count < len(errors) else []
+    failed = [(row, reason) for row, reason in enumerate(reasons) if reason is not None][:3]
+    return tuple(f"{chunk.file} row {chunk.first_row + row}: {reason}" for row, reason in failed)

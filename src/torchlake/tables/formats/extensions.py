@@ -1,0 +1,135 @@
+"""Arrow extension types that would run code while a file is opened are found in its raw bytes, before it is opened.
+
+pyarrow hands the metadata of a registered Python extension type to that type's deserialiser as soon as it sees the
+schema, and some deserialisers unpickle it (Ray's tensor types, `arrow.py_extension_type`). So the schema is looked at
+first with the key that marks an extension type blotted out by one of the same length: to pyarrow the column is then of
+its plain storage type, and the type's name can be read like any other metadata. Only Arrow's own canonical types,
+which are C++ and hold no code, are let through. Price: one read of the footer.
+"""
+
+import base64
+import re
+import struct
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from torchlake.errors import TableError, UnsafeError
+from torchlake.tables.sources.files import open_binary
+
+CANONICAL = frozenset(
+    f"arrow.{name}"
+    for name in (
+        "bool8", "fixed_shape_tensor", "json", "opaque", "parquet.variant", "uuid", "variable_shape_tensor",
+        "timestamp_with_offset",
+    )
+)  # fmt: skip
+KEY = b"ARROW:extension:name"
+BLOTTED = b"TLAKE:extension:name"
+PARQUET_KEY = b"ARROW:schema"
+MAX_SCHEMA_BYTES = 256 << 20
+
+
+def check_parquet(file: str) -> None:
+    """Refuse a Parquet file with foreign extension types.
+
+    Raises UnsafeError naming file, column and type; TableError when the file is not a whole Parquet file.
+    """
+    with open_binary(file) as source:
+        size = source.seek(0, 2)
+        source.seek(max(0, size - 8))
+        length = footer_length(file, source.read(8), size)
+        source.seek(size - 8 - length)
+        check_footer(file, source.read(length))
+
+
+def check_footer(file: str, footer: bytes) -> None:
+    """The same for the bytes of a footer."""
+    if not any(pattern in footer for pattern in _base64_patterns(KEY)):
+        return
+    match = re.search(re.escape(PARQUET_KEY) + rb"\x18([\x80-\xff]{0,4}[\x00-\x7f])", footer)
+    if match is None or footer.count(PARQUET_KEY) != 1:
+        raise UnsafeError(f"{file}: its Arrow schema is stored in an unusual way and hides extension types; refused.")
+    length = sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(match.group(1)))
+    encoded = footer[match.end() : match.end() + length]
+    try:
+        _check_names(file, base64.b64decode(encoded, validate=True))
+    except ValueError as error:
+        if isinstance(error, UnsafeError):
+            raise
+        raise UnsafeError(f"{file}: its stored Arrow schema cannot be read ({error}); refused.") from error
+
+
+def check_ipc_stream(file: str, start: int) -> bool:
+    """Refuse an Arrow stream, beginning at byte `start`, with foreign extension types; see `check_parquet`.
+
+    Returns whether it has extension types at all.
+    """
+    with open_binary(file) as source:
+        source.seek(start)
+        head = source.read(8)
+        if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff":
+            raise TableError(f"{file}: not an Arrow IPC file or stream")
+        (length,) = struct.unpack("<i", head[4:])
+        if not 0 < length <= MAX_SCHEMA_BYTES:
+            raise TableError(f"{file}: not an Arrow IPC file or stream (a schema of {length:,} bytes)")
+        message = head + source.read(length)
+    if KEY not in message:
+        return False
+    _check_names(file, message)
+    return True
+
+
+def ipc_footer_has_extensions(file: str) -> bool:
+    """Whether the footer of an Arrow IPC file mentions extension types (its schema is a second copy)."""
+    with open_binary(file) as source:
+        size = source.seek(0, 2)
+        source.seek(max(0, size - 10))
+        (length,) = struct.unpack("<i", source.read(10)[:4])
+        if not 0 < length <= size - 10:
+            raise TableError(f"{file}: truncated or damaged (its footer claims {length:,} bytes)")
+        source.seek(size - 10 - length)
+        return KEY in source.read(length)
+
+
+def footer_length(file: str, tail: bytes, size: int) -> int:
+    """Bytes of the footer of a Parquet file of that size which ends like `tail`. Raises TableError for other files."""
+    if tail[-4:] == b"PARE":
+        raise TableError(f"{file}: encrypted Parquet is not supported; decrypt it first")
+    if size < 12 or tail[-4:] != b"PAR1":
+        raise TableError(f"{file}: truncated or not a Parquet file ({size:,} bytes, no footer)")
+    (length,) = struct.unpack("<I", tail[-8:-4])
+    if length > size - 12:
+        raise TableError(f"{file}: damaged: its footer claims {length:,} bytes, the file has {size:,}")
+    return int(length)
+
+
+def _check_names(file: str, serialised: bytes) -> None:
+    schema = pa.ipc.read_schema(pa.py_buffer(serialised.replace(KEY, BLOTTED)))
+    for field in _fields(schema):
+        name = (field.metadata or {}).get(BLOTTED)
+        if name is not None and name.decode("utf-8", "replace") not in CANONICAL:
+            raise UnsafeError(
+                f"{file}: the column {field.name!r} has the extension type {name.decode('utf-8', 'replace')!r}. "
+                "Rule: only Arrow's canonical extension types are read, because others may run code while loading. "
+                "Write the column as its plain storage type."
+            )
+
+
+def _fields(parent: pa.Schema | pa.DataType) -> Iterator[pa.Field]:
+    """All fields, nested ones too. A map's and a list's fields count; a dictionary's values are looked into."""
+    for place in range(len(parent) if isinstance(parent, pa.Schema) else parent.num_fields):
+        field = parent.field(place)
+        yield field
+        yield from _fields(field.type)
+    if isinstance(parent, pa.DictionaryType):
+        yield from _fields(parent.value_type)
+
+
+def _base64_patterns(word: bytes) -> list[bytes]:
+    """What `word` looks like inside base64 text, for each of its three alignments, less the ends that depend on it."""
+    patterns = []
+    for shift in range(3):
+        encoded = base64.b64encode(b"\0" * shift + word)
+        patterns.append(encoded[(8 * shift + 5) // 6 : len(encoded) // 4 * 4 - 4])
+    return patterns

@@ -1,0 +1,122 @@
+"""A part is one chunk's result: a Parquet file whose name is a hash of everything that decides its bytes.
+
+So a second attempt at a chunk, by a retry, a speculative copy or a zombie, writes the same bytes under the same name.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlake import atomic_io
+from torchlake.errors import TableError
+from torchlake.tables.chunks import Chunk, Plan
+from torchlake.tables.formats.columnar import reading
+
+TABLE = "table"
+"The folder of the staging that becomes the output."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A chunk's file: its rows, how many of them have an `error`, and what identifies its bytes."""
+
+    name: str
+    chunk: int
+    rows: int
+    failed: int
+    sha256: str
+    bytes: int
+
+
+def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
+    """The file name of a chunk's part, "part-00012-<16 hex digits>.parquet".
+
+    It depends on the content of the chunk's file, the chunk's range and the fingerprint, not on the rest of the plan:
+    a part stays valid when files are added to the input.
+    """
+    value = [
+        plan.sha256_of[chunk.name],
+        chunk.name,
+        chunk.row_groups,
+        chunk.first_row,
+        chunk.rows,
+        chunk.offset,
+        chunk.bytes,
+        plan.schema.names,
+        fingerprint,
+    ]
+    return f"part-{chunk.index:05d}-{atomic_io.fingerprint(value)[:16]}.parquet"
+
+
+def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part:
+    """Write a chunk's rows durably into the staging folder, with page checksums. Called in workers.
+
+    The first attempt that writes a part wins: another one may have run on another kind of CPU, where a score differs in
+    its last digit, and what the driver was told of a part has to stay true. So the part may be another attempt's.
+    Raises StorageError when the disk is full or the folder is gone.
+    """
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    content, path = sink.getvalue().to_pybytes(), staging / TABLE / name
+    with reading(str(path)):  # what Arrow writes it cannot always read: better now than in a year
+        pq.ParquetFile(pa.BufferReader(content)).read()
+    while not atomic_io.write_new_bytes(path, content, site="part"):
+        part = read_part(path, chunk, table.num_rows)
+        if part is not None:
+            return part
+        path.unlink(missing_ok=True)  # damaged
+    return _part(name, chunk, table, content)
+
+
+def part_of_lost_attempt(staging: Path, name: str, chunk: Chunk) -> Part | None:
+    """The sound part that an earlier attempt of this job wrote, whose result was lost on its way; None without one."""
+    path = staging / TABLE / name
+    return read_part(path, chunk.index, chunk.rows) if path.exists() else None
+
+
+def read_part(path: Path, chunk: int, rows: int) -> Part | None:
+    """The part of so many rows in `path`, every page verified; None when it is damaged or has other rows."""
+    content = path.read_bytes()
+    try:
+        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError):
+        return None
+    return _part(path.name, chunk, table, content) if table.num_rows == rows else None
+
+
+def stored_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema that a Parquet file written with `schema` is read with.
+
+    Raises TableError for a type that cannot be written.
+    """
+    sink = pa.BufferOutputStream()
+    try:
+        pq.write_table(schema.empty_table(), sink)
+    except pa.ArrowException as error:
+        raise TableError(
+            f"a column cannot be written to Parquet: {error}. The columns are {schema_in_words(schema)}. Leave it out, "
+            "or convert it."
+        ) from error
+    return pq.read_schema(pa.BufferReader(sink.getvalue())).remove_metadata()
+
+
+def schema_in_words(schema: pa.Schema) -> str:
+    """Names and types."""
+    return ", ".join(f"{field.name} {field.type}" for field in schema)
+
+
+def _part(name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
+    failed = table.num_rows - table["error"].null_count if "error" in table.column_names else 0
+    return Part(
+        name=name,
+        chunk=chunk,
+        rows=table.num_rows,
+        failed=failed,
+        sha256=hashlib.sha256(content).hexdigest(),
+        bytes=len(content),
+    )

@@ -1,0 +1,235 @@
+"""`verify`: does an output hold what its commit record says, every row once, nothing else?
+
+Everything is looked at again, from the bytes up: sha256 of each part, every page's checksum, rows against the plan,
+row ids or keys one by one, files that the record does not know. Cost: one read of the output, by several threads, and
+one of the input's key column where there is a key. Memory is constant.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlake import atomic_io
+from torchlake.errors import DataError, TableError, UnsafeError
+from torchlake.tables.chunks import Chunk, Plan, plan_from_json
+from torchlake.tables.formats.extensions import check_parquet
+from torchlake.tables.keys import Keys, key_problem
+from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.record import FOLDER, PLAN, output_path, read_commit, recorded_schema
+from torchlake.tables.sources.versions import Unchanged
+
+THREADS = 4
+"Parts that are read at once: hashing and decoding let go of Python's lock."
+
+
+@dataclass(kw_only=True)
+class Verification:
+    """What `verify` found; the output is sound when `problems` is empty."""
+
+    rows_in: int
+    rows_out: int = 0
+    rows_failed: int = 0
+    "Rows whose `error` is not null."
+    parts: int = 0
+    problems: list[str] = field(default_factory=list)
+    "One sentence each."
+    notes: list[str] = field(default_factory=list)
+    "What is worth knowing and no fault: an input that changed or is gone, one without page checksums."
+
+
+def verify(output: str | Path) -> Verification:
+    """Hold a finished output against its commit record and plan. Raises TableError when there is no finished output."""
+    out = output_path(output)
+    record = read_commit(out)
+    plan = plan_from_json(atomic_io.read_json(out / PLAN))
+    found = Verification(rows_in=plan.rows)
+    if plan.id != record["plan"]:
+        found.problems.append(f"{PLAN} is not the plan that was committed: one of the two was edited.")
+    chunks, schema = {chunk.index: chunk for chunk in plan.chunks}, recorded_schema(record)
+    sound: list[tuple[Path, Chunk]] = []
+    with ThreadPoolExecutor(THREADS) as threads:
+        look = partial(_look_at_part, out, chunks, schema)
+        for part, seen in zip(record["parts"], threads.map(look, record["parts"]), strict=True):
+            found.problems += seen.problems
+            if seen.rows is not None:
+                found.parts, found.rows_out = found.parts + 1, found.rows_out + seen.rows
+                found.rows_failed += seen.failed
+            if seen.path is not None and part["chunk"] in chunks:
+                sound.append((seen.path, chunks[part["chunk"]]))
+    _check_sums(record, plan, found)
+    _find_aliens(out, {part["name"] for part in record["parts"]}, found)
+    unchanged = _look_at_inputs(plan, found)
+    key = record["fingerprint"].get("key")
+    if isinstance(key, str) and key in record["schema"]:
+        _check_keys(sound, key, unchanged, found)
+    elif "row_id" in record["schema"]:
+        _check_row_ids(sound, found)
+    return found
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """What one part holds."""
+
+    rows: int | None = None
+    "None where it cannot be read."
+    failed: int = 0
+    path: Path | None = None
+    "Where it can be read and has the columns of the record."
+    problems: list[str] = field(default_factory=list)
+
+
+def _look_at_part(
+    out: Path, chunks: dict[int, Chunk], schema: pa.Schema | dict[str, str], part: dict[str, Any]
+) -> _Part:
+    """Look at one part down to its pages."""
+    name, seen = part["name"], _Part()
+    try:
+        path = atomic_io.inside(out, name)
+    except UnsafeError:
+        seen.problems.append(f"{name!r} leads out of the output; not read.")
+        return seen
+    if path.is_symlink() or not path.is_file():
+        seen.problems.append(f"{name}: {'a symbolic link; not read' if path.is_symlink() else 'missing'}.")
+        return seen
+    try:
+        if atomic_io.sha256_file(path) != part["sha256"]:
+            seen.problems.append(f"{name}: its sha256 is not the one that was committed: damaged, or edited.")
+        columns, seen.rows, seen.failed = _count_rows(path)
+    except (pa.ArrowException, OSError, DataError, UnsafeError) as error:
+        seen.problems.append(f"{name}: cannot be read: {error}")
+        return seen
+    chunk = chunks.get(part["chunk"])
+    expected = chunk.rows if chunk is not None else 0
+    if seen.rows != expected:
+        seen.problems.append(f"{name}: {seen.rows:,} rows, the plan has {expected:,}.")
+    if columns.equals(schema) if isinstance(schema, pa.Schema) else _as_names(columns) == schema:
+        seen.path = path
+    else:
+        said = _as_names(schema) if isinstance(schema, pa.Schema) else schema
+        seen.problems.append(f"{name}: its columns are {_as_names(columns)}, the record says {said}.")
+    return seen
+
+
+def _count_rows(path: Path) -> tuple[pa.Schema, int, int]:
+    """The columns of a part, its rows, and those with an error; every page is read and its checksum verified."""
+    check_parquet(str(path))
+    rows = failed = 0
+    with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as parquet:
+        columns = parquet.schema_arrow.remove_metadata()
+        for batch in parquet.iter_batches(use_threads=False):
+            rows += batch.num_rows
+            failed += batch.num_rows - batch["error"].null_count if "error" in columns.names else 0
+    return columns, rows, failed
+
+
+def _as_names(schema: pa.Schema) -> dict[str, str]:
+    return {column.name: str(column.type) for column in schema}
+
+
+def _check_sums(record: dict[str, Any], plan: Plan, found: Verification) -> None:
+    made = sorted(part["chunk"] for part in record["parts"])
+    planned = sorted(chunk.index for chunk in plan.chunks) or [0]
+    if made != planned:
+        missing, extra = sorted(set(planned) - set(made))[:3], sorted(set(made) - set(planned))[:3]
+        doubled = sorted({one for one, other in pairwise(made) if one == other})[:3]
+        found.problems.append(
+            f"Parts and chunks do not match one to one (missing: {missing}, unplanned: {extra}, doubled: {doubled})."
+        )
+    if found.rows_out != plan.rows:
+        found.problems.append(f"{found.rows_out:,} rows out, {plan.rows:,} rows in.")
+    if (record["rows"], record["failed"]) != (found.rows_out, found.rows_failed):
+        found.problems.append(
+            f"The record says {record['rows']:,} rows and {record['failed']:,} failed; there are {found.rows_out:,} "
+            f"and {found.rows_failed:,}."
+        )
+
+
+def _find_aliens(out: Path, names: set[str], found: Verification) -> None:
+    """Files that a reader of the folder would take for rows, though the record does not know them."""
+    for folder, folders, listed in os.walk(out):
+        folders[:] = [name for name in folders if Path(folder, name) != out / FOLDER]
+        for name in sorted(listed):
+            path = Path(folder, name).relative_to(out)
+            if str(path) in names or name.startswith((".", "_")):
+                continue
+            if name.endswith(".parquet"):
+                found.problems.append(
+                    f"{path}: a Parquet file that the record does not list; readers take it for rows."
+                )
+            else:
+                found.notes.append(f"{path}: a file that the record does not list.")
+
+
+def _look_at_inputs(plan: Plan, found: Verification) -> set[str]:
+    """Note inputs that changed, are gone or have no checksums; returns the names of those that are as planned."""
+    unchanged, inputs = set(), Unchanged()
+    for one in plan.inputs:
+        try:
+            same = inputs.holds(one.path, one.version, one.sha256)
+        except TableError:
+            found.notes.append(f"{one.path}: the input is gone; its rows cannot be looked at again.")
+            continue
+        if same:
+            unchanged.add(one.name)
+        else:
+            found.notes.append(f"{one.path}: the input has changed since the output was committed.")
+    bare = sum(one.checksums is False for one in plan.inputs)
+    if bare:
+        found.notes.append(f"{bare:,} of {len(plan.inputs):,} input files have no checksums in their pages.")
+    return unchanged
+
+
+def _check_row_ids(sound: list[tuple[Path, Chunk]], found: Verification) -> None:
+    for path, chunk in sound:
+        ids = _read(path, ["row_id"])["row_id"].combine_chunks()
+        if ids.type != pa.string() or not ids.equals(row_ids(chunk)):
+            found.problems.append(
+                f"{path.name}: its row ids are not those of {chunk.name} from row {chunk.first_row:,}."
+            )
+
+
+def _check_keys(sound: list[tuple[Path, Chunk]], key: str, unchanged: set[str], found: Verification) -> None:
+    """Keys are unique over all parts, and in each part those of its chunk while the input is still the same."""
+
+    def read() -> Iterator[Keys]:
+        for path, _ in sound:
+            rows = _read(path, [key, "error"])
+            failed = _not_null(rows["error"]) if "error" in rows.column_names else ()
+            yield Keys(path.name, 0, rows[key], failed)
+
+    problem = key_problem(read, found.rows_out)
+    if problem is not None:
+        found.problems.append(f"The key {key!r} {problem}.")
+    reader = ChunkReader([key])
+    for path, chunk in sound:
+        if chunk.name in unchanged and not _same_values(_read(path, [key])[key], reader.read(chunk)[0][key]):
+            found.problems.append(f"{path.name}: its keys are not those of {chunk.name} from row {chunk.first_row:,}.")
+    reader.close()
+
+
+def _same_values(written: pa.ChunkedArray, read: pa.ChunkedArray) -> bool:
+    """Whether what a Parquet file gives back is what was read from the input, in the type that Parquet has for it."""
+    try:
+        same: bool = read.cast(written.type).equals(written)
+    except pa.ArrowException:
+        return False
+    return same
+
+
+def _read(path: Path, columns: list[str]) -> pa.Table:
+    with pq.ParquetFile(path) as parquet:
+        return parquet.read(columns=columns)
+
+
+def _not_null(column: pa.ChunkedArray) -> np.ndarray:
+    return np.flatnonzero(column.is_valid().to_numpy())

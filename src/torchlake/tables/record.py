@@ -1,0 +1,75 @@
+"""What a finished output says of itself: `_torchlake/commit.json`, and nothing else, decides which files are rows."""
+
+import base64
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake import atomic_io
+from torchlake.config.redaction import redacted
+from torchlake.errors import TableError, UsageError
+from torchlake.tables.sources.files import local_path
+from torchlake.tables.sources.urls import is_url
+
+FOLDER = "_torchlake"
+COMMIT = f"{FOLDER}/commit.json"
+PLAN = f"{FOLDER}/plan.json"
+URL_AS_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+"What `Path` makes of an URL: one slash is lost."
+
+
+def output_path(output: str | Path) -> Path:
+    """The absolute path of an output, symbolic links followed. Raises UsageError for URLs."""
+    return Path(os.path.realpath(local_output(output)))
+
+
+def local_output(output: str | Path) -> Path:
+    """An output, as the user wrote it, as a path; `file://` URLs are paths. Raises UsageError for other URLs."""
+    text = URL_AS_PATH.sub(r"\1://", local_path(os.fspath(output)))
+    if is_url(text):
+        raise UsageError(
+            f"{redacted(text)}: an output is a local folder, because it is published by one rename. Give a local path, "
+            "and upload the folder afterwards."
+        )
+    return Path(os.path.expanduser(text))
+
+
+def read_commit(output: str | Path) -> dict[str, Any]:
+    """The commit record of a finished output. Raises TableError when there is none, or it is damaged."""
+    folder = output_path(output)
+    if not (folder / COMMIT).is_file():
+        raise TableError(f"{output}: not a finished torchlake output ({COMMIT} is missing).")
+    record: dict[str, Any] = atomic_io.read_json(folder / COMMIT)
+    if not _is_record(record):
+        raise TableError(f"{folder / COMMIT}: not a commit record of this version")
+    return record
+
+
+def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
+    """The schema that every part has; of a record of an earlier version the types' names by column."""
+    serialized = record.get("arrow_schema")
+    if serialized is None:
+        names: dict[str, str] = record["schema"]
+        return names
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(serialized)))
+
+
+def committed_files(output: str | Path) -> list[Path]:
+    """The Parquet files of a finished output, in row order; names that lead out of it are refused (UnsafeError)."""
+    folder = output_path(output)
+    return [atomic_io.inside(folder, part["name"]) for part in read_commit(folder)["parts"]]
+
+
+def _is_record(value: Any) -> bool:
+    fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema"}
+    part_fields = {"name", "chunk", "rows", "failed", "sha256", "bytes"}
+    return (
+        isinstance(value, dict)
+        and value.get("format") == 1
+        and value.keys() >= fields
+        and isinstance(value["parts"], list)
+        and all(isinstance(part, dict) and part.keys() >= part_fields for part in value["parts"])
+    )

@@ -1,0 +1,77 @@
+"""Folders of Delta, Iceberg and Hudi tables are refused: read as loose files they give rows that were deleted.
+
+A table is recognized by its log, in the folder of a file or in any folder above it, however the files were named: as a
+folder, a partition, a glob, a folder of tables, through a link or by an URL. Files that were named one by one are read.
+"""
+
+import fnmatch
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from torchlake.errors import TableError
+from torchlake.tables.sources.files import Found
+from torchlake.tables.sources.urls import filesystem_of, is_url
+
+THREADS = 16
+_LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
+_ICEBERG = "*.metadata.json"
+_ADVICE = {
+    "Delta": "for example those of deltalake's DeltaTable(...).file_uris()",
+    "Iceberg": "for example those of pyiceberg's table.scan().plan_files()",
+    "Hudi": "for example those of a Spark query's inputFiles()",
+}
+
+
+def refuse_lakehouse_tables(found: Sequence[Found]) -> None:
+    """Raise TableError when a listed file lies in such a table."""
+    files = {one.file for one in found if one.listed}
+    files |= {os.path.realpath(file) for file in files if not is_url(file) and os.path.islink(file)}
+    folders: set[str] = set()
+    for folder in {file.rpartition("/")[0] for file in files}:
+        if is_url(folder):
+            # A partition's folder holds no log; there may be thousands, and each costs requests.
+            folders |= {above for above in _from(folder) if "=" not in posixpath.basename(above)}
+        else:
+            folders |= {*_from(folder), *_from(os.path.realpath(folder))}
+    local = [folder for folder in folders if not is_url(folder)]
+    with ThreadPoolExecutor(THREADS) as threads:
+        urls = sorted(folders - {*local})
+        kinds = [*zip(local, map(_kind_here, local), strict=True), *zip(urls, threads.map(_kind_at, urls), strict=True)]
+    for folder, kind in kinds:
+        if kind is not None:
+            raise TableError(
+                f"{folder}: a table in {kind} format; read as loose files it would give deleted rows too. Give the "
+                f"files of one version, {_ADVICE[kind]}."
+            )
+
+
+def _from(folder: str) -> Iterator[str]:
+    """The folder and those above it; of an URL down to its bucket."""
+    scheme, separator, folder = folder.rpartition("://")
+    while folder.strip("/"):
+        yield f"{scheme}{separator}{folder}"
+        folder = posixpath.dirname(folder)
+
+
+def _kind_here(folder: str) -> str | None:
+    for log, kind in _LOGS.items():
+        if os.path.isdir(os.path.join(folder, log)):
+            return kind
+    with suppress(OSError):
+        if fnmatch.filter(os.listdir(os.path.join(folder, "metadata")), _ICEBERG):
+            return "Iceberg"
+    return None
+
+
+def _kind_at(url: str) -> str | None:
+    filesystem, path = filesystem_of(url)
+    with suppress(OSError):  # where folders may not be listed, there is nothing to be recognized
+        for log, kind in _LOGS.items():
+            if filesystem.isdir(f"{path}/{log}"):
+                return kind
+        if filesystem.isdir(f"{path}/metadata") and filesystem.glob(f"{path}/metadata/{_ICEBERG}"):
+            return "Iceberg"
+    return None

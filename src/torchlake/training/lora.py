@@ -1,0 +1,100 @@
+"""Low-rank adaptation by peft: small matrices are trained beside the frozen ones of the base (Hu et al. 2021).
+
+Every linear layer of the transformer's layers gets a pair of them, or those that `model.lora.targets` names; a head
+that is new is trained as it is, a language model's stays frozen with the rest. Gradients, moments and checkpoints then
+hold the small matrices and the head alone; the base's weights stay in the file, mapped into memory, where processes
+share them until a device needs them.
+"""
+
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake.config.strategy_options import LoraOptions
+from torchlake.errors import ConfigError, MissingExtra
+from torchlake.models.load import layers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ADAPTER = "adapter"
+"The folder, inside the model folder, that holds the small matrices alone, as peft loads them."
+
+
+def check_installed() -> None:
+    """Raise MissingExtra with the pip line when peft is not installed."""
+    if find_spec("peft") is None:
+        raise MissingExtra("model.lora needs the library 'peft', which is not installed: pip install 'torchlake[lora]'")
+
+
+def adapted(model: "nn.Module", options: LoraOptions) -> "nn.Module":
+    """The model with matrices beside its linear layers, everything else but the head frozen.
+
+    torch's global generator decides what A begins with; B begins with zeros. Raises MissingExtra without peft,
+    ConfigError when `targets` names no layer.
+    """
+    check_installed()
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    targets = _targets(model, options.targets)
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=targets,
+        modules_to_save=_head(model),
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+    )
+    with warnings.catch_warnings():
+        # peft asks transformers for a property under its older name.
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped: nn.Module = peft.get_peft_model(model, config)
+    return wrapped
+
+
+def merged(
+    model: "nn.Module", options: LoraOptions, trained: "Mapping[str, torch.Tensor]", folder: Path
+) -> "dict[str, torch.Tensor]":
+    """The base's state with what was trained added in; the adapter alone is written to `folder`.
+
+    `model` is the base with a head, `trained` the tensors of `adapted(model, options)` that learned, by name.
+    """
+    wrapped: Any = adapted(model, options)
+    state = wrapped.state_dict()
+    for name, tensor in trained.items():
+        state[name].copy_(tensor)
+    wrapped.save_pretrained(str(folder), safe_serialization=True)
+    plain: nn.Module = wrapped.merge_and_unload()
+    return dict(plain.state_dict())
+
+
+def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
+    """The full names of the linear layers inside the transformer's layers, or of those that `wanted` names."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its matrix transposed
+
+    inside = {id(module) for layer in layers(model) for module in layer.modules()}
+    every = [(name, module) for name, module in model.named_modules() if id(module) in inside]
+    linear = [name for name, module in every if isinstance(module, nn.Linear | Conv1D)]
+    chosen = [name for name in linear if wanted is None or name.rpartition(".")[2] in wanted]
+    if not chosen:
+        known = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"model.lora.targets: no linear layer of this model is called {', '.join(wanted or ())}; its layers have "
+            f"{', '.join(known)}"
+        )
+    return chosen
+
+
+def _head(model: "nn.Module") -> list[str]:
+    """What is trained as it is: the modules beside the encoder, and its pooler, which may be as new as they are."""
+    body = getattr(model, "base_model_prefix", "")
+    words = getattr(model, "get_output_embeddings", lambda: None)()
+    children = [(name, child) for name, child in model.named_children() if name != body and child is not words]
+    beside = [name for name, child in children if any(True for _ in child.parameters())]
+    pooler = getattr(getattr(model, body, None), "pooler", None)
+    return [*beside, *(["pooler"] if pooler is not None else [])]

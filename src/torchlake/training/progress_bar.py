@@ -1,0 +1,46 @@
+"""What a training shows while it runs: steps, loss, the last validation and the best step. Rank 0 shows it alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from torchlake.progress import progress
+from torchlake.runs import metrics_log
+from torchlake.training.saving import LOSS
+from torchlake.training.state import Position
+
+
+class Show(Protocol):
+    """What `training_bar` yields."""
+
+    def __call__(self, steps: int, outcome: metrics_log.Line | None = None) -> None:
+        """Show so many more steps and, after a validation, its outcome."""
+
+
+@contextmanager
+def training_bar(rank: int, position: Position, total: int, metric: str) -> Iterator[Show]:
+    """A function that shows the progress of `position`, which moves along, up to step `total`.
+
+    `metric` is the one that chooses the best model.
+    """
+    if rank != 0:
+        yield lambda steps, outcome=None: None
+        return
+    validated = ""
+    with progress("train", total, "steps", done=position.step) as advance:
+
+        def show(steps: int, outcome: metrics_log.Line | None = None) -> None:
+            nonlocal validated
+            if outcome is not None:
+                name = "validation loss" if metric == LOSS else metric
+                validated = f"{name} {_short(outcome[metric])}"
+            loss = "" if position.loss is None else f"loss {_short(position.loss)}"
+            best = "" if position.best is None else f"best at step {position.best['step']:,}"
+            advance(steps, [note for note in (loss, validated, best) if note])
+
+        yield show
+
+
+def _short(value: float) -> str:
+    """A number in six characters or so."""
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"

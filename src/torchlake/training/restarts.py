@@ -1,0 +1,178 @@
+"""The ranks of a training, started again until it is finished.
+
+    a rank was killed, hung or failed    from the newest whole checkpoint, `train.max_restarts` times at most
+    memory ran out on a rank             with smaller micro-batches
+    there is room for more ranks         saved, and from there on as many as there is room for (processes: [2, 8])
+
+The number of ranks decides no result but the order of sums: a step has the same rows on any number (to 1e-5 in its
+loss). Price of a restart: the start of processes, some seconds, and the steps since the last checkpoint, of which there
+are none where the ranks were asked to stop.
+"""
+
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchlake import atomic_io
+from torchlake.checkpoints import location
+from torchlake.checkpoints.store import Place
+from torchlake.engines import Engine, Span, bounds
+from torchlake.errors import Interrupted, MoreRoom, OutOfMemory, RankFailed, StopAsked
+from torchlake.failpoints import failpoint
+from torchlake.processes.interrupts import announced
+from torchlake.runs import folder, metrics_log
+
+log = logging.getLogger(__name__)
+
+SAVING = "Saving a checkpoint; press Ctrl-C again to abort."
+LOOK_S = 30.0
+"Between two looks for room for more ranks: it costs a question to the cluster, and finding some costs a restart."
+
+
+def train_to_the_end(
+    engine: Engine,
+    settings: Mapping[str, Any],
+    processes: Span,
+    strategy_for: Callable[[int], str],
+    place: Place,
+    belongs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Launch the ranks until they are through; rank 0's summary, its `world_size`, and the `steps` of this call.
+
+    `settings` are the fields of `RankSettings` but for those that differ between attempts; `strategy_for` names the
+    strategy for a number of ranks. Checkpoints lie in `place`, and `belongs` tells whose they are. Raises RankFailed
+    telling of every attempt when they are used up, FingerprintError when `place` belongs to another run, LeaseLost when
+    another launch has taken it over.
+    """
+    from torchlake.checkpoints import format
+
+    run, max_restarts = Path(settings["run"]), settings["job"].train.max_restarts
+    failed: list[str] = []
+    first: int | None = None
+    launch = ""
+    while True:
+        if launch:  # who was taken over in the meantime does not take it back
+            location.check_holder(place, launch)
+        launch = secrets.token_hex(6)
+        location.claim(place, belongs, launch)
+        newest, problems = format.newest(place)
+        step = 0 if newest is None else int(newest.state["step"])
+        first = step if first is None else first
+        for problem in problems:
+            log.warning("%s", problem)
+        where = "the beginning" if newest is None else f"step {step:,}"
+        number = engine.ranks(processes, None)
+        log.info("training on %d rank%s from %s", number, "s" * (number > 1), where)
+        start = {
+            **settings,
+            "strategy": strategy_for(number),
+            "checkpoint": None if newest is None else str(newest.path),
+            "attempt": launch,
+        }
+        try:
+            with announced(SAVING), _looking_for_room(engine, processes, number, run):
+                summary: dict[str, Any] = engine.launch(
+                    train_rank,
+                    start,
+                    processes=number,
+                    gpus_per_process=None,
+                    name=f"train {run.name}",
+                    stop_file=str(run / folder.INTERRUPTED),
+                )
+            return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
+        except MoreRoom as asked:
+            log.info("%s", asked)
+        except OutOfMemory as error:
+            log.warning("%s", error)
+        except RankFailed as error:
+            failed.append(f"attempt {len(failed) + 1}, from {where}: {str(error).splitlines()[0]}")
+            if len(failed) > max_restarts:
+                raise _used_up(failed, max_restarts, place, run, error) from error
+            log.warning("%s; starting again", failed[-1])
+
+
+def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """One rank of the launch: what `engine.launch` runs. `settings` are the fields of `RankSettings`.
+
+    SIGTERM sets a flag and nothing else; the loop looks at it, and for the files in the run folder that ask for a stop,
+    where it can save. That has to be so before torch is imported, which takes seconds.
+    """
+    terminated = threading.Event()
+    run = Path(settings["run"])
+    reasons = {run / folder.STOP: StopAsked, run / folder.MORE_ROOM: MoreRoom}
+    interrupted = run / folder.INTERRUPTED
+    before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
+
+    def asked_to_stop() -> bool:
+        return terminated.is_set() or interrupted.exists() or any(file.exists() for file in reasons)
+
+    from torchlake.training.loop import run_rank
+    from torchlake.training.rows import RankSettings
+
+    rank = int(os.environ.get("RANK", "0"))
+    with metrics_log.log_file(run / "logs" / f"rank_{rank}.jsonl", rank=rank):
+        try:
+            failpoint(f"rank{rank}.start")
+            return run_rank(RankSettings(**settings), asked_to_stop)
+        except Interrupted as error:
+            log.info("rank %d stopped: %s", rank, error)
+            reason = next((reason for file, reason in reasons.items() if file.exists()), None)
+            if reason is None or terminated.is_set() or interrupted.exists():
+                raise
+            raise reason(str(error)) from error
+        except Exception:
+            log.exception("rank %d stopped", rank)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -> Iterator[None]:
+    """While `number` ranks train, ask them to stop as soon as more of them would find room."""
+    asking, done = run / folder.MORE_ROOM, threading.Event()
+    atomic_io.remove([asking, run / folder.INTERRUPTED])  # what a launcher left that was killed
+    if number == bounds(processes)[1]:
+        yield
+        return
+
+    def look() -> None:
+        while not done.wait(LOOK_S):
+            try:
+                found = engine.ranks(processes, None, held=number)
+            except Exception as error:  # whatever an engine's library raises: training goes on as it is
+                log.warning("cannot tell whether there is room for more ranks: %s", error)
+                continue
+            if found > number:
+                log.info("there is room for %d ranks, %d are training: they save and start again", found, number)
+                asking.touch()
+                return
+
+    looking = threading.Thread(target=look, name="room for ranks", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        done.set()
+        looking.join()
+        atomic_io.remove([asking])
+
+
+def _used_up(attempts: list[str], max_restarts: int, place: Place, run: Path, last: RankFailed) -> RankFailed:
+    times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
+    message = "\n".join(
+        [
+            f"training failed {times} (train.max_restarts={max_restarts}):",
+            *attempts,
+            f"Checkpoints are kept in {place}, each rank's log in {run / 'logs'}.",
+            "Run the same command again to continue.",
+            *([f"\n{last.traceback}"] if last.traceback else []),
+        ]
+    )
+    return RankFailed(message, rank=last.rank, traceback=last.traceback, signal=last.signal)

@@ -1,0 +1,294 @@
+"""`train`: a table and an encoder in, a model folder out; run again after anything, it continues.
+
+    open the tables -> find the labels -> prepare (token Parquet) -> launch the ranks -> model folder, report
+
+This half runs in the caller's process. It decides everything once and keeps a second trainer out of the run folder;
+`restarts.py` starts the ranks, as often as it takes, and `loop.py` is what a rank does.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from torchlake import atomic_io, plugins
+from torchlake.checkpoints import location
+from torchlake.config.job import Job, load_job
+from torchlake.config.task_spec import TaskSpec
+from torchlake.engines import Engine, bounds, make_engine
+from torchlake.errors import (
+    ConfigError,
+    FingerprintError,
+    OutputError,
+    TableError,
+    UsageError,
+)
+from torchlake.models.load import model_folder
+from torchlake.preparation import summary
+from torchlake.preparation.prepare import prepare
+from torchlake.preparation.problem import find_spec
+from torchlake.reporting import tracking
+from torchlake.runs import folder as run_folder
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import check_key
+from torchlake.tables.output.commit import known_inputs
+from torchlake.tables.sources.frames import engine_of
+from torchlake.tables.sources.versions import Unchanged
+from torchlake.tables.table import open_table
+from torchlake.training import lora, restarts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished training run."""
+
+    path: Path
+    "The run folder."
+    model: Path
+    "The model folder in it."
+    steps: int
+    "Optimizer steps that this call added: fewer than the run has when it continued one."
+    seconds: float
+    "Of this call."
+    metrics: dict[str, float]
+    "The best validation's; the last step's loss where there is no validation."
+    complete: bool
+    "Whether the run had been finished before, so that nothing was left to do."
+
+
+def train(
+    job: str | Path | Job | None = None,
+    *,
+    run: str | Path | None = None,
+    engine: Engine | None = None,
+    overrides: Sequence[str] = (),
+    **sections: Any,
+) -> Run:
+    """Fine-tune a model as `job` says: a job file, a Job, or sections (`data={...}`, `model={...}`, `train={...}`).
+
+    Sections and then `overrides` ("train.epochs=5") are laid over the job. `data.train` and `data.validation` may be
+    frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, those of Spark and Ray
+    by their own engine, once in a run. `run` is the run folder, by default runs/ and the job file's name. The same call
+    again continues an interrupted run, and returns a finished one.
+
+    Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
+    FingerprintError when the run folder, or the checkpoints' own, holds another job or the input has changed, Locked
+    when another process trains in it, Interrupted when told to stop (after a checkpoint; StopAsked by a file `stop` in
+    the run folder), Diverged when the loss stays non-finite, StorageError when the disk is full or a storage cannot be
+    reached, RankFailed with all attempts when the ranks failed more often than `max_restarts`.
+    """
+    began = time.monotonic()
+    folder = run_folder.find(job, run)
+    frames, sections = run_folder.frames_to_paths(sections, folder)
+    wanted = load_job(job, overrides, **sections)
+    tracking.check(wanted.track)
+    if wanted.model.lora is not None:
+        lora.check_installed()
+    if engine is None:
+        engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
+    processes = wanted.engine.processes or engine.span or engine.usual_ranks()
+    for number in bounds(processes):
+        choose_strategy(wanted, number)
+    place = location.find(wanted.train.checkpoint_folder, folder)
+    with run_folder.held(folder) as held:
+        run_folder.claim(folder, wanted)
+        for name, frame in frames.items():
+            _store_frame(frame, folder / "input" / f"{name}.parquet", engine)
+        finished = run_folder.finished(folder)
+        if finished is not None:
+            _refuse_changed_input(wanted, folder)
+            log.info("%s: already complete, %d steps", folder, finished["steps"])
+            with tracking.tracked(wanted, folder):  # what was not told while it ran
+                pass
+            return _as_run(folder, finished, steps=0, began=began, complete=True)
+        _check_columns(wanted)
+        base = model_folder(wanted.model.base)
+        trained = run_folder.is_trained(folder, wanted)
+        spec = find_spec(wanted, base, folder, trained=trained)
+        metric = choose_metric(wanted, spec)
+        prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
+        _summarize(wanted, spec, prepared, folder)
+        settings = {
+            "job": wanted,
+            "spec": spec,
+            "run": str(folder),
+            "tokens": str(prepared[0]),
+            "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
+            "metric": metric,
+            "lease": held,
+        }
+        belongs = run_folder.belongings(wanted, spec, folder)
+        with tracking.tracked(wanted, folder):
+            strategy_for = partial(choose_strategy, wanted)
+            done = restarts.train_to_the_end(engine, settings, processes, strategy_for, place, belongs)
+            result = {
+                "steps": done["total_steps"],
+                "metrics": done["metrics"],
+                "metric": metric,
+                "world_size": done["world_size"],
+            }
+            atomic_io.write_json(folder / run_folder.RESULT, result, site="run.result")
+    from torchlake.reporting import report
+
+    report.report(folder)
+    return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
+    """Keep a frame in the run folder; one of Spark or Ray is written there by its own engine, once."""
+    home = engine_of(frame)
+    if home is None:
+        run_folder.store_frame(frame, path)
+    elif path.exists():
+        # Computing such a frame again may take hours and may give its rows in another order.
+        log.info("%s: the rows that the run began with are used", path)
+    else:
+        own = engine if type(engine).__name__.lower() == home else make_engine(home, None)
+        being_written = path.with_name(f".{path.name}.spool")
+        atomic_io.remove([being_written])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.spool(frame, str(being_written))
+        being_written.rename(path)
+
+
+def choose_strategy(job: Job, processes: int) -> str:
+    """The strategy's name, "auto" resolved. Raises UsageError when it cannot run that task or so many ranks."""
+    name = job.train.strategy
+    if name == "auto":
+        return "single" if processes == 1 else "ddp"
+    strategy = plugins.load("strategies", name)
+    if processes < strategy.MIN_RANKS:
+        raise UsageError(
+            f"train.strategy {name!r} needs {strategy.MIN_RANKS} processes or more, {processes} was asked for. "
+            f"Use strategy auto, or engine.processes={strategy.MIN_RANKS} (--processes {strategy.MIN_RANKS})."
+        )
+    if strategy.MAX_RANKS is not None and processes > strategy.MAX_RANKS:
+        raise UsageError(
+            f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, {processes} were asked for. "
+            "Use strategy auto or ddp, or engine.processes=1."
+        )
+    reason = strategy.refusal(job.train)
+    if reason is not None:
+        raise UsageError(f"train.strategy {name!r} cannot run here: {reason}.")
+    if job.model.task in strategy.never:
+        raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.model.task]}.")
+    return name
+
+
+def choose_metric(job: Job, spec: TaskSpec) -> str:
+    """The metric that picks the best model. Raises ConfigError listing the choices for one that there is not."""
+    task = plugins.load("tasks", spec.task)
+    wanted = job.train.metric
+    if job.data.validation is None and (wanted is not None or job.train.patience is not None):
+        raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
+    if wanted is None:
+        return str(task.DEFAULT_METRIC[spec.problem])
+    choices = ["loss", *_metric_names(task, spec)]
+    if wanted not in choices:
+        raise ConfigError(f"train.metric: there is no {wanted!r} for {spec.problem}; choose from {', '.join(choices)}")
+    return wanted
+
+
+def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
+    """The names of the task's metrics, found by computing them over two rows."""
+    if task.PACKED:
+        return list(task.loss_metrics(1.0))
+    classes = max(1, len(spec.labels))
+    targets = {
+        "single_label": np.array([0, 1]),
+        "multi_label": np.eye(2, classes, dtype=np.float32),
+        "regression": np.array([0.0, 1.0], dtype=np.float32),
+    }
+    scores = np.eye(2, classes, dtype=np.float32)
+    return list(task.metrics(scores, targets[spec.problem], spec))
+
+
+def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:
+    return Run(
+        path=folder,
+        model=folder / "model",
+        steps=steps,
+        seconds=time.monotonic() - began,
+        metrics=result["metrics"],
+        complete=complete,
+    )
+
+
+def _check_columns(job: Job) -> None:
+    """Raise TableError for a table that is not there or lacks a column, before a model is fetched or rows are read."""
+    data = job.data
+    named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
+    for name, table in run_folder.stored_tables(job).items():
+        try:
+            open_table(table, columns=tuple(column for column in named if column is not None))
+        except TableError as error:
+            raise type(error)(f"data.{name}: {error}") from error
+
+
+def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
+    """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
+    folders = []
+    for name, table in run_folder.stored_tables(job).items():
+        output = folder / "prepared" / name
+        output.parent.mkdir(exist_ok=True)
+        if job.data.key is not None and not trained:
+            keyed = open_table(table, columns=(job.data.key,))
+            check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
+        try:
+            done = prepare(
+                table,
+                output,
+                tokenizer=base,
+                spec=spec,
+                engine=engine,
+                bad_rows=job.data.bad_rows,
+                overwrite=not trained,
+            )
+        except FingerprintError as error:
+            lines = str(error).splitlines()
+            different = "\n".join(lines[:-1] or lines)  # the last line offers what an output may do
+            raise FingerprintError(
+                f"{different}\nThe training in {folder} cannot go on with another {name} table than it began with: "
+                "give the earlier table, or a new run folder (--run)."
+            ) from error
+        except OutputError as error:
+            raise OutputError(f"{error} Delete {output}, and run the same command again.") from error
+        if done["failed"]:
+            log.warning("%s: %d of %d rows are left out (data.bad_rows=drop)", table, done["failed"], done["rows"])
+        folders.append(output)
+    return folders
+
+
+def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path) -> None:
+    """Say what the data is, and keep it in the run folder."""
+    facts = summary.summarize(job, spec, prepared)
+    atomic_io.write_json(folder / summary.FILE, facts, site="run.data")
+    for line in summary.in_lines(facts):
+        log.info("%s", line)
+
+
+def _refuse_changed_input(job: Job, folder: Path) -> None:
+    """Raise FingerprintError when a table of a finished run is another one now; a table that is gone is not."""
+    for name, table in run_folder.stored_tables(job).items():
+        planned = {one.name: one for one in known_inputs(folder / "prepared" / name)}
+        try:
+            now = open_table(table)
+            paths, unchanged = dict(zip(now.names, now.files, strict=True)), Unchanged()
+            changed = sorted(planned.keys() ^ paths.keys()) or [
+                one.path for one in planned.values() if not unchanged.holds(paths[one.name], one.version, one.sha256)
+            ]
+        except (TableError, OSError):
+            continue
+        if changed and planned:
+            raise FingerprintError(
+                f"{folder}: is finished, and was trained on another {name} table: {changed[0]} has changed since. "
+                "Give a new run folder (--run) to train on it."
+            )

@@ -1,0 +1,5 @@
+"""`tune`: search the settings of a job for the best validation metric, by training again and again.
+
+In: a job and a search space. Out: a study and the best job.
+Read `tune.py` first.
+"""

@@ -1,0 +1,128 @@
+"""The space of a tuning: which settings of a job are searched, and among which values.
+
+    train.learning_rate: {low: 1.0e-5, high: 5.0e-4, log: true}
+    train.batch_size: {choices: [32, 64, 128]}
+
+Keys are a job's own dotted names. A job is loaded with both ends of every range and with every choice, so that a value
+which no job may have is named by its line before anything is trained. Price: milliseconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from torchlake.config.job import Job, flat, with_values
+from torchlake.config.messages import sentence
+from torchlake.config.types import STRICT, Float
+from torchlake.config.yaml import Location, quote, read_text, read_yaml, shape
+from torchlake.errors import ConfigError
+
+# With another value of these, trials would be measured by different rulers, or not differ at all.
+FIXED = ("data.validation", "data.label", "data.learn", "model.task", "train.metric", "engine", "track")
+EXAMPLE = "{low: 1.0e-5, high: 5.0e-4, log: true} or {choices: [32, 64]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Every number from `low` to `high`; whole numbers where both are int. `log`: even on a logarithmic scale."""
+
+    low: float
+    high: float
+    log: bool
+
+
+Space = Mapping[str, Range | tuple[Any, ...]]
+"By dotted name: a range, or the choices."
+
+
+class Searched(BaseModel):
+    """One entry of a space file."""
+
+    model_config = STRICT
+
+    low: Float | None = None
+    """Smallest value of a range."""
+    high: Float | None = None
+    """Largest value of a range."""
+    log: bool = False
+    """Whether the range is searched on a logarithmic scale."""
+    choices: tuple[Any, ...] | None = Field(default=None, min_length=1)
+    """The values to choose from."""
+
+    @model_validator(mode="after")
+    def _range_or_choices(self) -> "Searched":
+        if self.choices is not None:
+            if self.low is not None or self.high is not None or self.log:
+                raise ValueError("either a range (low, high, log) or choices, not both")
+            if not all(isinstance(choice, str | int | float | None) for choice in self.choices):
+                raise ValueError("a choice is a single value: a number, a text, true, false or null")
+            if len(set(self.choices)) < len(self.choices):
+                raise ValueError("a choice is given twice")
+        elif self.low is None or self.high is None:
+            raise ValueError(f"give low and high, or choices: {EXAMPLE}")
+        elif self.low >= self.high:
+            raise ValueError(f"low must be less than high, given {self.low:g} and {self.high:g}")
+        elif self.log and self.low <= 0:
+            raise ValueError(f"a logarithmic range begins above 0, given {self.low:g}")
+        return self
+
+
+def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
+    """The space in a file, or in a mapping of the same shape, for trials of `job`.
+
+    Raises ConfigError naming every mistake with its file and line, UnsafeError for a tag that would build an object.
+    """
+    lines: dict[Location, int] = {}
+    if isinstance(space, Mapping):
+        name, entries = "space", dict(space)
+    else:
+        name = str(space)
+        if not Path(space).exists():
+            raise ConfigError(f"{name}: no such space file")
+        entries, lines = read_yaml(read_text(Path(space)), name)
+    if not isinstance(entries, dict) or not entries:
+        given = "empty" if not entries else f"a {shape(entries)}"
+        raise ConfigError(
+            f"{name}:1: a space maps settings to what is searched (train.batch_size: {EXAMPLE}), not {given}"
+        )
+    origins = {location: f"{name}:{line}" for location, line in lines.items()}
+    found: dict[str, Range | tuple[Any, ...]] = {}
+    problems: list[str] = []
+    for key, entry in entries.items():
+        try:
+            found[key] = _entry(job, key, entry, origins, name)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
+def _entry(job: Job, key: str, entry: Any, origins: Mapping[Location, str], name: str) -> Range | tuple[Any, ...]:
+    where = origins.get((key,), name)
+    if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
+        raise ConfigError(f"{where}: {key}: cannot be searched: trials have to be measured alike, and to differ")
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where}: {key}: write {EXAMPLE}, given {quote(entry)}")
+    try:
+        searched = Searched.model_validate(dict(entry))
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        located = [{**problem, "loc": (key, *problem["loc"])} for problem in found]
+        raise ConfigError(
+            "\n".join(sentence(problem, {(key,): where, **origins}, name, {key: Searched}) for problem in located)
+        ) from None
+    if searched.choices is not None:
+        for index, choice in enumerate(searched.choices):
+            with_values(job, {key: choice}, {key: origins.get((key, "choices", index), where)})
+        return searched.choices
+    low, high = (
+        flat(with_values(job, {key: value}, {key: origins.get((key, end), where)}).model_dump(mode="json"))[key]
+        for end, value in (("low", searched.low), ("high", searched.high))
+    )
+    if not all(isinstance(end, int | float) for end in (low, high)):
+        raise ConfigError(f"{where}: {key}: is no number; give choices: {{choices: [...]}}")
+    return Range(low, high, searched.log)

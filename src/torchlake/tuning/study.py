@@ -1,0 +1,139 @@
+"""A tuning's study: what was tried and what came of it, kept by Optuna in one SQLite file, `study.db`.
+
+Every trial's sampler has a seed of its own, made from the tuning's and the trial's number. So a tuning that was
+interrupted suggests what it would have suggested. Price: some tens of milliseconds per trial; Optuna loads in a second.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from torchlake.errors import MissingExtra
+from torchlake.runs import metrics_log
+from torchlake.tuning.search_space import Range, Space
+
+if TYPE_CHECKING:
+    import optuna
+
+FILE = "study.db"
+TRIALS = "trials"
+PRUNE_AFTER = 5
+"Trials that run to their end before others are held against them."
+BUSY_S = 60.0
+"Seconds to wait for another reader of the study's file, such as a dashboard."
+
+State = Literal["complete", "pruned", "failed"]
+STATES: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+WHY = "why"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training of a tuning."""
+
+    number: int
+    state: State
+    value: float | None
+    "The metric of its best validation; of a pruned trial, of its last one."
+    settings: dict[str, Any]
+    "What was searched, by dotted name."
+    steps: int
+    "Optimizer steps that it took."
+    folder: Path
+    "Its run folder."
+    why: str
+    "Why it failed; empty when it did not."
+
+
+def library() -> ModuleType:
+    """Optuna, which says warnings only. Raises MissingExtra with the pip line when it is not installed."""
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"tune needs the library {error.name!r}, which is not installed: pip install 'torchlake[tune]'"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+@contextmanager
+def opened(folder: Path, *, less_is_more: bool, prune: bool) -> "Iterator[optuna.Study]":
+    """The study in the folder's SQLite file, made when there is none."""
+    package = library()
+    storage = package.storages.RDBStorage(
+        f"sqlite:///{(folder / FILE).absolute()}", engine_kwargs={"connect_args": {"timeout": BUSY_S}}
+    )
+    pruners = package.pruners
+    try:
+        yield package.create_study(
+            storage=storage,
+            study_name="torchlake",
+            direction="minimize" if less_is_more else "maximize",
+            pruner=pruners.MedianPruner(n_startup_trials=PRUNE_AFTER) if prune else pruners.NopPruner(),
+            load_if_exists=True,
+        )
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def next_trial(study: "optuna.Study", space: Space, trials: int, seed: int) -> "optuna.trial.Trial | None":
+    """The trial that a killed tuner left running, else a new one, with all its settings; None when there are enough."""
+    package = library()
+    known = study.get_trials(deepcopy=False)
+    left = next((one for one in known if not one.state.is_finished()), None)
+    if left is None and len(known) >= trials:
+        return None
+    number = len(known) if left is None else left.number
+    sampler_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    study.sampler = package.samplers.TPESampler(seed=sampler_seed)
+    trial: optuna.trial.Trial = study.ask() if left is None else package.trial.Trial(study, left._trial_id)
+    for name, searched in space.items():  # what a trial has been given already stays
+        if not isinstance(searched, Range):
+            trial.suggest_categorical(name, searched)
+        elif isinstance(searched.low, int) and isinstance(searched.high, int):
+            trial.suggest_int(name, searched.low, searched.high, log=searched.log)
+        else:
+            trial.suggest_float(name, searched.low, searched.high, log=searched.log)
+    return trial
+
+
+def trial_folder(folder: Path, number: int) -> Path:
+    """The run folder of a tuning's trial."""
+    return folder / TRIALS / f"{number:04d}"
+
+
+def ended_trials(study: "optuna.Study", folder: Path) -> tuple[Trial, ...]:
+    """The trials that came to an end, in their order."""
+    table = []
+    for one in study.get_trials(deepcopy=False):
+        if one.state.is_finished():
+            path = trial_folder(folder, one.number)
+            steps = [line["step"] for line in metrics_log.read_metrics(path / metrics_log.METRICS)]
+            table.append(
+                Trial(
+                    number=one.number,
+                    state=STATES[one.state.name],
+                    value=one.value,
+                    settings=dict(one.params),
+                    steps=max(steps, default=0),
+                    folder=path,
+                    why=one.user_attrs.get(WHY, ""),
+                )
+            )
+    return tuple(table)
+
+
+def best_trial(trials: tuple[Trial, ...], *, less_is_more: bool) -> Trial | None:
+    """The trial with the best value, of equals the earliest; None while none has ended well."""
+    values = {one.number: one.value for one in trials if one.state == "complete" and one.value is not None}
+    if not values:
+        return None
+    best = min(values, key=lambda number: (values[number] * (1 if less_is_more else -1), number))
+    return next(one for one in trials if one.number == best)

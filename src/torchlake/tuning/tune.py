@@ -1,0 +1,233 @@
+"""`tune`: the settings that give the best validation, found by training again and again.
+
+    space -> [suggest -> train in trials/NNNN -> tell] ... -> the best run
+
+Optuna suggests and keeps the study (`study.py`); everything else is `train`. A trial is an ordinary run in a folder of
+its own, so it goes through any engine and continues after a kill.
+
+A trial is pruned from outside. A thread of this process reads the trial's metrics.jsonl, holds each validation against
+the median of the earlier trials' at the same point, and puts a file `stop` into the run folder, which ranks look for
+where they look for SIGTERM. So no rank opens the study, and a validation costs no rank a wait. Price: the trial goes on
+for some steps after the validation that condemned it. All trials but the best keep their story and lose their weights.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake import atomic_io, plugins
+from torchlake.config.job import Job, load_job, with_values
+from torchlake.engines import Engine
+from torchlake.errors import (
+    ConfigError,
+    Diverged,
+    FingerprintError,
+    RankFailed,
+    StopAsked,
+    TorchlakeError,
+    UsageError,
+)
+from torchlake.failpoints import failpoint
+from torchlake.metrics import lower_is_better
+from torchlake.models.load import model_folder
+from torchlake.preparation.problem import find_spec
+from torchlake.runs import metrics_log
+from torchlake.runs.folder import JOB_FILE, LEASE_S, RESULT, STOP, differences, find, is_trained, stored_tables
+from torchlake.runs.follow import following
+from torchlake.tables.output import lease
+from torchlake.tables.record import local_output
+from torchlake.tables.sources.versions import content_id
+from torchlake.tables.table import open_table
+from torchlake.training.train import choose_metric, train
+from torchlake.tuning.search_space import Range, Space, read_space
+from torchlake.tuning.study import WHY, Trial, best_trial, ended_trials, library, next_trial, opened, trial_folder
+
+if TYPE_CHECKING:
+    import optuna
+
+log = logging.getLogger(__name__)
+
+SETTINGS = "tuning.json"
+BULK = ("checkpoints", "model", "prepared", "cache", "input")
+"What a trial's folder loses unless it is the best one's."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What `tune` found."""
+
+    folder: Path
+    model: Path
+    "The best trial's model folder."
+    job: Job
+    "The best trial's job; it stands as job.yaml in `folder`."
+    metric: str
+    best: Trial
+    trials: tuple[Trial, ...]
+    "In their order."
+
+
+def tune(
+    job: str | Path | Job,
+    *,
+    space: str | Path | Mapping[str, Any],
+    trials: int,
+    run: str | Path | None = None,
+    engine: Engine | None = None,
+    overrides: Sequence[str] = (),
+    seed: int = 0,
+    prune: bool = True,
+) -> Tuning:
+    """Train `job` up to `trials` times with settings from `space`, and keep the best run.
+
+    `space` is a file, or a mapping of the same shape: `{"train.epochs": {"low": 2, "high": 5}, "train.batch_size":
+    {"choices": [32, 64]}}`. The best is by the metric that chooses a run's best model (train.metric, else the task's
+    own). `run` is the tuning's folder, by default runs/ and the job file's name with _tuning. The same call again
+    continues an interrupted tuning, the trial that was running too; with more `trials` it goes on. With `prune`, a
+    trial whose validations are worse than the median of the others' is stopped.
+
+    Raises ConfigError for a wrong job or space, before any training; FingerprintError when the folder holds another
+    tuning; Locked when another process tunes in it; MissingExtra without optuna; TorchlakeError when no trial ended
+    well; Interrupted and what else `train` raises, but for a trial that diverged or whose ranks failed: it is recorded.
+    """
+    library()
+    if trials < 1:
+        raise UsageError(f"trials is {trials}; it has to be 1 or more.")
+    wanted = load_job(job, overrides)
+    if wanted.data.validation is None:
+        raise ConfigError("a tuning compares validations; data.validation is null")
+    if wanted.train.checkpoint_folder is not None:
+        raise ConfigError(
+            "train.checkpoint_folder: a tuning keeps each trial's checkpoints in its run folder; leave it out"
+        )
+    searched = read_space(space, wanted)
+    default = find(job, None)
+    folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
+    with _held(folder) as mine:
+        _claim(folder, wanted, searched, seed)
+        spec = find_spec(wanted, model_folder(wanted.model.base), folder, trained=is_trained(folder, wanted))
+        metric = choose_metric(wanted, spec)
+        less_is_more = lower_is_better(metric, plugins.load("tasks", spec.task).DIRECTIONS)
+        with opened(folder, less_is_more=less_is_more, prune=prune) as study:
+            while True:
+                done = ended_trials(study, folder)
+                best = best_trial(done, less_is_more=less_is_more)
+                _keep_only(best, done)
+                trial = next_trial(study, searched, trials, seed)
+                if trial is None:
+                    break
+                failpoint("tuning.trial")
+                state, value, why = _train(trial, wanted, folder, metric, engine, prune=prune)
+                with lease.locked(mine.staging):
+                    mine.check()
+                    trial.set_user_attr(WHY, why)
+                    study.tell(trial.number, value, state=state)
+                _say(ended_trials(study, folder)[-1], metric, trials)
+        if best is None:
+            reasons = "\n".join(f"  trial {one.number}: {one.why}" for one in done)
+            raise TorchlakeError(f"{folder}: no trial ended well:\n{reasons}")
+        path = best.folder / JOB_FILE
+        atomic_io.write_bytes(folder / JOB_FILE, path.read_bytes(), site="tuning.job")
+    return Tuning(folder=folder, model=best.folder / "model", job=load_job(path), metric=metric, best=best, trials=done)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[lease.Lease]:
+    """Be the one tuner of the folder. Raises Locked naming the process that tunes there."""
+    mine = lease.acquire(folder / ".tuning.staging", LEASE_S, name=str(folder))
+    try:
+        yield mine
+    finally:
+        mine.release()
+
+
+def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
+    """Note the tuning in its folder. Raises FingerprintError when it holds another's, or something else."""
+    path = folder / SETTINGS
+    tables = {name: open_table(table) for name, table in stored_tables(job).items()}
+    now: dict[str, Any] = {
+        "job": job.model_dump(mode="json"),
+        "space": {name: asdict(one) if isinstance(one, Range) else list(one) for name, one in space.items()},
+        "seed": seed,
+        # Trials on other rows could not be compared.
+        "rows": {name: dict(zip(one.names, map(content_id, one.files), strict=True)) for name, one in tables.items()},
+    }
+    if path.exists():
+        before: dict[str, Any] = atomic_io.read_json(path)
+        before["job"] = load_job(None, **before["job"]).model_dump(mode="json")
+        if differing := differences(*({**each.pop("job"), **each} for each in (before, dict(now)))):
+            raise FingerprintError(
+                f"{folder}: holds another tuning. It differs in\n" + "\n".join(differing) + "\nGive another folder "
+                "(--run), or delete this one to start again. Free to change: the number of trials."
+            )
+    elif foreign := sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")):
+        raise FingerprintError(
+            f"{folder}: is no tuning ({SETTINGS} is missing) and not empty (it holds {foreign[0]!r}). "
+            "Give a new folder (--run)."
+        )
+    atomic_io.write_json(path, now, site="tuning.settings")
+
+
+def _train(
+    trial: "optuna.trial.Trial", wanted: Job, folder: Path, metric: str, engine: Engine | None, *, prune: bool
+) -> "tuple[optuna.trial.TrialState, float | None, str]":
+    """Train one trial; its state, its value, and why it failed."""
+    states = library().trial.TrialState
+    path = trial_folder(folder, trial.number)
+    stop = path / STOP
+    if stop.exists() and not (path / RESULT).exists():
+        return states.PRUNED, None, ""  # decided by a tuner that was killed before it could say so
+    known = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+    watch = partial(_prune, trial, metric, stop, set(known))
+    try:
+        job = with_values(wanted, trial.params, dict.fromkeys(trial.params, f"trial {trial.number}"))
+        with following(path / metrics_log.METRICS, watch, "pruning") if prune else nullcontext():
+            done = train(job, run=path, engine=engine)
+    except StopAsked:
+        return states.PRUNED, None, ""
+    except (ConfigError, Diverged, RankFailed) as error:
+        log.warning("trial %d failed: %s", trial.number, error)
+        return states.FAIL, None, str(error).splitlines()[0]
+    if metric not in done.metrics:
+        return states.FAIL, None, f"no validation gave a finite {metric}"
+    return states.COMPLETE, done.metrics[metric], ""
+
+
+def _prune(
+    trial: "optuna.trial.Trial", metric: str, stop: Path, reported: set[int], batches: Iterator[list[metrics_log.Line]]
+) -> None:
+    """Report each validation to the study, counted from 1, and ask the ranks to stop when the study says so.
+
+    Steps would not compare: trials with other batch sizes are elsewhere in the data after as many.
+    """
+    number = 0
+    for lines in batches:
+        for line in filter(metrics_log.is_validation, lines):
+            number += 1
+            if number not in reported:
+                trial.report(line[metrics_log.VALIDATION + metric], number)
+                if trial.should_prune():
+                    stop.touch()
+
+
+def _keep_only(best: Trial | None, ended: Sequence[Trial]) -> None:
+    """Delete the weights and tables of the trials that ended, but for the best: also what a kill left of them."""
+    for one in ended:
+        if one is not best:
+            atomic_io.remove(one.folder / name for name in BULK)
+
+
+def _say(last: Trial, metric: str, trials: int) -> None:
+    """Say what came of a trial as soon as it is known: the next one may take hours."""
+    value = "" if last.value is None else f", {metric} {last.value:.4f}"
+    settings = ", ".join(f"{name}={shown(setting)}" for name, setting in last.settings.items())
+    log.info("trial %d (of %d): %s, %d steps%s; %s", last.number, trials, last.state, last.steps, value, settings)
+
+
+def shown(setting: Any) -> str:
+    """A setting as people read it: a float with four digits, anything else as it is."""
+    return f"{setting:.4g}" if isinstance(setting, float) else str(setting)
