@@ -20,7 +20,7 @@ from torchlake.cli.system_errors import in_words
 from torchlake.errors import DataError, OutputError, StorageError
 
 DATA, OUTPUT, USAGE, STORAGE = 65, 73, 64, 74
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from torchlake.processes import chunk_process, environment, hardware, serializat
 from torchlake.processes.children import Children
 from torchlake.processes.remote import Node, group_variables, held_node
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Chunks = Iterator[Any]
 
 
