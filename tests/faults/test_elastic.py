@@ -41,12 +41,13 @@ import ray
 import torchlake as tl
 from pids import wait_for
 from test_elastic import go_on_when
-from torchlake import attempts, run_folder
+from torchlake.runs import folder as run_folder
+from torchlake.training import restarts
 
 logging.basicConfig(level="INFO")
 options = json.loads(sys.argv[1])
 run = Path(options.pop("run"))
-attempts.LOOK_S = 0.2
+restarts.LOOK_S = 0.2
 stopped = Path(os.environ["TORCHLAKE_FAILPOINT_ONCE"])
 
 def once_stopped(act):

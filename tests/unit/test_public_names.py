@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 from importlib.metadata import version
 
 import pytest
@@ -52,21 +53,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         torchlake.trian  # noqa: B018
 
 
-def test_importing_a_module_first_hides_no_function() -> None:
-    """Modules are named by gerunds so that `torchlake.train` can only be the function."""
-    gerunds = (
-        "training",
-        "predicting",
-        "evaluating",
-        "optimizing",
-        "planning",
-        "tuning",
-        "launching",
-        "verifying",
-        "reporting",
-        "diagnosing",
-    )
-    for module in gerunds:
-        importlib.import_module(f"torchlake.{module}")
+def test_importing_the_modules_first_hides_no_function() -> None:
+    """No package is named like a public function, so `torchlake.train` can only be the function."""
+    for module in pkgutil.walk_packages(torchlake.__path__, "torchlake."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     for name in ("train", "predict", "evaluate", "optimize", "plan", "tune", "launch", "verify", "report", "doctor"):
         assert inspect.isfunction(getattr(torchlake, name))

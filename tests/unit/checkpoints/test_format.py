@@ -100,7 +100,7 @@ def unlink(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, unlink])
-@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, store.STATE, format.durable.MANIFEST])
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, store.STATE, format.atomic_io.MANIFEST])
 def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: str) -> None:
     save(tmp_path, 1)
     damage(save(tmp_path, 2) / file)
@@ -113,7 +113,7 @@ def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: 
 
 def test_no_flipped_bit_in_a_manifest_breaks_the_start(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    manifest = save(tmp_path, 2) / format.durable.MANIFEST
+    manifest = save(tmp_path, 2) / format.atomic_io.MANIFEST
     content = manifest.read_bytes()
     for position in range(len(content)):
         damaged = bytearray(content)
@@ -198,7 +198,7 @@ def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch:
 def test_disk_full_is_no_bare_os_error() -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
     assert StorageError.exit_code == 74
-    assert "No space left" in str(format.durable.storage_error(error, Path("/tmp/x")))
+    assert "No space left" in str(format.atomic_io.storage_error(error, Path("/tmp/x")))
 
 
 def test_a_tensor_of_another_model_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torchlake.training import restarts
 
 SCRIPT = """
 import threading
-from torchlake.interrupts import announced
+from torchlake.processes.interrupts import announced
 with announced("Saving; press Ctrl-C again to abort."):
     try:
         print("working", flush=True)

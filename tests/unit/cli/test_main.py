@@ -20,7 +20,7 @@ from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job
 
 HEAVY = ("torch", "transformers", "pyspark", "ray", "sklearn", "pandas")
-RUN = [sys.executable, "-c", "import sys; from torchlake.cli import main; sys.exit(main())"]
+RUN = [sys.executable, "-c", "import sys; from torchlake.cli.main import main; sys.exit(main())"]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_help_is_quick_and_loads_no_library() -> None:
-    code = "import sys; from torchlake.cli import main; main(['--help']); "
+    code = "import sys; from torchlake.cli.main import main; main(['--help']); "
     code += f"print(*sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -305,8 +305,8 @@ SAYS = """
 import logging, sys
 from types import ModuleType, SimpleNamespace
 from torchlake import engines
-from torchlake.cli import main
-from torchlake.config import flat, load_job
+from torchlake.cli.main import main
+from torchlake.config.job import flat, load_job
 from torchlake.engines.local import Local
 from torchlake.progress import progress
 

@@ -124,7 +124,7 @@ def test_a_folder_below_the_table_that_cannot_be_listed_is_not_left_out(here: Pa
 
 CLOSED = """
 import json, sys
-from torchlake.cli import main
+from torchlake.cli.main import main
 try:
     open("closed.parquet", "rb")
     print("null")

@@ -9,6 +9,7 @@ import tiny
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.errors import DataError
+from torchlake.models.load import load_tokenizer
 from torchlake.preparation import prepare as preparing
 from training_runs import Inline
 
@@ -33,7 +34,7 @@ def test_every_row_comes_back_in_order(tmp_path: Path, tiny_bert: Path) -> None:
     loaded = load(prepared)
     assert len(loaded) == 2500
     assert loaded.targets.tolist() == [int(label == "good") for label in table["label"].to_pylist()]
-    tokenizer = tiny.models.load_tokenizer(tiny_bert)
+    tokenizer = load_tokenizer(tiny_bert)
     texts = table["text"].to_pylist()
     for row in (0, 1, 1024, 2499):
         tokens = loaded.tokens.values[loaded.tokens.offsets[row] : loaded.tokens.offsets[row + 1]]

@@ -365,7 +365,7 @@ def test_the_head_must_fit_the_task(tiny_model: Path) -> None:
 READ_AND_TOUCH = """
 import re, sys
 from pathlib import Path
-from torchlake import models
+from torchlake.models.load import load_model
 
 def own() -> int:
     rollup = Path("/proc/self/smaps_rollup").read_text()
@@ -373,7 +373,7 @@ def own() -> int:
 
 import torch, transformers.models.bert.modeling_bert
 before = own()
-model = models.load_model(sys.argv[1], auto_class="AutoModelForSequenceClassification")
+model = load_model(sys.argv[1], auto_class="AutoModelForSequenceClassification")
 assert sum(parameter.sum().item() for parameter in model.parameters()) != 0
 print(own() - before)
 """

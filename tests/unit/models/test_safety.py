@@ -345,14 +345,14 @@ def test_bombs_are_refused_in_little_memory(tmp_path: Path, tiny_model: Path) ->
         folders.append(str(folder))
     program = (
         "import resource, sys\n"
-        "from torchlake import models\n"
+        "from torchlake.models.load import load_model\n"
         "from torchlake.errors import DataError\n"
         "from transformers import CONFIG_MAPPING, AutoConfig\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "for folder in sys.argv[1:]:\n"
         "    try:\n"
-        "        models.load_model(folder, auto_class='AutoModelForSequenceClassification')\n"
+        "        load_model(folder, auto_class='AutoModelForSequenceClassification')\n"
         "    except DataError as error:\n"
         "        print(peak() - before, error)\n"
     )

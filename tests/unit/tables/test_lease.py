@@ -70,7 +70,7 @@ def test_an_expired_lease_is_taken_over_and_its_holder_is_refused(staging: Path)
 
 def test_a_dead_process_on_this_machine_holds_nothing(staging: Path) -> None:
     script = (
-        "import os; from pathlib import Path; from torchlake.tables.lease import acquire; "
+        "import os; from pathlib import Path; from torchlake.tables.output.lease import acquire; "
         f"acquire(Path({str(staging)!r}), 600); os._exit(0)"
     )
     subprocess.run(
