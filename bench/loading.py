@@ -17,7 +17,8 @@ from torchlake.data.batching import pad
 from torchlake.data.loading import build_cache, open_tokens
 from torchlake.data.order import epoch_batches
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import part_name, write_part, writing
+from torchlake.tables.output.commit import write_transaction
+from torchlake.tables.output.parts import part_name, write_part
 from torchlake.tables.table import open_table
 
 
@@ -41,7 +42,7 @@ def write_tokens(rows: int):
     shutil.rmtree(output, ignore_errors=True)
     pq.write_table(table, source)
     plan = plan_chunks(open_table(source), columns=table.column_names)
-    with writing(output, plan=plan, fingerprint={}, schema=table.schema) as out:
+    with write_transaction(output, plan=plan, fingerprint={}, schema=table.schema) as out:
         parts = [
             write_part(
                 out.staging, part_name(plan, chunk, {}), table.slice(chunk.first_row, chunk.rows), chunk=chunk.index

@@ -7,7 +7,6 @@ turn with plain pyarrow's and, with --before, with that of an earlier version; t
     git worktree add /tmp/before COMMIT; python bench/reading.py --before /tmp/before/src
 """
 
-import inspect
 import json
 import os
 import shutil
@@ -126,19 +125,16 @@ def check_keys(source: Path, seconds: Seconds) -> None:
 
 def write_output(source: Path, output: Path, *, increment: bool = False, chunk_rows: int | None = None) -> None:
     """An output of the table's key and text; with `increment` only of the files that it has gained."""
-    from torchlake.tables.output.commit import known_inputs, part_name, write_part, writing
+    from torchlake.tables.output.commit import write_transaction
+    from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+    from torchlake.tables.output.parts import part_name, write_part
     from torchlake.tables.reading import ChunkReader
 
-    _, plan = planned(source, COLUMNS, known=known_inputs(output), chunk_rows=chunk_rows)
-    options: dict[str, Any] = {}
-    if increment and "accept_new_input" in inspect.signature(writing).parameters:
-        options["accept_new_input"] = True
-    elif increment:
-        from torchlake.tables.output.jobs import Allowed
-
-        options["allowed"] = Allowed(new_input=True)
+    _, plan = planned(source, COLUMNS, cached=planned_inputs(output), chunk_rows=chunk_rows)
     reader = ChunkReader(COLUMNS)
-    with writing(output, plan=plan, fingerprint=FINGERPRINT, **options) as out:
+    with write_transaction(
+        output, plan=plan, fingerprint=FINGERPRINT, allowed=AllowedChanges(new_input=increment)
+    ) as out:
         parts = list(out.done)
         for chunk in out.pending:
             rows = reader.read(chunk)[0].append_column("error", pa.nulls(chunk.rows, pa.string()))

@@ -74,7 +74,7 @@ def planned(source: Path, chunk_rows: int | None = 1, column: str = "text") -> t
 
 def tables(chunks: int) -> dict[str, Any]:
     """Plan, begin, the same command with every part written, commit, and the same command once more."""
-    from torchlake.tables.output.commit import writing
+    from torchlake.tables.output.commit import write_transaction
 
     row: dict[str, Any] = {"name": "tables", "chunks": chunks}
     source, output = one_file(chunks), HOME / f"out-{chunks}"
@@ -84,16 +84,16 @@ def tables(chunks: int) -> dict[str, Any]:
             _, plan = planned(source)
         with ExitStack() as stack:
             with clock(row, "begin_s"):
-                out = stack.enter_context(writing(output, plan=plan, fingerprint=FINGERPRINT))
+                out = stack.enter_context(write_transaction(output, plan=plan, fingerprint=FINGERPRINT))
             row["plan_mib"] = os.path.getsize(out.staging / "plan.json") / 2**20
             write_parts(out)
         with ExitStack() as stack:
             with clock(row, "resume_s"):
-                out = stack.enter_context(writing(output, plan=plan, fingerprint=FINGERPRINT))
+                out = stack.enter_context(write_transaction(output, plan=plan, fingerprint=FINGERPRINT))
             with clock(row, "commit_s"):
                 out.commit(out.done, {})
         row["record_mib"] = os.path.getsize(output / "_torchlake" / "commit.json") / 2**20
-        with clock(row, "again_s"), writing(output, plan=plan, fingerprint=FINGERPRINT):
+        with clock(row, "again_s"), write_transaction(output, plan=plan, fingerprint=FINGERPRINT):
             pass
     shutil.rmtree(output)
     return row
@@ -103,7 +103,7 @@ def write_parts(out: Any) -> None:
     """A part of one row for every chunk; but for the first without waiting for the disk, which is a worker's price."""
     import pyarrow as pa
 
-    from torchlake.tables.output.commit import part_name, write_part
+    from torchlake.tables.output.parts import part_name, write_part
 
     names = [part_name(out.plan, chunk, FINGERPRINT) for chunk in out.pending]
     scored = pa.table({"row_id": ["0"], "label": ["good"], "score": [0.5], "error": pa.nulls(1, pa.string())})
@@ -115,7 +115,7 @@ def write_parts(out: Any) -> None:
 
 def make_idle_worker() -> Callable[[Iterator[Any]], Iterator[Any]]:
     """A worker that does nothing, and says of each chunk what `predict`'s worker says."""
-    from torchlake.tables.output.commit import Part
+    from torchlake.tables.output.parts import Part
 
     def worker(items: Iterator[Any]) -> Iterator[Any]:
         for chunk, name in items:

@@ -28,8 +28,9 @@ from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output import lease
-from torchlake.tables.output.commit import known_inputs, part_name, write_part, writing
-from torchlake.tables.output.jobs import Allowed
+from torchlake.tables.output.commit import write_transaction
+from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+from torchlake.tables.output.parts import part_name, write_part
 from torchlake.tables.output.staging import staging_of
 from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
@@ -44,12 +45,12 @@ SITES = [
         for name in ("plan", "lease", "part", "commit.plan", "commit")
         for step in ("write", "rename", "done")
     ),
-    *(f"commit.{step}" for step in ("seal", "before_publish", "swap", "publish", "after_publish", "cleanup", "trash")),
+    *(f"commit.{step}" for step in ("fence", "before_publish", "swap", "publish", "after_publish", "cleanup", "trash")),
     "test.planned",
     "test.read",
 ]
 NAME, HOW = st.sampled_from("ab"), st.sampled_from(["rewrite", "replace", "same time"])
-ALLOWED = st.builds(Allowed, overwrite=st.booleans(), new_input=st.booleans(), removed_input=st.booleans())
+ALLOWED = st.builds(AllowedChanges, overwrite=st.booleans(), new_input=st.booleans(), removed_input=st.booleans())
 
 
 def write_table(path: Path, texts: list[str]) -> None:
@@ -66,12 +67,12 @@ def write_table(path: Path, texts: list[str]) -> None:
             writer.write_table(table, max_chunksize=3)
 
 
-def job(source: Path, out: Path, allowed: Allowed) -> None:
+def job(source: Path, out: Path, allowed: AllowedChanges) -> None:
     """Read and write every row, as `predict` does."""
     table = open_table(source, columns=["t"])
-    plan = plan_chunks(table, columns=["t"], chunk_rows=2, known=known_inputs(out))
+    plan = plan_chunks(table, columns=["t"], chunk_rows=2, cached=planned_inputs(out))
     failpoint("test.planned")
-    with writing(out, plan=plan, fingerprint={"version": 1}, schema=_SCHEMA, allowed=allowed) as write:
+    with write_transaction(out, plan=plan, fingerprint={"version": 1}, schema=_SCHEMA, allowed=allowed) as write:
         if write.complete:
             return
         reader, parts = ChunkReader(["t"]), []
@@ -97,7 +98,7 @@ def serve() -> None:
             os.environ.update(value["environment"])
             said = "done"
             try:
-                job(Path(value["source"]), Path(value["out"]), Allowed(**value["allowed"]))
+                job(Path(value["source"]), Path(value["out"]), AllowedChanges(**value["allowed"]))
             except TorchlakeError as error:
                 said = f"{type(error).__name__}: {error}"
             except BaseException as error:
@@ -186,17 +187,17 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.states.append(dict(self.files))
 
     @rule(allowed=ALLOWED)
-    def run(self, allowed: Allowed) -> None:
+    def run(self, allowed: AllowedChanges) -> None:
         said = self._finished(self._start(allowed))
         if said == "done":
             assert self._published() == self.files, "a job that succeeds gives what lies there"
 
     @rule(allowed=ALLOWED, site=st.sampled_from(SITES), nth=st.integers(1, 4))
-    def killed(self, allowed: Allowed, site: str, nth: int) -> None:
+    def killed(self, allowed: AllowedChanges, site: str, nth: int) -> None:
         self._finished(self._start(allowed, f"{site}:{nth}:kill9"))
 
     @rule(allowed=ALLOWED, site=st.sampled_from(SITES), nth=st.integers(1, 4))
-    def full_disk(self, allowed: Allowed, site: str, nth: int) -> None:
+    def full_disk(self, allowed: AllowedChanges, site: str, nth: int) -> None:
         if site.endswith(".write") and not site.startswith("lease."):
             self._finished(self._start(allowed, f"{site}:{nth}:enospc"))
 
@@ -210,7 +211,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         data=st.data(),
     )
     def changed_while_it_is_read(
-        self, allowed: Allowed, site: str, nth: int, how: str, back: str, data: st.DataObject
+        self, allowed: AllowedChanges, site: str, nth: int, how: str, back: str, data: st.DataObject
     ) -> None:
         """A file gets another version, of as many rows and bytes, under a writer, and perhaps the old one again."""
         pid = self._start(allowed, f"{site}:{nth}:stop")
@@ -229,7 +230,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.stopped) < 3)
     @rule(allowed=ALLOWED, site=st.sampled_from(SITES), nth=st.integers(1, 4))
-    def stop(self, allowed: Allowed, site: str, nth: int) -> None:
+    def stop(self, allowed: AllowedChanges, site: str, nth: int) -> None:
         """A writer that is stopped in the middle, to wake up later (or it ends before it gets there)."""
         pid = self._start(allowed, f"{site}:{nth}:stop")
         until(lambda: state_of(pid) in "TZ")
@@ -285,7 +286,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.files[name] = version
         self.states.append(dict(self.files))
 
-    def _start(self, allowed: Allowed, armed: str = "") -> int:
+    def _start(self, allowed: AllowedChanges, armed: str = "") -> int:
         environment = {"TORCHLAKE_FAILPOINT": armed} if armed else {}
         return self.server.start(
             folder=str(self.folder),

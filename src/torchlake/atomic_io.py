@@ -25,12 +25,12 @@ WRONG_PATH = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, e
 "Errors that more room on the disk does not help against."
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """A hidden name beside `path` that only the caller has, for what will be `path` when it is whole."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
-def leftovers(path: Path) -> list[Path]:
+def stale_temporaries(path: Path) -> list[Path]:
     """What killed writers of `path` left under their temporary names."""
     ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
     return [one for one in path.parent.glob(".*.tmp") if ours.fullmatch(one.name)]
@@ -58,7 +58,7 @@ def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
 
 def _write(path: Path, content: bytes, place: Callable[[Path, Path], None], *, site: str) -> None:
     """Write a temporary file and let `place` make it `path`. Raises FileExistsError as `place` does."""
-    building = temporary(path)
+    building = temporary_path(path)
     try:
         failpoint(f"{site}.write")
         with open(building, "xb") as file:
@@ -114,7 +114,7 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path}: not valid JSON ({error})") from None
 
 
-def set_usual_modes(files: Iterable[Path]) -> None:
+def set_default_modes(files: Iterable[Path]) -> None:
     """Give files of one folder the mode that `open` gives a new one: safetensors writes for the owner alone.
 
     A new file shows that mode, because the umask cannot be read without changing it for the whole process.
@@ -122,7 +122,7 @@ def set_usual_modes(files: Iterable[Path]) -> None:
     mode: int | None = None
     for file in files:
         if mode is None:
-            probe = temporary(file)
+            probe = temporary_path(file)
             with open(probe, "xb") as made:
                 mode = stat.S_IMODE(os.fstat(made.fileno()).st_mode)
             probe.unlink()
@@ -159,7 +159,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def described(path: Path) -> dict[str, Any]:
+def size_and_sha256(path: Path) -> dict[str, Any]:
     """What a manifest says of a file: its size and its sha256."""
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
@@ -167,7 +167,7 @@ def described(path: Path) -> dict[str, Any]:
 def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
     """Record the size and sha256 of every file under `folder` in its `manifest.json`, written last; returns it."""
     files = {
-        path.relative_to(folder).as_posix(): described(path)
+        path.relative_to(folder).as_posix(): size_and_sha256(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST and not path.name.endswith(".tmp")
     }
@@ -198,7 +198,7 @@ def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) ->
     for name, expected in manifest["files"].items():
         if not Path(name).name.startswith(kind):
             continue
-        path, shown = inside(folder, name), f"{named or folder}/{name}"
+        path, shown = safe_join(folder, name), f"{named or folder}/{name}"
         if not path.is_file():
             raise DataError(f"{shown}: missing, but listed in {MANIFEST}")
         if path.stat().st_size != expected["bytes"]:
@@ -208,7 +208,7 @@ def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) ->
     return manifest
 
 
-def inside(folder: Path, name: str) -> Path:
+def safe_join(folder: Path, name: str) -> Path:
     """`folder / name`, refusing names that lead out of the folder. Raises UnsafeError."""
     path = folder / name
     if os.path.isabs(name) or ".." in Path(name).parts or not path.resolve().is_relative_to(folder.resolve()):

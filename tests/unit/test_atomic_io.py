@@ -39,7 +39,7 @@ def test_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path: Path)
 
 def test_temporary_names_are_hidden_and_never_the_same(tmp_path: Path) -> None:
     path = tmp_path / "model"
-    names = {atomic_io.temporary(path) for _ in range(1000)}
+    names = {atomic_io.temporary_path(path) for _ in range(1000)}
     assert len(names) == 1000
     for name in names:
         assert re.fullmatch(r"\.model\.[0-9a-f]{16}\.tmp", name.name)
@@ -54,11 +54,11 @@ def test_no_temporary_name_is_made_of_a_process_id() -> None:
 
 
 def test_leftovers_are_those_of_this_path(tmp_path: Path) -> None:
-    old, new = tmp_path / ".model.77.tmp", atomic_io.temporary(tmp_path / "model")
-    others = [atomic_io.temporary(tmp_path / "model.v2"), tmp_path / ".model.tmp", tmp_path / "model.0a.tmp"]
+    old, new = tmp_path / ".model.77.tmp", atomic_io.temporary_path(tmp_path / "model")
+    others = [atomic_io.temporary_path(tmp_path / "model.v2"), tmp_path / ".model.tmp", tmp_path / "model.0a.tmp"]
     for path in (old, new, *others):
         path.mkdir()
-    assert sorted(atomic_io.leftovers(tmp_path / "model")) == sorted([old, new])
+    assert sorted(atomic_io.stale_temporaries(tmp_path / "model")) == sorted([old, new])
 
 
 @pytest.mark.parametrize("left", [".{name}.77.tmp", ".{name}.0123456789abcdef.tmp"])

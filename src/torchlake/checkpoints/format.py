@@ -60,7 +60,7 @@ def write_share(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
         for kind, pieces in kinds.items():
             path = draft.building / _file_name(kind, draft.rank, draft.world_size)
             _write_tensors(path, pieces, f"{draft.site}.{kind}")
-            files[path.name] = atomic_io.described(path)
+            files[path.name] = atomic_io.size_and_sha256(path)
     except OSError as error:
         raise atomic_io.storage_error(error, draft.path) from error
     atomic_io.write_json(draft.note(draft.rank), files, site=f"{draft.site}.note")
@@ -80,7 +80,7 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
         mine = dict(notes[draft.rank])
         if state is not None:
             atomic_io.write_json(draft.building / STATE, dict(state), site=f"{draft.site}.state")
-            mine[STATE] = files[STATE] = atomic_io.described(draft.building / STATE)
+            mine[STATE] = files[STATE] = atomic_io.size_and_sha256(draft.building / STATE)
         draft.place.reveal(draft, {**fields, "files": files}, mine)
     except OSError as error:
         raise atomic_io.storage_error(error, draft.path) from error
@@ -199,7 +199,7 @@ def _write_tensors(path: Path, pieces: Pieces, site: str) -> None:
     try:
         failpoint(f"{site}.write")
         save_file(plain, path, metadata=sharding.header(pieces))
-        atomic_io.set_usual_modes([path])
+        atomic_io.set_default_modes([path])
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:

@@ -131,7 +131,7 @@ class Remote:
         (target / atomic_io.MANIFEST).write_bytes(self._content(f"{name}/{atomic_io.MANIFEST}"))
         manifest = atomic_io.read_manifest(target, named=shown)
         wanted = [one for one in manifest["files"] if posixpath.basename(one).startswith(kind)]
-        places = [atomic_io.inside(target, one) for one in wanted]
+        places = [atomic_io.safe_join(target, one) for one in wanted]
         for place in places:
             place.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -139,7 +139,7 @@ class Remote:
         except FileNotFoundError:
             log.debug("%s: not all of its files are there", shown)  # which, is told by the manifest
         atomic_io.check_manifest(target, kind=kind, named=shown)
-        return atomic_io.inside(target, manifest["attempt"])
+        return atomic_io.safe_join(target, manifest["attempt"])
 
     def forget(self) -> None:
         atomic_io.remove([self.mirror / "fetched"])

@@ -155,7 +155,7 @@ class Folder:
     def delete(self, name: str) -> None:
         path = self.root / name
         # A folder half deleted must not look like a torn checkpoint.
-        leaving = atomic_io.temporary(path)
+        leaving = atomic_io.temporary_path(path)
         os.replace(path, leaving)
         atomic_io.remove([leaving])
 
@@ -199,5 +199,5 @@ def _read_back(path: Path, files: Files, mine: Files) -> None:
     for name, expected in files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
-        if size != expected["bytes"] or (name in mine and atomic_io.described(file) != expected):
+        if size != expected["bytes"] or (name in mine and atomic_io.size_and_sha256(file) != expected):
             raise StorageError(f"{file}: just written, and read back otherwise. The disk is failing.")

@@ -100,7 +100,7 @@ def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str |
 def predict(model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Score a stored table; `options` are those of the Python function that were given."""
     from torchlake.scoring.predict import predict
-    from torchlake.tables.failures import in_lines
+    from torchlake.tables.failures import format_reasons
 
     done = predict(model, table, output, engine=engine, **options)
     names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "output")
@@ -112,7 +112,7 @@ def predict(model: str, table: str, output: str, engine: "Engine | None", option
     }
     lines = _table(shown)
     if done.rows_failed:
-        lines += ["", "rows with an error, by reason", *(f"  {line}" for line in in_lines(done.errors))]
+        lines += ["", "rows with an error, by reason", *(f"  {line}" for line in format_reasons(done.errors))]
         lines.append(f"for example {done.example}")
     return Outcome(values=values, lines=lines)
 
@@ -120,12 +120,12 @@ def predict(model: str, table: str, output: str, engine: "Engine | None", option
 def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Measure a model; `options` are those of the Python function that were given."""
     from torchlake.evaluation.evaluate import evaluate
-    from torchlake.tables.failures import in_lines
+    from torchlake.tables.failures import format_reasons
 
     done = evaluate(model, table, engine=engine, **options)
     values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion", "tokens")}
     values["metrics"] = {name: _interval(metric) for name, metric in done.metrics.items()}
-    reasons = ", ".join(in_lines(done.errors))
+    reasons = ", ".join(format_reasons(done.errors))
     rows = f"{done.rows:,}, of which {done.failed:,} are left out ({reasons})" if done.failed else f"{done.rows:,}"
     counts = {"rows": rows, **({} if done.tokens is None else {"tokens": f"{done.tokens:,}"})}
     lines = [*_table(counts), "", *_metric_lines(done.metrics)]

@@ -50,7 +50,7 @@ class Bins:
         """The blocks `numbers` (B,) as token ids (B, L) int64 and their mask (B, L) int64, as `batching.pad` gives."""
         return _rectangle([self.rows_of(number) for number in numbers], self, pad_id)
 
-    def alone(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    def unpacked(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
         """The same of their rows, each in a line of its own: (R, L) int64 and (R, L) int64."""
         rows = [row for number in numbers for row in self.rows_of(number)]
         return _rectangle([np.array([row]) for row in rows], self, pad_id)
@@ -64,7 +64,7 @@ class Bins:
             positions[line] = np.concatenate([np.arange(part) for part in parts])
         return positions
 
-    def learned_of(self, numbers: np.ndarray) -> np.ndarray:
+    def target_counts(self, numbers: np.ndarray) -> np.ndarray:
         """(B,) int64, tokens of the blocks `numbers` (B,) that are learned."""
         counts = np.zeros(len(numbers), dtype=np.int64)
         for place, number in enumerate(numbers):
@@ -86,7 +86,7 @@ class Bins:
         return lengths
 
 
-def fill(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
+def pack_whole(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
     """The rows `order` (N,) of `tokens` in as few blocks of at most `length` tokens as best fit finds.
 
     Raises DataError when there is no row.
@@ -115,7 +115,7 @@ def fill(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
     return _bins(tokens, order[np.array([place for block in blocks for place in block])], starts, length)
 
 
-def one_each(tokens: Ragged, length: int) -> Bins:
+def one_per_block(tokens: Ragged, length: int) -> Bins:
     """Every row in a block of its own, in the order of the table."""
     return _bins(tokens, np.arange(len(tokens)), np.arange(len(tokens) + 1), length)
 

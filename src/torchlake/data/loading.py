@@ -24,7 +24,7 @@ from torchlake.data.batching import Ragged
 from torchlake.data.bins import Bins
 from torchlake.data.packing import Blocks
 from torchlake.errors import DataError
-from torchlake.tables.output.commit import committed_files, read_commit
+from torchlake.tables.record import committed_files, read_commit
 
 FORMAT = 1
 BATCH_ROWS = 16384
@@ -52,7 +52,7 @@ def build_cache(prepared: Path, cache: Path) -> None:
     identity = _identity(prepared)
     if _is_current(cache, identity):
         return
-    building = atomic_io.temporary(cache)
+    building = atomic_io.temporary_path(cache)
     try:
         building.mkdir(parents=True)
         about = _decode(committed_files(prepared), building)

@@ -16,9 +16,9 @@ import numpy as np
 from torchlake.errors import DataError
 
 WINDOW_BATCHES = 32
-SPLIT = 2**64 - 1
+SPLIT_STREAM = 2**64 - 1
 "The split's stream: where an epoch's number stands in the key, and no epoch's number."
-LAID = 2**63
+SHUFFLE_STREAM = 2**63
 "Added to an epoch's number: the stream that decides in which order rows are laid end to end."
 
 
@@ -41,9 +41,9 @@ def epoch_batches(lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int
     return [batches[index] for index in _permutation(rng, len(batches))]
 
 
-def laid(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+def shuffled(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
     """The row numbers `rows` (N,) int64 in the order in which an epoch lays them end to end."""
-    rng = np.random.Philox(key=np.array([seed, LAID + epoch], dtype=np.uint64))
+    rng = np.random.Philox(key=np.array([seed, SHUFFLE_STREAM + epoch], dtype=np.uint64))
     return np.asarray(rows[_permutation(rng, len(rows))])
 
 
@@ -59,17 +59,17 @@ def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = No
             f"validation: {{fraction: {fraction}}} needs at least 2 rows, the training table has {rows}; "
             "give more rows, a validation table, or validation: null"
         )
-    shuffled = _permutation(np.random.Philox(key=np.array([seed, SPLIT], dtype=np.uint64)), rows)
+    shuffled = _permutation(np.random.Philox(key=np.array([seed, SPLIT_STREAM], dtype=np.uint64)), rows)
     validation = min(max(1, round(rows * fraction)), rows - 1)
     if classes is not None:
         sizes = np.bincount(classes)
         if (sizes > 1).any():
-            held_out = _first_of_each(classes[shuffled], sizes, _seats(sizes, fraction, validation))
+            held_out = _first_of_each(classes[shuffled], sizes, _validation_counts(sizes, fraction, validation))
             return np.sort(shuffled[~held_out]), np.sort(shuffled[held_out])
     return np.sort(shuffled[validation:]), np.sort(shuffled[:validation])
 
 
-def _seats(sizes: np.ndarray, fraction: float, total: int) -> np.ndarray:
+def _validation_counts(sizes: np.ndarray, fraction: float, total: int) -> np.ndarray:
     """(C,) validation rows of classes of these sizes (C,), `total` together unless too few classes have two rows.
 
     Each has its fraction rounded down, at least one and never all of its rows; what is missing goes to those furthest

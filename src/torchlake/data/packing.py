@@ -19,7 +19,7 @@ import numpy as np
 from torchlake.data.batching import Ragged
 from torchlake.errors import DataError
 
-COUNTED_AT_ONCE = 256
+BLOCKS_PER_COUNT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,16 @@ class Blocks:
         ids[mask] = self.tokens.values[self.tokens.offsets[self.order[rows]] + places - self.starts[rows]]
         return ids, mask.astype(np.int64)
 
-    def learned_of(self, numbers: np.ndarray) -> np.ndarray:
+    def target_counts(self, numbers: np.ndarray) -> np.ndarray:
         """(B,) int64, tokens of the blocks `numbers` (B,) that are learned; the first of a block is read at most."""
         counts = np.zeros(len(numbers), dtype=np.int64)
-        for first in range(0, len(numbers), COUNTED_AT_ONCE):
-            ids, mask = self.padded(numbers[first : first + COUNTED_AT_ONCE], 0)
-            counts[first : first + COUNTED_AT_ONCE] = ((ids >= 0) & (mask == 1))[:, 1:].sum(axis=1)
+        for first in range(0, len(numbers), BLOCKS_PER_COUNT):
+            ids, mask = self.padded(numbers[first : first + BLOCKS_PER_COUNT], 0)
+            counts[first : first + BLOCKS_PER_COUNT] = ((ids >= 0) & (mask == 1))[:, 1:].sum(axis=1)
         return counts
 
 
-def as_read(ids: np.ndarray) -> np.ndarray:
+def input_ids_of(ids: np.ndarray) -> np.ndarray:
     """The tokens as a model reads them, learned or not."""
     return np.where(ids < 0, ~ids, ids)
 

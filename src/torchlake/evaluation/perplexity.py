@@ -25,8 +25,8 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
-from torchlake.data.bins import Bins, one_each
-from torchlake.data.packing import Blocks, as_read, pack
+from torchlake.data.bins import Bins, one_per_block
+from torchlake.data.packing import Blocks, input_ids_of, pack
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.metrics import Metric, loss_metrics
@@ -37,7 +37,7 @@ from torchlake.progress import progress
 from torchlake.scoring.runtime_choice import REFERENCE, asked_for
 from torchlake.scoring.scorer import Runtime, device, worker_memory
 from torchlake.tables.failures import count_reasons
-from torchlake.tables.output.commit import committed_files
+from torchlake.tables.record import committed_files
 from torchlake.tables.sources.frames import is_frame, to_arrow
 
 RESAMPLES = 1000
@@ -113,7 +113,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
 
     def losses(numbers: np.ndarray) -> np.ndarray:
         ids, mask = blocks.padded(numbers, pad_id)
-        logits = torch.from_numpy(forward(as_read(ids), mask))
+        logits = torch.from_numpy(forward(input_ids_of(ids), mask))
         targets = torch.from_numpy(task.targets(ids, mask))
         rows = zip(logits.split(1), targets.split(1), strict=True)
         return np.array([task.loss_sum(one, wanted, spec).item() for one, wanted in rows])
@@ -145,7 +145,7 @@ def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndar
             found[numbers.start : numbers.stop] = losses
             advance(len(numbers))
     every = np.arange(len(found))
-    return found, blocks.learned_of(every) if settings.spec.problem == "next_answer_token" else blocks.lengths_of(
+    return found, blocks.target_counts(every) if settings.spec.problem == "next_answer_token" else blocks.lengths_of(
         every
     ) - 1
 
@@ -154,7 +154,7 @@ def _blocks(settings: LossSettings) -> Blocks | Bins:
     tokens = loading.open_tokens(Path(settings.cache)).tokens
     assert isinstance(tokens, Ragged), "a table on disk has rows"
     if settings.spec.problem == "next_answer_token":
-        return one_each(tokens, settings.spec.max_length)
+        return one_per_block(tokens, settings.spec.max_length)
     return pack(tokens, np.arange(len(tokens)), settings.spec.max_length)
 
 

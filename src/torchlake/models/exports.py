@@ -70,7 +70,7 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
         ) from error
     try:
         yield temporary
-        atomic_io.set_usual_modes(path for path in temporary.rglob("*") if path.is_file())
+        atomic_io.set_default_modes(path for path in temporary.rglob("*") if path.is_file())
         atomic_io.write_manifest(
             temporary,
             site="export",

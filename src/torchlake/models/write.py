@@ -48,8 +48,8 @@ def save_model_folder(
     import transformers
 
     folder = Path(folder)
-    atomic_io.remove(atomic_io.leftovers(folder))
-    temporary = atomic_io.temporary(folder)
+    atomic_io.remove(atomic_io.stale_temporaries(folder))
+    temporary = atomic_io.temporary_path(folder)
     model: Any = model_or_state
     state = None
     if isinstance(model_or_state, Mapping):
@@ -69,7 +69,7 @@ def save_model_folder(
         if beside is not None:
             shutil.copytree(beside, temporary / beside.name)
         written = [path for path in temporary.rglob("*") if path.is_file()]
-        atomic_io.set_usual_modes(written)
+        atomic_io.set_default_modes(written)
         for path in written:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -167,7 +167,7 @@ def _put_in_place(temporary: Path, folder: Path, site: str) -> None:
         os.rename(temporary, folder)
     elif not exchange(temporary, folder):
         # No exchange on this file system: between two renames there is a moment without a model.
-        older = atomic_io.temporary(folder)
+        older = atomic_io.temporary_path(folder)
         os.rename(folder, older)
         os.rename(temporary, folder)
         os.rename(older, temporary)

@@ -31,9 +31,9 @@ from torchlake.progress import progress
 from torchlake.scoring.poison_rows import Strikes, read_chunk
 from torchlake.scoring.scorer import beyond_embeddings, check_prompts, string_column, within, without_rows
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
-from torchlake.tables.output.commit import Part, known_inputs, part_name, write_part, writing
-from torchlake.tables.output.jobs import Allowed
-from torchlake.tables.output.parts import TABLE, part_of_lost_attempt
+from torchlake.tables.output.commit import write_transaction
+from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+from torchlake.tables.output.parts import TABLE, Part, part_name, part_of_lost_attempt, write_part
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
 
@@ -85,15 +85,17 @@ def prepare(
         chat = check_prompts(source.schema, spec.text, source.source, task, tokenizer)
         if spec.problem == "next_answer_token":
             _check_answers(task, tokenizer, source.source, spec.text, chat=chat)
-    plan = plan_chunks(source, columns=spec.columns, known=known_inputs(output))
+    plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output))
     fingerprint = {
         "format": 1,
         "tokenizer": folders.tokenizer_hash(tokenizer),
         "spec": atomic_io.fingerprint(spec_to_json(spec)),
         "bad_rows": bad_rows,
     }
-    allowed = Allowed(overwrite=overwrite)
-    with writing(output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), allowed=allowed) as out:
+    allowed = AllowedChanges(overwrite=overwrite)
+    with write_transaction(
+        output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), allowed=allowed
+    ) as out:
         if out.complete:
             assert out.record is not None
             return out.record

@@ -22,7 +22,7 @@ from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.data import order
 from torchlake.tables.failures import count_reasons
-from torchlake.tables.output.commit import committed_files, read_commit
+from torchlake.tables.record import committed_files, read_commit
 
 SHOWN_CLASSES = 10
 FILE = "data.json"

@@ -27,7 +27,7 @@ from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
 from torchlake.errors import DataError, FingerprintError
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
-from torchlake.tables.output.commit import known_inputs
+from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.record import local_output
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 
@@ -177,7 +177,7 @@ def _is_free(name: str) -> bool:
 
 def _content(prepared: Path) -> str:
     """What a table held when it was prepared."""
-    files = known_inputs(prepared)
+    files = planned_inputs(prepared)
     rows = sum(one.rows for one in files)
     content = atomic_io.fingerprint(sorted([one.name, one.sha256] for one in files))
     return f"{rows} rows in {len(files)} file{'s' * (len(files) != 1)}, sha256 {content}"

@@ -40,13 +40,13 @@ from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name, worker_memory
 from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, make_table_worker, output_schema, with_staging
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
-from torchlake.tables.failures import failures_of
+from torchlake.tables.failures import read_failures
 from torchlake.tables.keys import check_key
-from torchlake.tables.output.commit import Writing, known_inputs, part_name, writing
-from torchlake.tables.output.jobs import Allowed
-from torchlake.tables.output.parts import stored_schema
+from torchlake.tables.output.commit import WriteTransaction, write_transaction
+from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.record import local_output
-from torchlake.tables.sources.frames import engine_of, is_frame, like, to_arrow
+from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow, to_original_frame
 from torchlake.tables.table import Table, open_table
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def predict(
         choice,
         max_error_rate=max_error_rate,
         chunk_rows=chunk_rows,
-        allowed=Allowed(overwrite=overwrite, new_input=accept_new_input, removed_input=accept_removed_input),
+        allowed=AllowedChanges(overwrite=overwrite, new_input=accept_new_input, removed_input=accept_removed_input),
         on_bad_file=on_bad_file,
     )
 
@@ -200,7 +200,7 @@ def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine
     failed = len(scored) - scored["error"].null_count
     examples = [f"{reason}" for reason in pc.unique(scored["error"].drop_null()).to_pylist()[:3]]
     _refuse_too_many(failed, len(scored), len(scored), max_error_rate, examples)
-    return like(frame, scored)
+    return to_original_frame(frame, scored)
 
 
 def _map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
@@ -223,7 +223,7 @@ def _predict_table(
     *,
     max_error_rate: float,
     chunk_rows: int | None,
-    allowed: Allowed,
+    allowed: AllowedChanges,
     on_bad_file: Literal["error", "quarantine"],
 ) -> Scored:
     began = time.perf_counter()
@@ -236,12 +236,12 @@ def _predict_table(
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:
         log.warning("%s is left out: %s", file, reason)
-    plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows, known=known_inputs(output))
+    plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows, cached=planned_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
     make_export(settings, engine)
     fingerprint = fingerprint_of(settings, spec)
-    with writing(
+    with write_transaction(
         output,
         plan=plan,
         fingerprint=fingerprint,
@@ -271,12 +271,12 @@ def _predict_table(
         rows_per_s=scored_rows / seconds,
         record=record,
         quarantined=tuple(source.quarantined),
-        **failures_of(out.output, record, out.plan)._asdict(),
+        **read_failures(out.output, record, out.plan)._asdict(),
     )
 
 
 def _score(
-    out: Writing,
+    out: WriteTransaction,
     items: list[tuple[Chunk, str]],
     settings: ScoringSettings,
     engine: Engine,

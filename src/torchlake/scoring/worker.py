@@ -24,8 +24,7 @@ from torchlake.data.batching import Ragged
 from torchlake.scoring.poison_rows import Strikes, read_chunk
 from torchlake.scoring.scorer import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, string_column, within
 from torchlake.tables.chunks import Chunk
-from torchlake.tables.output.commit import Part, write_part
-from torchlake.tables.output.parts import part_of_lost_attempt
+from torchlake.tables.output.parts import Part, part_of_lost_attempt, write_part
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from torchlake.errors import DataError, TableError
-from torchlake.tables.formats.layout import MAX_BYTES, Pieces, pieces_of
+from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.sources.versions import Version, content_id, settled_version_of, version_of
 from torchlake.tables.table import Table, missing_column
@@ -101,12 +101,12 @@ def plan_chunks(
     *,
     columns: Sequence[str],
     chunk_rows: int | None = None,
-    known: Sequence[InputFile] = (),
+    cached: Sequence[InputFile] = (),
     hashed: bool = True,
 ) -> Plan:
     """Cut `table` into chunks of `chunk_rows` rows: by default 1/64 of it, from 1,024 to 32,768; 16 MiB at most.
 
-    The sha256 of a file that is in `known` with the same path and version is taken from there; without `hashed` none is
+    The sha256 of a file that is in `cached` with the same path and version is taken from there; without `hashed` none is
     computed, for a plan that only reads.
     Raises TableError when a column is missing, or a file cannot be read or changes meanwhile.
     """
@@ -118,12 +118,12 @@ def plan_chunks(
     # Before the scan, so that what is appended later is seen to be missing.
     versions = [settled_version_of(file) for file in table.files]
     pieces = [
-        pieces_of(file, table.format, version, table.footers.get(file), columns, chunk_rows)
+        split_candidates(file, table.format, version, table.footers.get(file), columns, chunk_rows)
         for file, version in zip(table.files, versions, strict=True)
     ]
     rows = [sum(segment.rows for segment in one.segments) for one in pieces]
     size = chunk_rows or min(max(sum(rows) // CHUNKS, MIN_ROWS), MAX_ROWS)
-    trusted = {(one.path, one.version): one.sha256 for one in known}
+    trusted = {(one.path, one.version): one.sha256 for one in cached}
     inputs: list[InputFile] = []
     chunks: list[Chunk] = []
     for file, name, version, one, count in zip(table.files, table.names, versions, pieces, rows, strict=True):
@@ -143,7 +143,7 @@ def plan_chunks(
             )
         )
         text = table.format in ("csv", "jsonl")
-        for cut in cut_text(one, size) if text else cut_groups(one.segments, size):
+        for cut in split_text(one, size) if text else split_row_groups(one.segments, size):
             chunks.append(
                 Chunk(
                     index=len(chunks),
@@ -159,7 +159,7 @@ def plan_chunks(
     return Plan(inputs=tuple(inputs), chunks=tuple(chunks), serialized=serialized, rows=sum(rows))
 
 
-class Cut(NamedTuple):
+class Split(NamedTuple):
     """Where a chunk lies in its file; the fields are those of `Chunk`."""
 
     first_row: int
@@ -170,13 +170,13 @@ class Cut(NamedTuple):
     bytes: int = 0
 
 
-def cut_groups(groups: Sequence[Segment], size: int) -> Iterator[Cut]:
+def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:
     """Row groups to chunks: big ones split evenly, small neighbours joined while they fit."""
     first_row = first = joined = joined_bytes = 0
     for place, group in enumerate(groups):
         whole = group.rows <= size and group.bytes <= MAX_BYTES
         if joined and (not whole or joined + group.rows > size or joined_bytes + group.bytes > MAX_BYTES):
-            yield Cut(first_row, joined, (first, place - first), first_row)
+            yield Split(first_row, joined, (first, place - first), first_row)
             first_row, first, joined, joined_bytes = first_row + joined, place, 0, 0
         if whole:
             joined, joined_bytes = joined + group.rows, joined_bytes + group.bytes
@@ -184,24 +184,24 @@ def cut_groups(groups: Sequence[Segment], size: int) -> Iterator[Cut]:
             count = min(group.rows, max(_over(group.rows, size), _over(group.bytes, MAX_BYTES)))
             for part in range(count):
                 start, stop = group.rows * part // count, group.rows * (part + 1) // count
-                yield Cut(first_row + start, stop - start, (place, 1), first_row)
+                yield Split(first_row + start, stop - start, (place, 1), first_row)
             first_row, first = first_row + group.rows, place + 1
     if joined:
-        yield Cut(first_row, joined, (first, len(groups) - first), first_row)
+        yield Split(first_row, joined, (first, len(groups) - first), first_row)
 
 
-def cut_text(pieces: Pieces, size: int) -> Iterator[Cut]:
+def split_text(pieces: SplitCandidates, size: int) -> Iterator[Split]:
     """Segments of a text file to chunks of about equal rows, none above `size` rows or, but for one segment, 16 MiB."""
     total, total_bytes = (sum(column) for column in zip(*pieces.segments, strict=True)) if pieces.segments else (0, 0)
     target = _over(total, max(_over(total, size), _over(total_bytes, MAX_BYTES))) if total else 0
     first_row, offset, rows, length = 0, pieces.start, 0, 0
     for segment in pieces.segments:
         if rows and (rows + segment.rows > size or length + segment.bytes > MAX_BYTES or rows >= target):
-            yield Cut(first_row, rows, offset=offset, bytes=length)
+            yield Split(first_row, rows, offset=offset, bytes=length)
             first_row, offset, rows, length = first_row + rows, offset + length, 0, 0
         rows, length = rows + segment.rows, length + segment.bytes
     if rows:
-        yield Cut(first_row, rows, offset=offset, bytes=length)
+        yield Split(first_row, rows, offset=offset, bytes=length)
 
 
 def chunk_label(item: tuple[Chunk, str]) -> str:
@@ -247,7 +247,7 @@ def plan_from_json(value: Any) -> Plan:
         serialized = base64.b64decode(value["schema"])
         columns = value["chunks"]
         columns["groups_row"] = _starts_of_groups(columns)
-        ranges = zip(*(columns[field] for field in ("index", "input", *Cut._fields)), strict=True)
+        ranges = zip(*(columns[field] for field in ("index", "input", *Split._fields)), strict=True)
         chunks = tuple(
             Chunk(
                 index=index,

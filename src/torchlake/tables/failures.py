@@ -34,7 +34,7 @@ def count_reasons(errors: pa.Array | pa.ChunkedArray) -> Counter[str]:
     return Counter({one["values"]: one["counts"] for one in pc.value_counts(reasons).to_pylist()})
 
 
-def failures_of(output: Path, record: Mapping[str, Any], plan: Plan) -> Failures:
+def read_failures(output: Path, record: Mapping[str, Any], plan: Plan) -> Failures:
     """The failed rows of the output that has this commit record and plan."""
     counts: Counter[str] = Counter()
     example = None
@@ -50,7 +50,7 @@ def failures_of(output: Path, record: Mapping[str, Any], plan: Plan) -> Failures
     return Failures(dict(counts.most_common()), example)
 
 
-def in_lines(errors: Mapping[str, int], lines: int = LINES) -> list[str]:
+def format_reasons(errors: Mapping[str, int], lines: int = LINES) -> list[str]:
     """A line for each reason, the last of them for all that have none."""
     shown = [f"{reason} {count:,}" for reason, count in errors.items()]
     if len(shown) <= lines:

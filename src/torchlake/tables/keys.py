@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from torchlake.errors import TableError
 from torchlake.tables.chunks import Plan
-from torchlake.tables.formats.layout import plain
+from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.hashes import Words, hashes, identities, is_hashable
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table
@@ -73,7 +73,7 @@ def key_problem(read: Callable[[], Iterator[Keys]], rows: int) -> str | None:
         count = 0
         faults: dict[str, list[str]] = {"null": [], "NaN": []}
         for keys in read():
-            if not is_hashable(plain(keys.values.type)):
+            if not is_hashable(storage_type(keys.values.type)):
                 return "holds lists or structs, which cannot be keys"
             for found in _hashes(keys, faults):
                 stored[count : count + len(found)] = found
@@ -106,7 +106,7 @@ def _arrays(keys: Keys) -> Iterator[tuple[Rows, pa.Array, Rows]]:
     """The keys that are not null, array by array and decoded, with the numbers of their rows; and of those without."""
     first = keys.first_row
     for values in keys.values.chunks:
-        values = values.cast(plain(values.type))
+        values = values.cast(storage_type(values.type))
         numbers = np.arange(first, first + len(values), dtype=np.int64)
         first += len(values)
         if values.null_count:

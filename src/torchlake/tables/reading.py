@@ -18,11 +18,17 @@ from torchlake.errors import TableError
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.formats import values
 from torchlake.tables.formats.bad_text import without_bad_text
-from torchlake.tables.formats.columnar import is_random, open_arrow, open_parquet, parquet_batches, reading
-from torchlake.tables.formats.layout import plain
-from torchlake.tables.formats.lines import Bad, csv_header, read_records
-from torchlake.tables.sources.versions import Unchanged
-from torchlake.tables.table import missing_column, same_type
+from torchlake.tables.formats.columnar import (
+    is_random_access,
+    open_arrow,
+    open_parquet,
+    parquet_batches,
+    translate_errors,
+)
+from torchlake.tables.formats.layout import storage_type
+from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
+from torchlake.tables.sources.versions import ContentChecker
+from torchlake.tables.table import is_compatible, missing_column
 
 BATCH_ROWS = 4096
 BAD_UTF8 = "bad_utf8"
@@ -34,7 +40,7 @@ class ChunkReader:
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
         self._cursor: _Cursor | None = None
-        self._unchanged = Unchanged()
+        self._unchanged = ContentChecker()
         self._headers: dict[str, list[str]] = {}
         self._schemas: dict[bytes, pa.Schema] = {}
 
@@ -99,7 +105,7 @@ class ChunkReader:
     def _read_binary(self, chunk: Chunk, schema: pa.Schema) -> pa.Table:
         where = f": rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}"
         try:
-            with reading(chunk.file, where):
+            with translate_errors(chunk.file, where):
                 if self._cursor is None or not self._cursor.reaches(chunk):
                     self.close()
                     self._cursor = _Cursor(chunk, self.columns)
@@ -170,7 +176,7 @@ class _Cursor:
             if name not in reader.schema.names:
                 raise missing_column(self.file, name, reader.schema)
         batches: Iterator[pa.RecordBatch]
-        if is_random(reader):
+        if is_random_access(reader):
             batches = map(reader.get_batch, range(first, min(first + count, reader.num_record_batches)))
         else:
             batches = islice(reader, first, first + count)
@@ -203,7 +209,7 @@ def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[in
     fitted, errors = [], {}
     for row, item in enumerate(items):
         try:
-            fitted.append(values.fit(item, kind))
+            fitted.append(values.strict_cast(item, kind))
         except UnicodeEncodeError:
             fitted.append(None)
             errors[row] = BAD_UTF8
@@ -215,7 +221,7 @@ def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[in
 
 def _bad_records(chunk: Chunk, records: Sequence[Any]) -> dict[int, str]:
     """{row: reason} of the records that could not be parsed; the reason says where, as such a row has no key."""
-    return {row: record + _where(chunk, row) for row, record in enumerate(records) if isinstance(record, Bad)}
+    return {row: record + _where(chunk, row) for row, record in enumerate(records) if isinstance(record, BadRecord)}
 
 
 def _where(chunk: Chunk, row: int) -> str:
@@ -243,7 +249,7 @@ def _as_list(array: pa.FixedSizeListArray) -> pa.ListArray:
     places = (np.flatnonzero(valid)[:, None] + array.offset) * size + np.arange(size)
     offsets = pa.array(np.concatenate([[0], np.cumsum(valid * size)]), pa.int32())
     values = array.values.take(pa.array(places.ravel()))
-    return pa.ListArray.from_arrays(offsets, values, type=plain(array.type), mask=pa.array(~valid))
+    return pa.ListArray.from_arrays(offsets, values, type=storage_type(array.type), mask=pa.array(~valid))
 
 
 def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
@@ -251,10 +257,10 @@ def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.Chunk
     if isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
     if pa.types.is_fixed_size_list(column.type):
-        column = pa.chunked_array([_as_list(chunk) for chunk in column.chunks], plain(column.type))
+        column = pa.chunked_array([_as_list(chunk) for chunk in column.chunks], storage_type(column.type))
     if column.type == field.type:
         return column
-    if not same_type(plain(column.type), field.type):
+    if not is_compatible(storage_type(column.type), field.type):
         raise TableError(f"{file}: the column {field.name!r} is {column.type} now; it was {field.type} when planned.")
     return column.cast(field.type)
 

@@ -60,7 +60,7 @@ def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
 def committed_files(output: str | Path) -> list[Path]:
     """The Parquet files of a finished output, in row order; names that lead out of it are refused (UnsafeError)."""
     folder = output_path(output)
-    return [atomic_io.inside(folder, part["name"]) for part in read_commit(folder)["parts"]]
+    return [atomic_io.safe_join(folder, part["name"]) for part in read_commit(folder)["parts"]]
 
 
 def _is_record(value: Any) -> bool:

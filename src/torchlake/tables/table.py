@@ -20,7 +20,7 @@ from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, is_table_file, schema_of
 from torchlake.tables.record import COMMIT, committed_files
-from torchlake.tables.sources.files import Found, describe, find, local_path, unavailable
+from torchlake.tables.sources.files import InputPath, describe, find, local_path, unavailable
 from torchlake.tables.sources.lakehouse import refuse_lakehouse_tables
 from torchlake.tables.sources.urls import is_url
 from torchlake.tables.sources.versions import settled_version_of
@@ -73,7 +73,7 @@ def open_table(
             seen.append((one, *looked))
     names = list(columns) or (seen[0][2].names if seen else [])
     common: dict[str, tuple[pa.DataType, str]] = _most_common(seen, names) if on_bad_file == "quarantine" else {}
-    schemas: dict[Found, pa.Schema] = {}
+    schemas: dict[InputPath, pa.Schema] = {}
     formats: dict[str, str] = {}
     footers: dict[str, Footer] = {}
     for one, format, schema, footer in seen:
@@ -113,7 +113,7 @@ def missing_column(file: str, name: str, schema: pa.Schema) -> TableError:
     return TableError(f"{file}: there is no column {name!r}.{hint} It has: {', '.join(schema.names) or 'no columns'}.")
 
 
-def same_type(one: pa.DataType, other: pa.DataType) -> bool:
+def is_compatible(one: pa.DataType, other: pa.DataType) -> bool:
     """Whether columns of these types may be parts of one column: equal, both strings, or one of them all null."""
     if pa.types.is_null(one) or pa.types.is_null(other) or one == other:
         return True
@@ -122,7 +122,7 @@ def same_type(one: pa.DataType, other: pa.DataType) -> bool:
     return (one in texts and other in texts) or (one in binaries and other in binaries)
 
 
-def _found(source: str | Path | Sequence[str | Path]) -> list[Found]:
+def _found(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
     """The files, those of a committed output by its record and never by what lies in the folder."""
     if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
         folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
@@ -131,7 +131,7 @@ def _found(source: str | Path | Sequence[str | Path]) -> list[Found]:
         except OSError as error:
             raise unavailable(os.fspath(source), error) from error
         if is_output:
-            return [Found(path.name, str(path)) for path in committed_files(folder)]
+            return [InputPath(path.name, str(path)) for path in committed_files(folder)]
     found = find(source, is_table_file)
     refuse_lakehouse_tables(found)
     return found
@@ -140,7 +140,7 @@ def _found(source: str | Path | Sequence[str | Path]) -> list[Found]:
 _Looked = tuple[str, pa.Schema, Footer | None]
 
 
-def _look_at(one: Found, columns: Sequence[str]) -> _Looked | DataError:
+def _look_at(one: InputPath, columns: Sequence[str]) -> _Looked | DataError:
     """Format, schema and footer of a file, or what is wrong with it."""
     try:
         version = settled_version_of(one.file)
@@ -157,7 +157,7 @@ def _look_at(one: Found, columns: Sequence[str]) -> _Looked | DataError:
     return format, schema, footer
 
 
-def _each(found: Sequence[Found], look: Callable[[Found], T]) -> Iterator[tuple[Found, T]]:
+def _each(found: Sequence[InputPath], look: Callable[[InputPath], T]) -> Iterator[tuple[InputPath, T]]:
     """What `look` gives for each file, in their order; by several threads where most of it is waiting for answers.
 
     Local files are looked at one after the other: it is Python's own work, and 16 threads take four times as long.
@@ -170,7 +170,7 @@ def _each(found: Sequence[Found], look: Callable[[Found], T]) -> Iterator[tuple[
 
 
 def _most_common(
-    seen: Sequence[tuple[Found, str, pa.Schema, Footer | None]], names: Sequence[str]
+    seen: Sequence[tuple[InputPath, str, pa.Schema, Footer | None]], names: Sequence[str]
 ) -> dict[str, tuple[pa.DataType, str]]:
     """The type that most files give each column, and the first of these files: the others are the bad ones."""
     found: dict[str, tuple[pa.DataType, str]] = {}
@@ -194,7 +194,7 @@ def _agree(file: str, schema: pa.Schema, names: Sequence[str], common: dict[str,
             raise missing_column(file, name, schema)
         kind = schema.field(schema.get_field_index(name)).type
         before, where = common.get(name, (kind, file))
-        if not same_type(kind, before):
+        if not is_compatible(kind, before):
             raise TableError(
                 f"{file}: the column {name!r} is {kind}, but {before} in {where}. Convert one of them, or name only "
                 "files that agree."

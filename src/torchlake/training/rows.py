@@ -93,7 +93,7 @@ def in_blocks(rows: Rows, spec: TaskSpec) -> Rows:
         return rows
     tokens = rows.table.tokens
     assert isinstance(tokens, batching.Ragged), "these are blocks already"
-    pack = bins.fill if spec.problem == "next_answer_token" else packing.pack
+    pack = bins.pack_whole if spec.problem == "next_answer_token" else packing.pack
     blocks = pack(tokens, rows.numbers, spec.max_length)
     return Rows(loading.TokenTable(blocks, None), np.arange(len(blocks)))
 
@@ -106,7 +106,7 @@ def planned(training: Rows, train: TrainConfig, steps: range, spec: TaskSpec) ->
         if step // per_epoch != epoch:
             epoch = step // per_epoch
             if plugins.load("tasks", spec.task).PACKED:
-                laid = order.laid(training.numbers, seed=train.seed, epoch=epoch)
+                laid = order.shuffled(training.numbers, seed=train.seed, epoch=epoch)
                 rows = in_blocks(Rows(training.table, laid), spec)
             batches = order.epoch_batches(rows.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
         yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]])

@@ -108,7 +108,7 @@ class Learner:
         if not len(numbers):
             ids, mask = self.filler[None], np.ones((1, len(self.filler)), dtype=np.int64)
         elif isinstance(tokens, bins.Bins) and not self.isolates:
-            ids, mask = tokens.alone(numbers, self.tokenizer.pad_token_id)
+            ids, mask = tokens.unpacked(numbers, self.tokenizer.pad_token_id)
         else:
             ids, mask = tokens.padded(numbers, self.tokenizer.pad_token_id)
         seen = mask
@@ -118,7 +118,7 @@ class Learner:
             seen = np.ones_like(mask)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.module(
-                input_ids=torch.from_numpy(packing.as_read(ids)).to(device),
+                input_ids=torch.from_numpy(packing.input_ids_of(ids)).to(device),
                 attention_mask=None if seen.all() else torch.from_numpy(seen).to(device),
                 **places,
                 **self.task.FORWARD,
@@ -142,7 +142,7 @@ class Learner:
             tokens = rows.table.tokens
             assert isinstance(tokens, bins.Bins), "conversations are packed whole"
             # A batch may hold nothing but questions: its loss is 0 then, of one target.
-            return max(1, int(tokens.learned_of(rows.numbers).sum()))
+            return max(1, int(tokens.target_counts(rows.numbers).sum()))
         number: int = self.task.num_targets(rows.lengths, self.spec)
         return number
 

@@ -37,9 +37,9 @@ from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
-from torchlake.tables.output.commit import known_inputs
+from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.sources.frames import engine_of
-from torchlake.tables.sources.versions import Unchanged
+from torchlake.tables.sources.versions import ContentChecker
 from torchlake.tables.table import open_table
 from torchlake.training import lora, restarts
 
@@ -278,12 +278,14 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
 def _refuse_changed_input(job: Job, folder: Path) -> None:
     """Raise FingerprintError when a table of a finished run is another one now; a table that is gone is not."""
     for name, table in run_folder.stored_tables(job).items():
-        planned = {one.name: one for one in known_inputs(folder / "prepared" / name)}
+        planned = {one.name: one for one in planned_inputs(folder / "prepared" / name)}
         try:
             now = open_table(table)
-            paths, unchanged = dict(zip(now.names, now.files, strict=True)), Unchanged()
+            paths, unchanged = dict(zip(now.names, now.files, strict=True)), ContentChecker()
             changed = sorted(planned.keys() ^ paths.keys()) or [
-                one.path for one in planned.values() if not unchanged.holds(paths[one.name], one.version, one.sha256)
+                one.path
+                for one in planned.values()
+                if not unchanged.is_unchanged(paths[one.name], one.version, one.sha256)
             ]
         except (TableError, OSError):
             continue

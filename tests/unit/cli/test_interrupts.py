@@ -16,7 +16,7 @@ import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
 from torchlake.processes.interrupts import announced
 from torchlake.scoring import predict
-from torchlake.tables.output.commit import Part
+from torchlake.tables.output.parts import Part
 from torchlake.training import restarts
 
 SCRIPT = """

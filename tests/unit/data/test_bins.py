@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchlake.data import order
 from torchlake.data.batching import Ragged
-from torchlake.data.bins import fill, one_each
+from torchlake.data.bins import one_per_block, pack_whole
 from torchlake.errors import DataError
 from torchlake.tasks.text_generation import NO_TARGET, targets
 
@@ -31,7 +31,7 @@ def read(ids: np.ndarray) -> np.ndarray:
 @given(LENGTHS, st.integers(0, 99))
 def test_every_conversation_is_in_one_block_whole_with_positions_of_its_own(lengths: list[int], seed: int) -> None:
     tokens = table(lengths, seed)
-    blocks = fill(tokens, order.laid(np.arange(len(lengths)), seed=seed, epoch=0), LENGTH)
+    blocks = pack_whole(tokens, order.shuffled(np.arange(len(lengths)), seed=seed, epoch=0), LENGTH)
     every = np.arange(len(blocks))
     ids, mask = blocks.padded(every, PAD)
     positions = blocks.positions_of(every)
@@ -53,39 +53,42 @@ def test_what_is_learned_is_the_rows_own_and_never_their_first_token(lengths: li
     tokens = table(lengths, seed)
     firsts = set(read(tokens.values[tokens.offsets[:-1]]).tolist())
     wanted = sorted(token for token in tokens.values.tolist() if token >= 0 and token not in firsts)
-    blocks = fill(tokens, np.arange(len(lengths)), LENGTH)
+    blocks = pack_whole(tokens, np.arange(len(lengths)), LENGTH)
     every = np.arange(len(blocks))
     for ids, mask in (
         blocks.padded(every, PAD),
-        blocks.alone(every, PAD),
-        one_each(tokens, LENGTH).padded(np.arange(len(lengths)), PAD),
+        blocks.unpacked(every, PAD),
+        one_per_block(tokens, LENGTH).padded(np.arange(len(lengths)), PAD),
     ):
         goals = targets(ids, mask)
         assert sorted(goals[goals != NO_TARGET].tolist()) == wanted
         # A target's own conversation is before it: tokens are numbered through.
         line, place = np.nonzero(goals != NO_TARGET)
         assert (read(ids)[line, place] + 1 == goals[line, place]).all()
-    assert blocks.learned_of(every).sum() == len(wanted)
+    assert blocks.target_counts(every).sum() == len(wanted)
 
 
 @given(LENGTHS, st.integers(0, 9))
 def test_every_epoch_has_as_many_blocks_and_few_places_are_empty(lengths: list[int], seed: int) -> None:
     tokens = table(lengths)
-    every = [fill(tokens, order.laid(np.arange(len(lengths)), seed=seed, epoch=epoch), LENGTH) for epoch in range(3)]
+    every = [
+        pack_whole(tokens, order.shuffled(np.arange(len(lengths)), seed=seed, epoch=epoch), LENGTH)
+        for epoch in range(3)
+    ]
     assert len({len(blocks) for blocks in every}) == 1
     blocks = every[0]
     filled = np.sort(blocks.lengths_of(np.arange(len(blocks))))
     # No two blocks would fit into one.
     assert len(filled) < 2 or filled[0] + filled[1] > LENGTH
-    again = fill(tokens, order.laid(np.arange(len(lengths)), seed=seed, epoch=0), LENGTH)
+    again = pack_whole(tokens, order.shuffled(np.arange(len(lengths)), seed=seed, epoch=0), LENGTH)
     assert again.order.tolist() == blocks.order.tolist()
 
 
 def test_a_row_that_is_too_long_is_read_to_the_length_of_a_block() -> None:
-    blocks = fill(table([20, 3]), np.arange(2), LENGTH)
+    blocks = pack_whole(table([20, 3]), np.arange(2), LENGTH)
     assert sorted(blocks.lengths_of(np.arange(2)).tolist()) == [3, LENGTH]
 
 
 def test_no_conversation_is_nothing_to_learn_from() -> None:
     with pytest.raises(DataError, match="no conversation"):
-        fill(table([1]), np.array([], dtype=np.int64), LENGTH)
+        pack_whole(table([1]), np.array([], dtype=np.int64), LENGTH)

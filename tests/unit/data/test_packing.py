@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchlake.data import batching, order
 from torchlake.data.batching import Ragged
-from torchlake.data.packing import Blocks, as_read, num_blocks, pack
+from torchlake.data.packing import Blocks, input_ids_of, num_blocks, pack
 from torchlake.errors import DataError
 from torchlake.tasks.text_generation import NO_TARGET, targets
 
@@ -40,7 +40,7 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(
     lengths: list[int], block: int, seed: int
 ) -> None:
     tokens = table(lengths)
-    laid = order.laid(np.arange(len(lengths)), seed=seed, epoch=0)
+    laid = order.shuffled(np.arange(len(lengths)), seed=seed, epoch=0)
     stream = [token for row in laid for token in range(tokens.offsets[row], tokens.offsets[row + 1])]
     blocks = pack(tokens, laid, block)
     assert predicted(blocks, np.arange(len(blocks))) == list(pairwise(stream))
@@ -53,15 +53,15 @@ def test_what_is_learned_of_a_row_is_so_across_the_cuts_of_blocks(lengths: list[
     plain = table(lengths)
     learned = np.random.default_rng(seed).random(len(plain.values)) < 0.5
     tokens = Ragged(np.where(learned, plain.values, ~plain.values), plain.offsets)
-    laid = order.laid(np.arange(len(lengths)), seed=seed, epoch=0)
+    laid = order.shuffled(np.arange(len(lengths)), seed=seed, epoch=0)
     stream = [token for row in laid for token in range(tokens.offsets[row], tokens.offsets[row + 1])]
     blocks = pack(tokens, laid, block)
     numbers = np.arange(len(blocks))
     ids, mask = blocks.padded(numbers, 0)
     goals = targets(ids, mask)
     assert goals[goals != NO_TARGET].tolist() == [token for token in stream[1:] if learned[token]]
-    assert blocks.learned_of(numbers).tolist() == (goals != NO_TARGET).sum(axis=1).tolist()
-    assert (as_read(ids) == pack(plain, laid, block).padded(numbers, 0)[0]).all()
+    assert blocks.target_counts(numbers).tolist() == (goals != NO_TARGET).sum(axis=1).tolist()
+    assert (input_ids_of(ids) == pack(plain, laid, block).padded(numbers, 0)[0]).all()
 
 
 @given(LENGTHS, st.integers(2, 9), st.integers(1, 7), st.integers(1, 4), st.integers(1, 40))
@@ -69,7 +69,7 @@ def test_an_epoch_is_shared_out_whole_on_any_number_of_ranks(
     lengths: list[int], block: int, batch_size: int, ranks: int, budget: int
 ) -> None:
     tokens = table(lengths)
-    blocks = pack(tokens, order.laid(np.arange(len(lengths)), seed=1, epoch=2), block)
+    blocks = pack(tokens, order.shuffled(np.arange(len(lengths)), seed=1, epoch=2), block)
     every = np.arange(len(blocks))
     found = []
     for batch in order.epoch_batches(blocks.lengths_of(every), batch_size=batch_size, seed=1, epoch=2):
@@ -88,10 +88,10 @@ def test_a_long_row_goes_on_in_the_next_block_and_short_ones_share_one() -> None
 
 def test_every_epoch_lays_the_rows_in_an_order_of_its_own() -> None:
     rows = np.array([3, 5, 8, 9, 11, 20])
-    orders = [order.laid(rows, seed=4, epoch=epoch).tolist() for epoch in range(5)]
+    orders = [order.shuffled(rows, seed=4, epoch=epoch).tolist() for epoch in range(5)]
     assert all(sorted(each) == rows.tolist() for each in orders)
     assert len({tuple(each) for each in orders}) == 5
-    assert order.laid(rows, seed=4, epoch=0).tolist() == orders[0]
+    assert order.shuffled(rows, seed=4, epoch=0).tolist() == orders[0]
 
 
 def test_a_single_token_is_nothing_to_learn_from() -> None:

@@ -68,7 +68,7 @@ def test_export_and_predict(umask: int, tmp_path: Path, tiny_bert: Path) -> None
 def test_the_umask_itself_is_left_alone(umask: int, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch(mode=0o600)
-    atomic_io.set_usual_modes([file])
+    atomic_io.set_default_modes([file])
     assert stat.S_IMODE(file.stat().st_mode) == UMASKS[umask]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert os.umask(umask) == umask

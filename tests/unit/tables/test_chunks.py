@@ -19,16 +19,16 @@ from torchlake.tables import chunks as planning
 from torchlake.tables.chunks import (
     MAX_BYTES,
     Chunk,
-    Cut,
     InputFile,
     Plan,
-    cut_groups,
-    cut_text,
+    Split,
     plan_chunks,
     plan_from_json,
     plan_to_json,
+    split_row_groups,
+    split_text,
 )
-from torchlake.tables.formats.layout import Pieces
+from torchlake.tables.formats.layout import SplitCandidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.sources.versions import Version
 from torchlake.tables.table import open_table
@@ -38,7 +38,7 @@ SEGMENTS = st.lists(
 )
 
 
-def covers(cuts: list[Cut], rows: int) -> None:
+def covers(cuts: list[Split], rows: int) -> None:
     at = 0
     for first_row, taken, *_ in cuts:
         assert first_row == at
@@ -49,7 +49,7 @@ def covers(cuts: list[Cut], rows: int) -> None:
 
 @given(groups=SEGMENTS, size=st.integers(1, 3000))
 def test_row_groups_are_covered_once(groups: list[Segment], size: int) -> None:
-    cuts = list(cut_groups(groups, size))
+    cuts = list(split_row_groups(groups, size))
     covers(cuts, sum(group.rows for group in groups))
     starts = [sum(group.rows for group in groups[:place]) for place in range(len(groups) + 1)]
     for first_row, taken, (first, count), groups_row, _, _ in cuts:
@@ -67,7 +67,7 @@ def test_row_groups_are_covered_once(groups: list[Segment], size: int) -> None:
     start=st.integers(0, 9),
 )
 def test_text_segments_are_covered_once(segments: list[Segment], size: int, start: int) -> None:
-    cuts = list(cut_text(Pieces(segments, start, None), size))
+    cuts = list(split_text(SplitCandidates(segments, start, None), size))
     covers(cuts, sum(segment.rows for segment in segments))
     at = start
     for _, taken, groups, _, offset, length in cuts:
@@ -80,7 +80,7 @@ def test_text_segments_are_covered_once(segments: list[Segment], size: int, star
 
 
 def test_a_big_group_is_cut_evenly() -> None:
-    cuts = [cut[1] for cut in cut_groups([Segment(10_001, 0)], 1024)]
+    cuts = [cut[1] for cut in split_row_groups([Segment(10_001, 0)], 1024)]
     assert len(cuts) == 10
     assert max(cuts) - min(cuts) <= 1
 
@@ -118,14 +118,14 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.Mo
     plan = plan_chunks(open_table(path), columns=["a"])
     hashed: list[str] = []
     monkeypatch.setattr(planning, "content_id", lambda file: hashed.append(file) or "0" * 64)
-    assert plan_chunks(open_table(path), columns=["a"], known=plan.inputs).id == plan.id
+    assert plan_chunks(open_table(path), columns=["a"], cached=plan.inputs).id == plan.id
     assert hashed == []
     path.write_text("a\n12\n")
-    plan_chunks(open_table(path), columns=["a"], known=plan.inputs)
+    plan_chunks(open_table(path), columns=["a"], cached=plan.inputs)
     assert hashed == [str(path)]
 
 
-@pytest.mark.parametrize("step", ["pieces_of", "content_id"])
+@pytest.mark.parametrize("step", ["split_candidates", "content_id"])
 def test_rows_appended_while_planning_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text("a\n1\n")

@@ -25,20 +25,12 @@ import pytest
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError, TableError, UsageError
 from torchlake.tables.chunks import Plan, plan_chunks
 from torchlake.tables.output import staging
-from torchlake.tables.output.commit import (
-    Part,
-    Writing,
-    committed_files,
-    known_inputs,
-    part_name,
-    read_commit,
-    write_part,
-    writing,
-)
-from torchlake.tables.output.jobs import Allowed
+from torchlake.tables.output.commit import WriteTransaction, write_transaction
+from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+from torchlake.tables.output.parts import Part, part_name, write_part
 from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
-from torchlake.tables.record import COMMIT
+from torchlake.tables.record import COMMIT, committed_files, read_commit
 from torchlake.tables.table import open_table
 
 JOB = """
@@ -112,7 +104,7 @@ def plan_of(source: Path) -> Plan:
     return plan_chunks(open_table(source, columns=["t"]), columns=["t"], chunk_rows=4)
 
 
-def score(write: Writing, suffix: str = "") -> list[Part]:
+def score(write: WriteTransaction, suffix: str = "") -> list[Part]:
     reader, parts = ChunkReader(["t"]), []
     for chunk in write.pending:
         rows, _ = reader.read(chunk)
@@ -127,9 +119,9 @@ def run(source: Path, out: Path, suffix: str = "", **options: Any) -> tuple[int,
     """The whole job; returns how many chunks it had to do, and the record."""
     schema = pa.schema([(name, pa.string()) for name in ("row_id", "t", "error")])
     names = {"overwrite": "overwrite", "accept_new_input": "new_input", "accept_removed_input": "removed_input"}
-    allowed = Allowed(**{name: options.pop(option) for option, name in names.items() if option in options})
+    allowed = AllowedChanges(**{name: options.pop(option) for option, name in names.items() if option in options})
     job = {"fingerprint": {"suffix": suffix}, "schema": schema, "allowed": allowed, **options}
-    with writing(out, plan=plan_of(source), **job) as write:
+    with write_transaction(out, plan=plan_of(source), **job) as write:
         if write.complete:
             assert write.record is not None
             return 0, write.record
@@ -293,11 +285,11 @@ def test_a_kill_between_the_two_renames_brings_the_old_output_back(forks: Forks,
 
 def test_earlier_plans_say_what_need_not_be_hashed_again(forks: Forks, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert known_inputs(out) == []
+    assert planned_inputs(out) == []
     forks.run(source, out, "part.done:1:kill9")
-    assert known_inputs(out) == list(plan_of(source).inputs)
+    assert planned_inputs(out) == list(plan_of(source).inputs)
     run(source, out)
-    assert known_inputs(out) == list(plan_of(source).inputs)
+    assert planned_inputs(out) == list(plan_of(source).inputs)
 
 
 def test_a_finished_chunk_is_not_done_again(forks: Forks, source: Path, tmp_path: Path) -> None:
@@ -319,7 +311,7 @@ def test_debris_is_removed_and_counted(forks: Forks, source: Path, tmp_path: Pat
     (staging.staging_of(out) / "journal" / "0.json").write_text("[]")
     sound = sorted(table.glob("part-*.parquet"))
     sound[-1].write_bytes(sound[-1].read_bytes()[:-9])
-    with writing(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
+    with write_transaction(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
         assert write.removed == 3
         assert (len(write.done), len(write.pending)) == (1, 3)
         assert list((write.staging / "journal").iterdir()) == []
@@ -427,7 +419,9 @@ def test_an_increment_copies_what_it_keeps_where_there_are_no_hard_links(
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr("torchlake.tables.output.commit.os.link", refuse)
-    with writing(out, plan=plan_of(source), fingerprint={"suffix": ""}, allowed=Allowed(new_input=True)) as write:
+    with write_transaction(
+        out, plan=plan_of(source), fingerprint={"suffix": ""}, allowed=AllowedChanges(new_input=True)
+    ) as write:
         monkeypatch.undo()  # new parts are written by links
         assert len(write.pending) == 1
         write.commit([*write.done, *score(write)], {})
@@ -458,7 +452,7 @@ def test_an_interrupted_write_accepts_new_input_too(forks: Forks, source: Path, 
 
 def test_an_input_that_changes_while_it_is_read_is_not_published(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with writing(out, plan=plan_of(source), fingerprint={}) as write:
+    with write_transaction(out, plan=plan_of(source), fingerprint={}) as write:
         parts = score(write)
         (source / "b.csv").write_text("t\nother\n")
         with pytest.raises(FingerprintError, match=r"b.csv: changed while it was being read"):
@@ -468,7 +462,7 @@ def test_an_input_that_changes_while_it_is_read_is_not_published(source: Path, t
 
 def test_two_writers_at_once_one_wins(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with writing(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
+    with write_transaction(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
         with pytest.raises(Locked, match=rf"pid {os.getpid()} on .* since 20"):
             run(source, out)
         code, words = finish(child(source, out))
@@ -497,7 +491,7 @@ def test_a_zombie_is_refused(source: Path, tmp_path: Path) -> None:
         run(source, out)  # stopped, but its lease has not run out: nobody can tell it from a slow one
     lease = staging.staging_of(out) / "lease.json"
     os.utime(lease, (0, 0))
-    with writing(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
+    with write_transaction(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
         os.kill(zombie.pid, signal.SIGCONT)
         code, words = finish(zombie)
         assert code == 1
@@ -581,9 +575,9 @@ def test_a_full_disk_leaves_finished_chunks_and_the_old_output(
 
 def test_a_staging_folder_that_was_deleted_is_an_error(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with writing(out, plan=plan_of(source), fingerprint={}) as write:
+    with write_transaction(out, plan=plan_of(source), fingerprint={}) as write:
         parts = score(write)
-        staging.discard(write.staging)
+        staging.remove_staging(write.staging)
         with pytest.raises(StorageError):
             score(write)
         with pytest.raises(StorageError, match="run the same command again"):
@@ -609,7 +603,7 @@ def test_an_output_in_a_folder_that_cannot_be_listed_is_an_output_error(source: 
                 os.seteuid(65534)  # root may list every folder
             with (
                 pytest.raises(OutputError, match=r"out: cannot be looked at: Permission denied: .* Give an output in"),
-                writing(Path(folder) / "out", plan=plan, fingerprint={}),
+                write_transaction(Path(folder) / "out", plan=plan, fingerprint={}),
             ):
                 pass
         finally:
@@ -619,7 +613,7 @@ def test_an_output_in_a_folder_that_cannot_be_listed_is_an_output_error(source: 
 
 def test_an_error_in_the_job_lets_the_next_writer_in_at_once(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(LeaseLost), writing(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
+    with pytest.raises(LeaseLost), write_transaction(out, plan=plan_of(source), fingerprint={"suffix": ""}) as write:
         score(write)
         raise LeaseLost("as if")
     assert run(source, out)[0] == 0

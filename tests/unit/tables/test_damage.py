@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats import lines
-from torchlake.tables.formats.layout import plain
-from torchlake.tables.formats.lines import Bad, CountedLines, csv_records
+from torchlake.tables.formats.layout import storage_type
+from torchlake.tables.formats.lines import BadRecord, CountedLines, csv_records
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.table import open_table
 
@@ -104,7 +104,7 @@ def damaged_csv(draw: st.DrawFn) -> tuple[int, bytes]:
 @example((2, b'1,"a\n\n2,"b\n3,c\n'), True, [2], 1)
 @example((1, b'\n"\n\n"\n\n'), False, [1], 1)
 def test_chunks_of_any_size_hold_the_records_that_the_lines_mean(
-    tmp_path: Path, damaged: tuple[int, bytes], bom: bool, sizes: list[int], mark_rows: int
+    tmp_path: Path, damaged: tuple[int, bytes], bom: bool, sizes: list[int], segment_rows: int
 ) -> None:
     width, content = damaged
     path = tmp_path / "t.csv"
@@ -113,10 +113,10 @@ def test_chunks_of_any_size_hold_the_records_that_the_lines_mean(
     text = [line.decode("utf-8", "surrogateescape") for line in io.BytesIO(content)]
     meant = list(records_in(text, width))
 
-    start, segments = lines.scan(str(path), "csv", mark_rows)
+    start, segments = lines.scan(str(path), "csv", segment_rows)
     assert start == len(header)
     assert sum(segment.rows for segment in segments) == len(meant)
-    assert all(segment.rows <= mark_rows for segment in segments)
+    assert all(segment.rows <= segment_rows for segment in segments)
     found: list[Any] = []
     offset, segments = start, segments[::-1]
     while segments:
@@ -127,7 +127,7 @@ def test_chunks_of_any_size_hold_the_records_that_the_lines_mean(
         found += records
         offset += size
     assert found == list(lines.read_records(str(path), "csv", start, len(content), width)), "reasons too"
-    assert [None if isinstance(record, Bad) else record for record in found] == [fields for _, fields in meant]
+    assert [None if isinstance(record, BadRecord) else record for record in found] == [fields for _, fields in meant]
     blank = sum(not line.strip("\r\n") for line in text)
     assert sum(count for count, _ in meant) <= len(text) <= sum(count for count, _ in meant) + blank
 
@@ -264,7 +264,7 @@ def test_bad_bytes_in_nested_text_cost_their_own_rows(tmp_path: Path, name: str,
     assert got["n"].to_pylist() == list(range(ROWS))
     good = [row for row in range(ROWS) if row not in BAD_ROWS]
     assert got["c"].take(pa.array(BAD_ROWS)).null_count == len(BAD_ROWS)
-    assert got["c"].type.equals(plain(column.type))
+    assert got["c"].type.equals(storage_type(column.type))
     assert got["c"].take(pa.array(good)).to_pylist() == column.take(pa.array(good)).to_pylist()
 
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torchlake as tl
 from torchlake.cli.main import main
-from torchlake.tables.failures import count_reasons, in_lines
+from torchlake.tables.failures import count_reasons, format_reasons
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,13 @@ def test_what_follows_a_colon_is_no_reason() -> None:
 
 
 def test_many_reasons_take_five_lines() -> None:
-    assert in_lines({f"r{number}": 10 - number for number in range(5)}) == ["r0 10", "r1 9", "r2 8", "r3 7", "r4 6"]
+    assert format_reasons({f"r{number}": 10 - number for number in range(5)}) == [
+        "r0 10",
+        "r1 9",
+        "r2 8",
+        "r3 7",
+        "r4 6",
+    ]
     many = {f"r{number}": 2000 - number for number in range(7)}
-    assert in_lines(many) == ["r0 2,000", "r1 1,999", "r2 1,998", "r3 1,997", "3 other reasons 5,985"]
-    assert in_lines({}) == []
+    assert format_reasons(many) == ["r0 2,000", "r1 1,999", "r2 1,998", "r3 1,997", "3 other reasons 5,985"]
+    assert format_reasons({}) == []

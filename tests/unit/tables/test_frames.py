@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from torchlake.errors import TableError
-from torchlake.tables.sources.frames import is_frame, like, to_arrow
+from torchlake.tables.sources.frames import is_frame, to_arrow, to_original_frame
 
 FRAMES = {
     "table": pa.table({"t": ["a", None, "c"], "n": [1, 2, 3]}),
@@ -24,7 +24,7 @@ def test_a_frame_comes_back_as_its_kind(kind: str) -> None:
     assert is_frame(frame)
     table = to_arrow(frame)
     assert table.to_pylist() == [{"t": "a", "n": 1}, {"t": None, "n": 2}, {"t": "c", "n": 3}]
-    back = like(frame, table.append_column("label", pa.array(["x", "y", "z"])))
+    back = to_original_frame(frame, table.append_column("label", pa.array(["x", "y", "z"])))
     assert type(back) is type(frame)
     assert to_arrow(back).column_names == ["t", "n", "label"]
     if kind == "pandas":
@@ -36,7 +36,7 @@ def test_a_frame_without_rows_comes_back(kind: str) -> None:
     frame = FRAMES[kind][:0] if kind != "batch" else FRAMES[kind].slice(0, 0)
     table = to_arrow(frame)
     for given in (table, table.append_column("label", pa.array([], pa.string()))):
-        back = like(frame, given)
+        back = to_original_frame(frame, given)
         assert type(back) is type(frame)
         assert to_arrow(back).column_names == given.column_names
         assert to_arrow(back).num_rows == 0
@@ -58,22 +58,22 @@ def with_label(frame: Any) -> pa.Table:
     ids=["nullable", "categorical", "numbered columns", "nested columns", "nested index"],
 )
 def test_the_own_columns_of_a_pandas_frame_stay_as_they_are(frame: pd.DataFrame) -> None:
-    back = like(frame, with_label(frame))
+    back = to_original_frame(frame, with_label(frame))
     assert back.columns.tolist() == [*frame.columns, "label"]
     assert back["label"].tolist() == ["x", "x"]
     own = back.iloc[:, : frame.shape[1]]
     pd.testing.assert_frame_equal(own.set_axis(frame.columns, axis="columns"), frame)
-    pd.testing.assert_frame_equal(like(frame, to_arrow(frame)), frame)
+    pd.testing.assert_frame_equal(to_original_frame(frame, to_arrow(frame)), frame)
 
 
 def test_the_own_columns_of_a_polars_frame_stay_as_they_are() -> None:
     enum = pl.Enum(["u", "v"])
     frame = pl.DataFrame({"e": pl.Series(["u", "v"], dtype=enum), "c": pl.Series(["u", None], dtype=pl.Categorical)})
-    back = like(frame, with_label(frame))
+    back = to_original_frame(frame, with_label(frame))
     assert back.select("e", "c").schema == frame.schema
     assert back.columns == ["e", "c", "label"]
     assert back.rows() == [("u", "u", "x"), ("v", None, "x")]
-    assert like(frame, to_arrow(frame)).equals(frame)
+    assert to_original_frame(frame, to_arrow(frame)).equals(frame)
 
 
 @pytest.mark.parametrize("value", ["reviews.parquet", {"a": [1]}, None, [1], pa.schema([])])

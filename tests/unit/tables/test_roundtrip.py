@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.formats.layout import plain
+from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
@@ -155,7 +155,7 @@ def check_equal(path: Path, table: pa.Table, chunk_rows: int | None) -> None:
     got = read_all(path, table.column_names, chunk_rows)
     for name in table.column_names:
         read, written = got[name].combine_chunks(), table[name].combine_chunks()
-        assert read.type.equals(plain(written.type)), path
+        assert read.type.equals(storage_type(written.type)), path
         if pa.types.is_fixed_size_list(written.type):
             assert read.is_valid().equals(written.is_valid()), path
             pairs = zip(read, written, strict=True)

@@ -17,7 +17,8 @@ import torchlake as tl
 from torchlake import atomic_io
 from torchlake.errors import TableError
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.output.commit import part_name, write_part, writing
+from torchlake.tables.output.commit import write_transaction
+from torchlake.tables.output.parts import part_name, write_part
 from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, PLAN
@@ -30,7 +31,7 @@ def make(tmp_path: Path, key: str | None = None) -> Path:
     pq.write_table(pa.table({"id": numbers, "t": [f"t{n}" for n in numbers]}), source, write_page_checksum=key is None)
     plan = plan_chunks(open_table(source), columns=["id"], chunk_rows=4)
     fingerprint: dict[str, Any] = {"key": key}
-    with writing(out, plan=plan, fingerprint=fingerprint) as write:
+    with write_transaction(out, plan=plan, fingerprint=fingerprint) as write:
         parts, reader = [], ChunkReader(["id"])
         for chunk in write.pending:
             rows, _ = reader.read(chunk)
@@ -99,7 +100,7 @@ def copied(source: Path, out: Path, *, key: str | None) -> Path:
     """An output that carries the column `k` of the source."""
     plan = plan_chunks(open_table(source), columns=["k"])
     fingerprint: dict[str, Any] = {"key": key}
-    with writing(out, plan=plan, fingerprint=fingerprint) as write:
+    with write_transaction(out, plan=plan, fingerprint=fingerprint) as write:
         parts, reader = [], ChunkReader(["k"])
         for chunk in write.pending:
             rows, _ = reader.read(chunk)

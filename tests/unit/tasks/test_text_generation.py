@@ -22,7 +22,7 @@ from torchlake.data import order
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models import load
 from torchlake.preparation.prepare import prepare
-from torchlake.tables.output.commit import read_commit
+from torchlake.tables.record import read_commit
 
 BLOCK = 24
 

@@ -52,7 +52,7 @@ def parquet_footer(file: str, version: Version, columns: Sequence[str]) -> Foote
         tail = read_range(file, version.size - length - 8, version.size)
     footer = tail[len(tail) - length - 8 : -8]
     extensions.check_footer(file, footer)
-    with reading(file):
+    with translate_errors(file):
         alone = pa.BufferReader(b"PAR1" + footer + tail[-8:])
         parquet = pq.ParquetFile(alone, **_INT96)
         schema, metadata = parquet.schema_arrow, parquet.metadata
@@ -64,7 +64,7 @@ def parquet_footer(file: str, version: Version, columns: Sequence[str]) -> Foote
 def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
     """A Parquet file that is streamed in constant memory with its page checksums verified."""
     extensions.check_parquet(file)
-    with reading(file):
+    with translate_errors(file):
         source = pa.PythonFile(open_binary(file), mode="r") if is_url(file) else file
         parquet = pq.ParquetFile(
             source, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20, **_INT96
@@ -85,7 +85,7 @@ def parquet_batches(
     if not int96:
         yield from batches
         return
-    with reading(file):
+    with translate_errors(file):
         source = pa.PythonFile(open_binary(file), mode="r") if is_url(file) else file
         exact = pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
     with exact:
@@ -141,7 +141,10 @@ def open_arrow(
         start = 0
     open_reader: Callable[..., pa.RecordBatchFileReader | pa.RecordBatchStreamReader]
     open_reader = pa.ipc.open_file if is_file else pa.ipc.open_stream
-    with pa.PythonFile(open_binary(file), mode="r") if is_url(file) else pa.OSFile(file) as source, reading(file):
+    with (
+        pa.PythonFile(open_binary(file), mode="r") if is_url(file) else pa.OSFile(file) as source,
+        translate_errors(file),
+    ):
         source.seek(start)
         reader = open_reader(source)
         if columns is not None:
@@ -152,7 +155,7 @@ def open_arrow(
         yield reader
 
 
-def is_random(reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader) -> bool:
+def is_random_access(reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader) -> bool:
     """Whether the batches can be read in any order."""
     return isinstance(reader, pa.RecordBatchFileReader)
 
@@ -160,13 +163,15 @@ def is_random(reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader) -> 
 def arrow_batches(file: str, columns: Sequence[str]) -> list[Segment]:
     """Rows and bytes of each record batch: the columns are decompressed once for that."""
     with open_arrow(file, columns) as reader:
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_random(reader) else reader
-        with reading(file):
+        batches = (
+            (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_random_access(reader) else reader
+        )
+        with translate_errors(file):
             return [Segment(batch.num_rows, batch.nbytes if columns else 0) for batch in batches]
 
 
 @contextmanager
-def reading(file: str, where: str = "") -> Iterator[None]:
+def translate_errors(file: str, where: str = "") -> Iterator[None]:
     """What pyarrow or the storage says inside becomes a TableError that names the file (and the rows)."""
     try:
         yield

@@ -25,7 +25,7 @@ CANONICAL = frozenset(
     )
 )  # fmt: skip
 KEY = b"ARROW:extension:name"
-BLOTTED = b"TLAKE:extension:name"
+MASKED_KEY = b"TLAKE:extension:name"
 PARQUET_KEY = b"ARROW:schema"
 MAX_SCHEMA_BYTES = 256 << 20
 
@@ -105,9 +105,9 @@ def footer_length(file: str, tail: bytes, size: int) -> int:
 
 
 def _check_names(file: str, serialised: bytes) -> None:
-    schema = pa.ipc.read_schema(pa.py_buffer(serialised.replace(KEY, BLOTTED)))
+    schema = pa.ipc.read_schema(pa.py_buffer(serialised.replace(KEY, MASKED_KEY)))
     for field in _fields(schema):
-        name = (field.metadata or {}).get(BLOTTED)
+        name = (field.metadata or {}).get(MASKED_KEY)
         if name is not None and name.decode("utf-8", "replace") not in CANONICAL:
             raise UnsafeError(
                 f"{file}: the column {field.name!r} has the extension type {name.decode('utf-8', 'replace')!r}. "

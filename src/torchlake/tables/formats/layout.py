@@ -13,7 +13,7 @@ import pyarrow as pa
 from torchlake.errors import TableError
 from torchlake.tables.formats import lines, values
 from torchlake.tables.formats.columnar import Footer, arrow_batches, open_arrow, parquet_footer, sampled_size
-from torchlake.tables.formats.lines import Bad, Segment
+from torchlake.tables.formats.lines import BadRecord, Segment
 from torchlake.tables.sources.files import read_range
 from torchlake.tables.sources.versions import Version
 
@@ -36,7 +36,7 @@ MAX_BYTES = 16 << 20  # of a chunk in memory
 TYPED_LINES = 1_000
 
 
-class Pieces(NamedTuple):
+class SplitCandidates(NamedTuple):
     """Where a file can be cut: row groups or record batches, or for text formats segments of whole records."""
 
     segments: list[Segment]
@@ -97,33 +97,33 @@ def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) 
     else:
         with open_arrow(file) as reader:
             schema = reader.schema
-    return pa.schema([pa.field(field.name, plain(field.type)) for field in schema]), footer
+    return pa.schema([pa.field(field.name, storage_type(field.type)) for field in schema]), footer
 
 
-def pieces_of(
-    file: str, format: str, version: Version, footer: Footer | None, columns: Sequence[str], mark_rows: int | None
-) -> Pieces:
-    """Where a file can be cut; `columns` are those whose bytes count, `mark_rows` the finest cut of a text file."""
+def split_candidates(
+    file: str, format: str, version: Version, footer: Footer | None, columns: Sequence[str], segment_rows: int | None
+) -> SplitCandidates:
+    """Where a file can be cut; `columns` are those whose bytes count, `segment_rows` the finest cut of a text file."""
     if format in ("csv", "jsonl"):
-        start, segments = lines.scan(file, format, mark_rows)
-        return Pieces(segments, start, None)
+        start, segments = lines.scan(file, format, segment_rows)
+        return SplitCandidates(segments, start, None)
     if format == "arrow":
-        return Pieces(arrow_batches(file, columns), 0, None)
+        return SplitCandidates(arrow_batches(file, columns), 0, None)
     if footer is None or footer.version != version or {*columns} != {*footer.columns}:
         footer = parquet_footer(file, version, columns)
     ratio = sampled_size(file, footer, MAX_BYTES) if columns else 1.0
-    return Pieces([Segment(rows, int(size * ratio)) for rows, size in footer.groups], 0, footer.checksums)
+    return SplitCandidates([Segment(rows, int(size * ratio)) for rows, size in footer.groups], 0, footer.checksums)
 
 
-def plain(kind: pa.DataType) -> pa.DataType:
+def storage_type(kind: pa.DataType) -> pa.DataType:
     """The type a column is read as: extension types as their storage, dictionaries and views as what they encode.
 
     Lists of a fixed size are read as lists, because Parquet files in which one of them is null cannot be read by Arrow.
     """
     if isinstance(kind, pa.BaseExtensionType):
-        return plain(kind.storage_type)
+        return storage_type(kind.storage_type)
     if pa.types.is_dictionary(kind):
-        return plain(kind.value_type)
+        return storage_type(kind.value_type)
     if pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_binary_view(kind):
@@ -144,7 +144,7 @@ def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:
             first = number <= TYPED_LINES
             if not first and not columns:
                 break
-            if isinstance(record, Bad):
+            if isinstance(record, BadRecord):
                 if number == 1 and "list, expected" in record:
                     raise TableError(f"{file}: a JSON array; write one object per line (JSON lines) instead.")
                 continue

@@ -23,8 +23,8 @@ from torchlake.errors import TableError
 from torchlake.tables.formats.values import is_utf8
 from torchlake.tables.sources.files import open_binary
 
-MARK_BYTES = 1 << 20
-MARK_ROWS = 256
+SEGMENT_BYTES = 1 << 20
+SEGMENT_ROWS = 256
 MAX_FIELD = 16 << 20
 "Characters of a CSV field: how far a quote that is never closed can be followed."
 MAX_COLUMNS = 1 << 16
@@ -32,7 +32,7 @@ BOM = b"\xef\xbb\xbf"
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
-class Bad(str):
+class BadRecord(str):
     """In a record's place: why it could not be parsed."""
 
 
@@ -55,7 +55,7 @@ class CountedLines:
             self.offset += len(line)
             yield line.decode("utf-8", "surrogateescape")
 
-    def back_to(self, offset: int) -> None:
+    def seek(self, offset: int) -> None:
         """Go on with the line that begins at `offset`."""
         self.source.seek(offset)
         self.offset = offset
@@ -66,7 +66,7 @@ def delimiter(file: str) -> str:
     return "\t" if file.lower().endswith(".tsv") else ","
 
 
-def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Iterator[list[str] | Bad]:
+def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Iterator[list[str] | BadRecord]:
     """The fields of each record, `width` of them (any number for None), or why its first line is malformed."""
     csv.field_size_limit(MAX_FIELD)
     parse = partial(csv.reader, delimiter=delimiter, strict=True)
@@ -98,7 +98,7 @@ def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Itera
         if fields is not None and len(fields) == width:
             yield fields
         elif fields is None or (fields and width is not None):
-            lines.back_to(begin)
+            lines.seek(begin)
             yield _why_bad(next(iter(lines)), parse, width)
             read = parse(texts()).__next__
         elif fields:
@@ -115,19 +115,19 @@ def _fields_ended_in(text: str, parse: Callable[[Iterable[str]], Any]) -> int:
         return 0
 
 
-def _why_bad(line: str, parse: Callable[[Iterable[str]], Any], width: int | None) -> Bad:
+def _why_bad(line: str, parse: Callable[[Iterable[str]], Any], width: int | None) -> BadRecord:
     """Why a line is no record; only the line itself says so, thus chunks of any size give the same reason."""
     reader = parse([line, '"'])
     try:
         fields = next(reader)
     except csv.Error as error:
-        return Bad(f"bad_csv: {error}")
+        return BadRecord(f"bad_csv: {error}")
     if reader.line_num > 1:
-        return Bad("bad_csv: the line ends inside quotes, and the lines after it do not complete the record")
-    return Bad(f"bad_csv: {len(fields)} fields, expected {width}")
+        return BadRecord("bad_csv: the line ends inside quotes, and the lines after it do not complete the record")
+    return BadRecord(f"bad_csv: {len(fields)} fields, expected {width}")
 
 
-def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | Bad]:
+def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | BadRecord]:
     """The object in each line, or why there is none; blank lines are passed over."""
     for line in lines:
         if line.isspace():
@@ -135,9 +135,9 @@ def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | Bad]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield Bad(f"bad_json: {str(error)[:200]}")
+            yield BadRecord(f"bad_json: {str(error)[:200]}")
             continue
-        yield value if isinstance(value, dict) else Bad(f"bad_json: {type(value).__name__}, expected an object")
+        yield value if isinstance(value, dict) else BadRecord(f"bad_json: {type(value).__name__}, expected an object")
 
 
 def open_lines(file: str) -> tuple[BinaryIO, CountedLines]:
@@ -147,7 +147,7 @@ def open_lines(file: str) -> tuple[BinaryIO, CountedLines]:
     """
     source = open_binary(file)
     if not isinstance(source, io.BufferedReader):  # an object's file takes a hundred times as long to find a line
-        source = io.BufferedReader(cast(io.RawIOBase, source), MARK_BYTES)
+        source = io.BufferedReader(cast(io.RawIOBase, source), SEGMENT_BYTES)
     head = source.read(8)
     kind = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
     if kind is not None:
@@ -171,8 +171,8 @@ def csv_header(file: str) -> list[str]:
         return _header(file, lines)
 
 
-def scan(file: str, format: str, mark_rows: int | None = None) -> tuple[int, list[Segment]]:
-    """Where the records lie: the offset in bytes of the first, and segments of at most `mark_rows` records each.
+def scan(file: str, format: str, segment_rows: int | None = None) -> tuple[int, list[Segment]]:
+    """Where the records lie: the offset in bytes of the first, and segments of at most `segment_rows` records each.
 
     Memory: 16 bytes per segment.
     """
@@ -187,7 +187,7 @@ def scan(file: str, format: str, mark_rows: int | None = None) -> tuple[int, lis
         segments, rows = [], 0
         for _ in records:
             rows += 1
-            if rows == (mark_rows or MARK_ROWS) or lines.offset - begin >= MARK_BYTES:
+            if rows == (segment_rows or SEGMENT_ROWS) or lines.offset - begin >= SEGMENT_BYTES:
                 segments.append(Segment(rows, lines.offset - begin))
                 begin, rows = lines.offset, 0
         if rows:
@@ -211,7 +211,7 @@ def _header(file: str, lines: CountedLines) -> list[str]:
     header = next(csv_records(lines, delimiter(file), None), None)
     if header is None:
         raise TableError(f"{file}: has no header line")
-    if isinstance(header, Bad):
+    if isinstance(header, BadRecord):
         raise TableError(f"{file}: the header line cannot be read ({header})")
     if header[0] == "" and len(header) > 1:
         numbered = (f"Unnamed: 0.{number}" if number else "Unnamed: 0" for number in count())

@@ -52,7 +52,7 @@ def arrow_type(kind: Kind) -> pa.DataType:
     return kind
 
 
-def fit(value: Any, kind: pa.DataType) -> Any:
+def strict_cast(value: Any, kind: pa.DataType) -> Any:
     """`value` as `kind` takes it. Raises UnicodeEncodeError, or ValueError in words when it does not fit."""
     if value is None:
         return None
@@ -74,14 +74,14 @@ def fit(value: Any, kind: pa.DataType) -> Any:
             return value
     elif isinstance(value, list):
         if pa.types.is_list(kind):
-            return [fit(one, kind.value_type) for one in value]
+            return [strict_cast(one, kind.value_type) for one in value]
     elif pa.types.is_struct(kind):
         types = {field.name: field.type for field in kind}
         unknown = next((name for name in value if name not in types), None)
         if unknown is not None:
             unknown.encode()
             raise ValueError(f"the column's type has no field {unknown!r}")
-        return {name: fit(one, types[name]) for name, one in value.items()}
+        return {name: strict_cast(one, types[name]) for name, one in value.items()}
     shown = repr(value)
     raise ValueError(f"{shown[:40]}{'...' if len(shown) > 40 else ''} does not fit {kind}")
 

@@ -29,40 +29,36 @@ from torchlake.errors import LeaseLost, Locked, OutputError, StorageError
 from torchlake.processes.hardware import cores
 from torchlake.tables.chunks import Chunk, Plan, plan_to_json
 from torchlake.tables.output import staging
-from torchlake.tables.output.jobs import (
-    Allowed,
-    Job,
+from torchlake.tables.output.compatibility import (
+    AllowedChanges,
+    JobSpec,
+    check_replaceable,
     differences,
-    is_done,
-    known_inputs,
+    interrupted_job,
+    is_complete,
     merge,
-    present_job,
-    refuse_other,
+    published_job,
+    resumable_job,
     sizes_in,
-    stored_job,
-    stored_or_cleared,
 )
 from torchlake.tables.output.lease import Lease, acquire, locked
 from torchlake.tables.output.parts import TABLE, Part, part_name, read_part, write_part
-from torchlake.tables.record import COMMIT, FOLDER, PLAN, committed_files, output_path, read_commit
-from torchlake.tables.sources.versions import Unchanged
+from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
+from torchlake.tables.sources.versions import ContentChecker
 
-__all__ = ["Part", "Writing", "committed_files", "known_inputs", "part_name", "read_commit", "write_part", "writing"]
-
-
-NOTHING_ELSE = Allowed()
+NO_CHANGES = AllowedChanges()
 MOST_READERS = 8
 "Threads that read staged parts, each with one part in memory."
 
 
 @dataclass(kw_only=True)
-class Writing:
+class WriteTransaction:
     """A write in progress, or, when `complete`, an output that needs no work."""
 
     output: Path
     staging: Path
     "For `write_part`; `journal/` in it belongs to the workers."
-    job: Job
+    job: JobSpec
     complete: bool = False
     record: dict[str, Any] | None = None
     "The commit record, once there is one."
@@ -93,12 +89,12 @@ class Writing:
         try:
             with locked(self.staging):
                 self.lease.check()
-                sealed = staging.seal(self.staging)
-                self._keep_only(sealed, parts)
-                record = self._record(parts, pq.read_schema(sealed / parts[0].name), provenance)
-                (sealed / FOLDER).mkdir()
-                atomic_io.write_bytes(sealed / PLAN, (self.staging / staging.PLAN).read_bytes(), site="commit.plan")
-                atomic_io.write_json(sealed / COMMIT, record, site="commit")
+                fenced = staging.fence(self.staging)
+                self._keep_only(fenced, parts)
+                record = self._record(parts, pq.read_schema(fenced / parts[0].name), provenance)
+                (fenced / FOLDER).mkdir()
+                atomic_io.write_bytes(fenced / PLAN, (self.staging / staging.PLAN).read_bytes(), site="commit.plan")
+                atomic_io.write_json(fenced / COMMIT, record, site="commit")
                 staging.publish(self.staging, self.output)
         except LeaseLost:
             if self.staging.exists() or (self.output / COMMIT).exists():
@@ -116,7 +112,7 @@ class Writing:
             return
         lease, self.lease = self.lease, None
         if self.complete:
-            _discard(self.staging, lease)
+            _remove_staging(self.staging, lease)
         else:
             lease.release()
 
@@ -148,22 +144,22 @@ class Writing:
         }
 
     def _check_inputs(self) -> None:
-        unchanged = Unchanged()
+        unchanged = ContentChecker()
         for one in self.plan.inputs:
             # Each of its rows was read from the version that was planned, so it may be gone by now.
             unchanged.check(one.path, one.version, one.sha256, may_be_gone=True)
 
-    def _keep_only(self, sealed: Path, parts: Sequence[Part]) -> None:
+    def _keep_only(self, fenced: Path, parts: Sequence[Part]) -> None:
         """Remove what is not a part of this job (a late worker's file), and make sure that every part is there."""
         sizes = {part.name: part.bytes for part in parts}
-        atomic_io.remove(path for path in sealed.iterdir() if path.name not in sizes)
+        atomic_io.remove(path for path in fenced.iterdir() if path.name not in sizes)
         for name, size in sizes.items():
-            if not (sealed / name).is_file() or (sealed / name).stat().st_size != size:
-                raise StorageError(f"{sealed / name}: the part is gone or cut short; run the same command again.")
+            if not (fenced / name).is_file() or (fenced / name).stat().st_size != size:
+                raise StorageError(f"{fenced / name}: the part is gone or cut short; run the same command again.")
 
 
 @contextmanager
-def writing(
+def write_transaction(
     output: str | Path,
     *,
     plan: Plan,
@@ -171,9 +167,9 @@ def writing(
     schema: pa.Schema | None = None,
     quarantined: Sequence[tuple[str, str]] = (),
     environment: Mapping[str, str] | None = None,
-    allowed: Allowed = NOTHING_ELSE,
+    allowed: AllowedChanges = NO_CHANGES,
     lease_s: float = 60.0,
-) -> Iterator[Writing]:
+) -> Iterator[WriteTransaction]:
     """Write the result of `plan` under `fingerprint` (everything else that decides its bytes) to the folder `output`.
 
     `schema` is the output's, for a table without rows; `quarantined` files are noted in the record. An output of the
@@ -184,7 +180,7 @@ def writing(
     Raises before any work: FingerprintError (the output or the interrupted write belongs to another job, or the input
     changed), Locked (another writer is at work), OutputError (not ours to write to, or no room), UsageError (an URL).
     """
-    job = Job(plan, json.loads(json.dumps(dict(fingerprint))), environments=[dict(environment or {})])
+    job = JobSpec(plan, json.loads(json.dumps(dict(fingerprint))), environments=[dict(environment or {})])
     write = _begin(output_path(output), job, allowed, lease_s)
     write.schema, write.quarantined = schema, quarantined
     try:
@@ -193,13 +189,13 @@ def writing(
         write.close()
 
 
-def _begin(out: Path, job: Job, allowed: Allowed, lease_s: float) -> Writing:
+def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float) -> WriteTransaction:
     folder = staging.staging_of(out)
-    finished = Writing(output=out, staging=folder, job=job, complete=True)
+    finished = WriteTransaction(output=out, staging=folder, job=job, complete=True)
     try:
-        staging.sweep(out)
-        present = present_job(out)
-        done = is_done(out, present, job, thorough=allowed.overwrite)
+        staging.vacuum(out)
+        present = published_job(out)
+        done = is_complete(out, present, job, thorough=allowed.overwrite)
     except OSError as error:
         raise OutputError(
             f"{out}: cannot be looked at: {error.strerror}: {error.filename}. Give an output in a folder that this "
@@ -210,7 +206,7 @@ def _begin(out: Path, job: Job, allowed: Allowed, lease_s: float) -> Writing:
         if not folder.exists():
             return finished
     else:
-        refuse_other(out, present, job, allowed)
+        check_replaceable(out, present, job, allowed)
     try:
         lease = acquire(folder, lease_s)
     except Locked:
@@ -223,45 +219,45 @@ def _begin(out: Path, job: Job, allowed: Allowed, lease_s: float) -> Writing:
         if (folder / staging.PLAN).exists():
             lease.release()
         else:
-            _discard(folder, lease)
+            _remove_staging(folder, lease)
         if isinstance(error, OSError):
             kind = OutputError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
             raise kind(f"{out}: cannot be prepared: {error.strerror}: {error.filename}") from error
         raise
 
 
-def _begin_leased(out: Path, folder: Path, job: Job, lease: Lease, allowed: Allowed) -> Writing:
+def _begin_leased(out: Path, folder: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges) -> WriteTransaction:
     """What `_begin` does once no other writer can interfere."""
     staging.repair(folder, out)
-    present = present_job(out)
-    done = is_done(out, present, job, thorough=allowed.overwrite)
-    stored = stored_job(folder)
-    published = stored is not None and is_done(out, present, stored, thorough=False)
+    present = published_job(out)
+    done = is_complete(out, present, job, thorough=allowed.overwrite)
+    stored = interrupted_job(folder)
+    published = stored is not None and is_complete(out, present, stored, thorough=False)
     if stored is None or published:  # nothing, or what a writer left that died after its commit
-        staging.clear(folder)
+        staging.clear_job(folder)
         stored = None
     if done and present is not None:
         if stored is None:
-            _discard(folder, lease)
+            _remove_staging(folder, lease)
         else:
             lease.release()  # another job's interrupted write: not ours to remove
-        return Writing(output=out, staging=folder, job=job, complete=True, record=present.record)
-    refuse_other(out, present, job, allowed)
-    stored = stored_or_cleared(folder, stored, job, allowed)
+        return WriteTransaction(output=out, staging=folder, job=job, complete=True, record=present.record)
+    check_replaceable(out, present, job, allowed)
+    stored = resumable_job(folder, stored, job, allowed)
     base = stored or present
     if base is not None and not differences(base, job):
         environments = [*base.environments, *(one for one in job.environments if one not in base.environments)]
-        job = Job(merge(base.plan, job.plan), job.fingerprint, environments=environments)
+        job = JobSpec(merge(base.plan, job.plan), job.fingerprint, environments=environments)
     staging.reopen(folder)
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": job.environments}
     atomic_io.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
-    write = Writing(output=out, staging=folder, job=job, lease=lease)
+    write = WriteTransaction(output=out, staging=folder, job=job, lease=lease)
     _keep_sound_parts(write, present, thorough=allowed.overwrite)
     _check_room(write)
     return write
 
 
-def _keep_sound_parts(write: Writing, present: Job | None, *, thorough: bool) -> None:
+def _keep_sound_parts(write: WriteTransaction, present: JobSpec | None, *, thorough: bool) -> None:
     """Sort the staged files into sound parts and debris; link in the parts that the present output shares.
 
     A published part counts by its record and its size, so that an increment does not read what it keeps. When
@@ -292,7 +288,7 @@ def _keep_sound_parts(write: Writing, present: Job | None, *, thorough: bool) ->
 
 
 def _link_published(
-    write: Writing, present: Job | None, expected: Mapping[str, Chunk], *, thorough: bool
+    write: WriteTransaction, present: JobSpec | None, expected: Mapping[str, Chunk], *, thorough: bool
 ) -> dict[str, Part]:
     """Give the published parts that belong to this job a second name among the staged ones; by name."""
     if present is None or present.record is None:
@@ -319,7 +315,7 @@ def _link(source: Path, target: Path) -> bool:
         return False
 
 
-def _check_room(write: Writing) -> None:
+def _check_room(write: WriteTransaction) -> None:
     """Refuse a job that certainly does not fit: 8 bytes a row is less than any output takes."""
     needed = 8 * sum(chunk.rows for chunk in write.pending)
     free = shutil.disk_usage(write.staging).free
@@ -327,12 +323,12 @@ def _check_room(write: Writing) -> None:
         raise OutputError(f"{write.output}: needs at least {needed:,} bytes, {free:,} are free there; make room first.")
 
 
-def _discard(folder: Path, lease: Lease) -> None:
+def _remove_staging(folder: Path, lease: Lease) -> None:
     """Remove the staging folder, unless it is another writer's by now."""
     try:
         with locked(folder):
             lease.check()
-            staging.discard(folder)
+            staging.remove_staging(folder)
     except (LeaseLost, OSError):
         pass  # another writer's, or not removable: the table is published all the same
     lease.stop()

@@ -87,7 +87,7 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
                 f"{held}: being written by {_holder(current)}. Wait for it, or stop it; finished work is kept."
             )
         # Only who holds the lock writes the lease: these are of writers that were killed while they did.
-        atomic_io.remove(atomic_io.leftovers(staging / "lease.json"))
+        atomic_io.remove(atomic_io.stale_temporaries(staging / "lease.json"))
         now = time.time()
         mine = {
             "epoch": int(current.get("epoch", 0)) + 1,

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io
 from torchlake.errors import TableError
 from torchlake.tables.chunks import Chunk, Plan
-from torchlake.tables.formats.columnar import reading
+from torchlake.tables.formats.columnar import translate_errors
 
 TABLE = "table"
 "The folder of the staging that becomes the output."
@@ -63,7 +63,7 @@ def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     content, path = sink.getvalue().to_pybytes(), staging / TABLE / name
-    with reading(str(path)):  # what Arrow writes it cannot always read: better now than in a year
+    with translate_errors(str(path)):  # what Arrow writes it cannot always read: better now than in a year
         pq.ParquetFile(pa.BufferReader(content)).read()
     while not atomic_io.write_new_bytes(path, content, site="part"):
         part = read_part(path, chunk, table.num_rows)

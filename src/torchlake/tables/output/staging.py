@@ -25,7 +25,7 @@ from torchlake import atomic_io
 from torchlake.failpoints import failpoint
 from torchlake.tables.output.parts import TABLE
 
-SEALED, OLD, JOURNAL, PLAN = "sealed", "old", "journal", "plan.json"
+FENCED, OLD, ATTEMPT_LOG, PLAN = "sealed", "old", "journal", "plan.json"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -34,25 +34,25 @@ def staging_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.staging")
 
 
-def seal(staging: Path) -> Path:
+def fence(staging: Path) -> Path:
     """Rename the table away from every worker that still knows its path; returns the new place."""
-    sealed = staging / SEALED
-    os.rename(staging / TABLE, sealed)
-    failpoint("commit.seal")
-    return sealed
+    fenced = staging / FENCED
+    os.rename(staging / TABLE, fenced)
+    failpoint("commit.fence")
+    return fenced
 
 
 def publish(staging: Path, out: Path) -> None:
-    """Put `sealed` in the place of `out`, durably; what was there goes into the staging folder."""
-    sealed, old = staging / SEALED, staging / OLD
-    atomic_io.sync_folder(sealed)
+    """Put `fenced` in the place of `out`, durably; what was there goes into the staging folder."""
+    fenced, old = staging / FENCED, staging / OLD
+    atomic_io.sync_folder(fenced)
     failpoint("commit.before_publish")
     if not out.exists() or not any(out.iterdir()):
-        os.rename(sealed, out)
-    elif not exchange(sealed, out):
+        os.rename(fenced, out)
+    elif not exchange(fenced, out):
         os.rename(out, old)
         failpoint("commit.swap")
-        os.rename(sealed, out)
+        os.rename(fenced, out)
     failpoint("commit.publish")
     atomic_io.sync_folder(out.parent)
     atomic_io.sync_folder(staging)
@@ -82,20 +82,20 @@ def repair(staging: Path, out: Path) -> None:
 
 def reopen(staging: Path) -> None:
     """Make the table writable again after a commit that was cut short, and drop what workers left behind."""
-    table, sealed = staging / TABLE, staging / SEALED
-    if sealed.exists() and not table.exists():
-        os.rename(sealed, table)
-    atomic_io.remove([sealed, staging / OLD, staging / JOURNAL])
+    table, fenced = staging / TABLE, staging / FENCED
+    if fenced.exists() and not table.exists():
+        os.rename(fenced, table)
+    atomic_io.remove([fenced, staging / OLD, staging / ATTEMPT_LOG])
     table.mkdir(exist_ok=True)
-    (staging / JOURNAL).mkdir()
+    (staging / ATTEMPT_LOG).mkdir()
 
 
-def clear(staging: Path) -> None:
+def clear_job(staging: Path) -> None:
     """Forget the job in the staging folder; lock and lease stay. The plan goes first: without it there is no job."""
-    atomic_io.remove([staging / name for name in (PLAN, TABLE, SEALED, OLD, JOURNAL)])
+    atomic_io.remove([staging / name for name in (PLAN, TABLE, FENCED, OLD, ATTEMPT_LOG)])
 
 
-def discard(staging: Path) -> None:
+def remove_staging(staging: Path) -> None:
     """Remove the staging folder: out of the way by one rename first, so that the next writer may make its own."""
     failpoint("commit.cleanup")
     trash = staging.with_name(f"{staging.name}.{secrets.token_hex(4)}.old")
@@ -104,8 +104,8 @@ def discard(staging: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def sweep(out: Path) -> None:
-    """Remove what `discard` had no time to."""
+def vacuum(out: Path) -> None:
+    """Remove what `remove_staging` had no time to."""
     prefix = staging_of(out).name + "."
     if out.parent.is_dir():
         atomic_io.remove(

@@ -25,7 +25,7 @@ from torchlake.tables.formats.extensions import check_parquet
 from torchlake.tables.keys import Keys, key_problem
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import FOLDER, PLAN, output_path, read_commit, recorded_schema
-from torchlake.tables.sources.versions import Unchanged
+from torchlake.tables.sources.versions import ContentChecker
 
 THREADS = 4
 "Parts that are read at once: hashing and decoding let go of Python's lock."
@@ -66,7 +66,7 @@ def verify(output: str | Path) -> Verification:
             if seen.path is not None and part["chunk"] in chunks:
                 sound.append((seen.path, chunks[part["chunk"]]))
     _check_sums(record, plan, found)
-    _find_aliens(out, {part["name"] for part in record["parts"]}, found)
+    _find_orphan_files(out, {part["name"] for part in record["parts"]}, found)
     unchanged = _look_at_inputs(plan, found)
     key = record["fingerprint"].get("key")
     if isinstance(key, str) and key in record["schema"]:
@@ -94,7 +94,7 @@ def _look_at_part(
     """Look at one part down to its pages."""
     name, seen = part["name"], _Part()
     try:
-        path = atomic_io.inside(out, name)
+        path = atomic_io.safe_join(out, name)
     except UnsafeError:
         seen.problems.append(f"{name!r} leads out of the output; not read.")
         return seen
@@ -154,7 +154,7 @@ def _check_sums(record: dict[str, Any], plan: Plan, found: Verification) -> None
         )
 
 
-def _find_aliens(out: Path, names: set[str], found: Verification) -> None:
+def _find_orphan_files(out: Path, names: set[str], found: Verification) -> None:
     """Files that a reader of the folder would take for rows, though the record does not know them."""
     for folder, folders, listed in os.walk(out):
         folders[:] = [name for name in folders if Path(folder, name) != out / FOLDER]
@@ -172,10 +172,10 @@ def _find_aliens(out: Path, names: set[str], found: Verification) -> None:
 
 def _look_at_inputs(plan: Plan, found: Verification) -> set[str]:
     """Note inputs that changed, are gone or have no checksums; returns the names of those that are as planned."""
-    unchanged, inputs = set(), Unchanged()
+    unchanged, inputs = set(), ContentChecker()
     for one in plan.inputs:
         try:
-            same = inputs.holds(one.path, one.version, one.sha256)
+            same = inputs.is_unchanged(one.path, one.version, one.sha256)
         except TableError:
             found.notes.append(f"{one.path}: the input is gone; its rows cannot be looked at again.")
             continue

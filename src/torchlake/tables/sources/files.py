@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 WILDCARDS = frozenset("*?[")
 
 
-class Found(NamedTuple):
+class InputPath(NamedTuple):
     name: str
     "Relative to the folder that was given."
     file: str
     "An absolute path, or an URL."
     listed: bool = True
-    "Found in a folder or by a glob; False for a file that was named itself."
+    "InputPath in a folder or by a glob; False for a file that was named itself."
 
 
-def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool]) -> list[Found]:
+def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool]) -> list[InputPath]:
     """The files that `source` means, sorted by name; in folders and globs only those that are `wanted`.
 
     Raises TableError saying what was looked for when there is nothing, or naming a file that is named twice.
@@ -50,7 +50,7 @@ def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool
     if twice is not None:
         raise TableError(f"{twice} is named twice by {describe(source)}: its rows would be there twice. Name it once.")
     base = _common(bases)
-    named = (Found(posixpath.relpath(file, base) if base else file, file, listed) for file, listed in found)
+    named = (InputPath(posixpath.relpath(file, base) if base else file, file, listed) for file, listed in found)
     return [_with_utf8_name(one) for one in sorted(named)]
 
 
@@ -214,7 +214,7 @@ def _first_twice(names: Sequence[str]) -> str | None:
     return None
 
 
-def _with_utf8_name(found: Found) -> Found:
+def _with_utf8_name(found: InputPath) -> InputPath:
     """The file. Raises TableError when its name cannot be written into a record."""
     try:
         found.file.encode()

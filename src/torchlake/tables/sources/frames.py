@@ -27,7 +27,7 @@ def engine_of(value: Any) -> str | None:
 
 
 def to_arrow(frame: Any) -> pa.Table:
-    """The frame's columns as an Arrow table; a pandas index is left out (`like` puts it back).
+    """The frame's columns as an Arrow table; a pandas index is left out (`to_original_frame` puts it back).
 
     Raises TableError naming the column that Arrow cannot hold, or that is there twice.
     """
@@ -48,7 +48,7 @@ def to_arrow(frame: Any) -> pa.Table:
     return frame
 
 
-def like(frame: Any, table: pa.Table) -> Any:
+def to_original_frame(frame: Any, table: pa.Table) -> Any:
     """`table` as a frame of the kind of `frame`: its own columns first, in its order, then new ones; rows likewise.
 
     A pandas or polars frame keeps its own columns (and index) as they are, types that Arrow does not have included;

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from torchlake.errors import TableError
-from torchlake.tables.sources.files import Found
+from torchlake.tables.sources.files import InputPath
 from torchlake.tables.sources.urls import filesystem_of, is_url
 
 THREADS = 16
@@ -25,7 +25,7 @@ _ADVICE = {
 }
 
 
-def refuse_lakehouse_tables(found: Sequence[Found]) -> None:
+def refuse_lakehouse_tables(found: Sequence[InputPath]) -> None:
     """Raise TableError when a listed file lies in such a table."""
     files = {one.file for one in found if one.listed}
     files |= {os.path.realpath(file) for file in files if not is_url(file) and os.path.islink(file)}

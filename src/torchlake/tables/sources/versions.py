@@ -83,13 +83,13 @@ def content_id(file: str) -> str:
         raise unavailable(file, error) from error
 
 
-class Unchanged:
+class ContentChecker:
     """Checks that inputs still have their planned content, and remembers in which other versions they had it."""
 
     def __init__(self) -> None:
         self._equal: set[tuple[str, Version, str]] = set()
 
-    def holds(self, file: str, planned: Version, sha256: str) -> bool:
+    def is_unchanged(self, file: str, planned: Version, sha256: str) -> bool:
         """Whether the file has that content. Raises TableError when it cannot be read."""
         now = version_of(file)
         if now == planned or (file, now, sha256) in self._equal:
@@ -102,7 +102,7 @@ class Unchanged:
     def check(self, file: str, planned: Version, sha256: str, *, may_be_gone: bool = False) -> None:
         """Raise FingerprintError when the file has another content or, unless it may be, is gone."""
         try:
-            held, what = self.holds(file, planned, sha256), "changed while it was being read"
+            held, what = self.is_unchanged(file, planned, sha256), "changed while it was being read"
         except TableError as error:
             if may_be_gone and isinstance(error, Unavailable):
                 return
