@@ -144,7 +144,7 @@ def accelerated(setup: dict[str, Any], rows: Rows, count: Callable[[Any], None])
     """A plain loop under accelerate."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if setup.get("bf16") else "no")
     model = model_of(setup)
     optimizer = optimizer_of(model, setup["rate"])
     loader = torch.utils.data.DataLoader(
@@ -193,6 +193,7 @@ def lightning(setup: dict[str, Any], rows: Rows, count: Callable[[Any], None]) -
         devices=WORLD,
         strategy="ddp" if WORLD > 1 else "auto",
         gradient_clip_val=CLIP,
+        precision="bf16-mixed" if setup.get("bf16") else "32-true",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

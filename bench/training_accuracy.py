@@ -1,7 +1,7 @@
 """Does torchlake train to the accuracy of the loops that a user would take instead?
 
 A pretrained encoder, one epoch over all reviews, with one process (on all cores) and with two ranks, several seeds
-each; the same rows, batch, rate and schedule for all. Each accuracy is kept as soon as it is known, so a run that was
+each; the same rows, batch, rate, schedule and precision (bf16 autocast) for all. Each accuracy is kept as soon as it is known, so a run that was
 interrupted goes on. Intervals are those of the mean over the seeds (Student's t, 95 %).
 """
 
@@ -17,11 +17,10 @@ from scipy import stats
 from training import BATCH, RATE, Contender, peer, torchlake
 
 CONTENDERS = [
-    ("torchlake", "torchlake", {}),
-    ("torchlake, fp32", "torchlake", {"precision": "fp32"}),
-    ("Hugging Face Trainer", "trainer", {}),
-    ("accelerate", "accelerate", {}),
-    ("Lightning", "lightning", {}),
+    ("torchlake, bf16", "torchlake", {"precision": "bf16"}),
+    ("Hugging Face Trainer, bf16", "trainer", {"bf16": True}),
+    ("accelerate, bf16", "accelerate", {"bf16": True}),
+    ("Lightning, bf16", "lightning", {"bf16": True}),
 ]
 
 
