@@ -1,8 +1,8 @@
 """Does torchlake train to the accuracy of the loops that a user would take instead?
 
 A pretrained encoder, one epoch over all reviews, with one process (on all cores) and with two ranks, several seeds
-each; the same rows, batch, rate, schedule and precision (bf16 autocast) for all. Each accuracy is kept as soon as it is known, so a run that was
-interrupted goes on. Intervals are those of the mean over the seeds (Student's t, 95 %).
+each; the same rows, batch, rate, schedule and precision (bf16 autocast) for all. Each accuracy is kept as soon as it
+is known, so an interrupted run resumes. Intervals are those of the mean over the seeds (Student's t, 95 %).
 """
 
 import json
