@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from torchlake.errors import UsageError, ran_out_of_memory
 
-WORDS_OF_A_LOST_PEER = ("timed out", "timeout", "connection", "socket", "broken pipe", "nccl", "unhandled system error")
+LOST_PEER_WORDS = ("timed out", "timeout", "connection", "socket", "broken pipe", "nccl", "unhandled system error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Group:
 
 
 @contextmanager
-def joined(timeout_s: float) -> Iterator[Group]:
+def process_group(timeout_s: float) -> Iterator[Group]:
     """Join the ranks of this launch: nccl between GPUs, gloo between CPUs; no group at world size 1.
 
     Raises UsageError when a machine has some GPUs, but fewer than ranks.
@@ -45,7 +45,7 @@ def joined(timeout_s: float) -> Iterator[Group]:
     if world_size == 1:
         yield group
         return
-    with explained(group, "joining the other ranks"):
+    with explain_lost_peers(group, "joining the other ranks"):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=_store(group, timedelta(seconds=timeout_s)),
@@ -67,14 +67,14 @@ def all_sum(group: Group, values: Sequence[float], doing: str) -> list[float]:
     if group.world_size == 1:
         return [float(value) for value in values]
     vector = torch.tensor(values, dtype=torch.float64, device=group.device)
-    with explained(group, doing):
+    with explain_lost_peers(group, doing):
         dist.all_reduce(vector)
         return vector.tolist()
 
 
-def any_rank(group: Group, said: bool, doing: str) -> bool:
+def any_rank(group: Group, flag: bool, doing: str) -> bool:
     """Whether any rank said yes; every rank asks at the same place."""
-    return all_sum(group, [said], doing)[0] > 0
+    return all_sum(group, [flag], doing)[0] > 0
 
 
 def all_sum_array(group: Group, array: np.ndarray, doing: str) -> np.ndarray:
@@ -82,7 +82,7 @@ def all_sum_array(group: Group, array: np.ndarray, doing: str) -> np.ndarray:
     if group.world_size == 1:
         return array
     tensor = torch.from_numpy(array).to(group.device)
-    with explained(group, doing):
+    with explain_lost_peers(group, doing):
         dist.all_reduce(tensor)
         return tensor.cpu().numpy()
 
@@ -93,13 +93,13 @@ def barrier(group: Group, doing: str) -> None:
 
 
 @contextmanager
-def explained(group: Group, doing: str) -> Iterator[None]:
+def explain_lost_peers(group: Group, doing: str) -> Iterator[None]:
     """Say which rank waited for the others, and where, when a collective inside fails for want of a peer."""
     try:
         yield
     except RuntimeError as error:
         words = str(error).lower()
-        lost = any(word in words for word in WORDS_OF_A_LOST_PEER) and not ran_out_of_memory(error)
+        lost = any(word in words for word in LOST_PEER_WORDS) and not ran_out_of_memory(error)
         if group.world_size == 1 or not lost:
             raise
         raise RuntimeError(

@@ -27,7 +27,7 @@ class Objective:
     "Share of the target that all classes have together, equally."
 
 
-PLAIN = Objective()
+UNWEIGHTED = Objective()
 
 
 def check_objective(train: TrainConfig, spec: TaskSpec) -> None:

@@ -21,7 +21,7 @@ def make_optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     smooth it is. The fused kernel reads each tensor once.
     """
     parameters = dict(module.named_parameters())
-    learning = [parameters[name] for name in names(module)]
+    learning = [parameters[name] for name in trainable_names(module)]
     groups = [
         {"params": [each for each in learning if each.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [each for each in learning if each.ndim < 2], "weight_decay": 0.0},
@@ -29,7 +29,7 @@ def make_optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, fused=True)
 
 
-def names(module: nn.Module) -> list[str]:
+def trainable_names(module: nn.Module) -> list[str]:
     """The names of the parameters that learn, as the optimizer's groups have them: matrices, then the others."""
     learning = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
     matrices, others = ([name for name, each in learning if (each.ndim >= 2) is first] for first in (True, False))

@@ -123,4 +123,4 @@ def test_single_is_the_model_itself() -> None:
     assert float(gradients.norm()) == pytest.approx(1.0, rel=1e-4)
     single.step(model, optimizer)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert single.model_share(model, ["weight", "bias"], group).keys() == {"weight", "bias"}
+    assert single.model_shard(model, ["weight", "bias"], group).keys() == {"weight", "bias"}

@@ -14,7 +14,7 @@ import transformers
 
 import tiny
 from torchlake import plugins
-from torchlake.loss import PLAIN
+from torchlake.loss import UNWEIGHTED
 from torchlake.models import load
 from torchlake.models.generation import END, NOTHING
 from torchlake.models.load import TaskSpec
@@ -118,7 +118,7 @@ def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: Tas
     assert torch.allclose(total, torch.stack(parts).sum())
     assert task.loss_sum(logits.bfloat16(), truth, spec).dtype == torch.float32
     assert task.loss_sum(logits[:0], truth[:0], spec).item() == 0.0
-    assert task.divisor(truth.numpy(), spec, PLAIN) == truth.numel()
+    assert task.divisor(truth.numpy(), spec, UNWEIGHTED) == truth.numel()
 
 
 def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, spec: TaskSpec, tiny_bert: Path) -> None:
@@ -128,7 +128,7 @@ def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, sp
     truth = torch.tensor(task.encode_labels(column.drop_null(), spec).to_pylist())
     with torch.inference_mode():
         theirs = model(ids, labels=truth)
-        ours = task.loss_sum(theirs.logits, truth, spec) / task.divisor(truth.numpy(), spec, PLAIN)
+        ours = task.loss_sum(theirs.logits, truth, spec) / task.divisor(truth.numpy(), spec, UNWEIGHTED)
     assert torch.allclose(theirs.loss, ours, atol=1e-6)
 
 

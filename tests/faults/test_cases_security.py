@@ -21,7 +21,7 @@ import torchlake as tl
 import training_runs as runs
 from torchlake import atomic_io
 from torchlake.checkpoints import format, location, shards
-from torchlake.checkpoints.store import Folder
+from torchlake.checkpoints.store import FolderStore
 from torchlake.cli.main import main
 from torchlake.errors import DataError, OutputError, TableError, TorchlakeError, UnsafeError, UsageError
 from torchlake.models import load as models
@@ -50,14 +50,14 @@ def spring(content: bytes, canary: Path) -> bytes:
 
 
 def save(folder: Path, step: int) -> Path:
-    draft = format.at_step(Folder(folder), step, attempt="test")
-    format.write_share(draft, dict.fromkeys((format.MODEL, format.OPTIMIZER), shards.whole(TENSORS)))
+    draft = format.step_draft(FolderStore(folder), step, attempt="test")
+    format.write_shard(draft, dict.fromkeys((format.MODEL, format.OPTIMIZER), shards.whole(TENSORS)))
     format.publish(draft, state={"step": step, "best": None})
     return draft.path
 
 
 def load(path: Path, kind: str) -> dict[str, torch.Tensor]:
-    with format.opened(path, kind) as tensors:
+    with format.open_tensors(path, kind) as tensors:
         return {name: tensors.read(name) for name in tensors.shapes}
 
 
@@ -67,7 +67,7 @@ def test_a_pickle_planted_in_a_checkpoint_is_never_opened(tmp_path: Path, name: 
     trap = spring(pickle.dumps(Canary(tmp_path / "canary")), tmp_path / "canary")
     path = save(tmp_path / "checkpoints", 1)
     (path / name).write_bytes(trap)
-    found, problems = format.newest(Folder(tmp_path / "checkpoints"))
+    found, problems = format.newest(FolderStore(tmp_path / "checkpoints"))
     assert found is not None
     assert problems == []
     for kind in (format.MODEL, format.OPTIMIZER):
@@ -83,7 +83,7 @@ def test_a_pickle_in_the_place_of_tensors_is_no_tensor(tmp_path: Path, kind: str
     (path / f"{kind}.safetensors").write_bytes(trap)
     (path / atomic_io.MANIFEST).unlink()
     atomic_io.write_manifest(path, site="test")
-    found, _ = format.newest(Folder(tmp_path / "checkpoints"))
+    found, _ = format.newest(FolderStore(tmp_path / "checkpoints"))
     assert found is not None
     with pytest.raises(DataError, match=f"{kind}.safetensors: cannot be read"):
         load(found.path, kind)

@@ -168,16 +168,16 @@ def another_begins() -> None:
     from torchlake.training import loop, saving
 
     original, saved = loop.train_step, saving.save
-    places: list[location.Place] = []
+    stores: list[location.CheckpointStore] = []
 
     def save(settings: Any, *rest: Any) -> None:
-        places.append(saving.checkpoints(settings))
+        stores.append(saving.checkpoints(settings))
         saved(settings, *rest)
 
-    def train_step(learner: Any, epoch: Any, rows: Any, position: Any, *rest: Any) -> Any:
-        if position.step == 4:
-            belongs = places[-1].read(location.RUN)["belongs"]
-            location.claim(places[-1], belongs, "another's")
-        return original(learner, epoch, rows, position, *rest)
+    def train_step(state: Any, epoch: Any, rows: Any, progress: Any, *rest: Any) -> Any:
+        if progress.step == 4:
+            identity = stores[-1].read_json(location.RUN)["belongs"]
+            location.claim(stores[-1], identity, "another's")
+        return original(state, epoch, rows, progress, *rest)
 
     loop.train_step, saving.save = train_step, save

@@ -47,7 +47,7 @@ from torchlake.training import restarts
 logging.basicConfig(level="INFO")
 options = json.loads(sys.argv[1])
 run = Path(options.pop("run"))
-restarts.LOOK_S = 0.2
+restarts.POLL_INTERVAL_S = 0.2
 stopped = Path(os.environ["TORCHLAKE_FAILPOINT_ONCE"])
 
 def once_stopped(act):
@@ -114,7 +114,7 @@ def test_more_ranks_train_as_soon_as_there_is_room(
 ) -> None:
     sections = runs.job(tmp_path, tiny_bert, batch_size=16, max_steps=9, max_restarts=0)
     runs.succeed(tmp_path / "one", sections, TORCHLAKE_FAILPOINT="none:1:raise")
-    monkeypatch.setattr(restarts, "LOOK_S", 0.05)
+    monkeypatch.setattr(restarts, "POLL_INTERVAL_S", 0.05)
     run = tmp_path / "run"
     resuming = go_on_when(run / folder.MORE_ROOM)
     done = tl.train(run=run, engine=Widening(run), **sections)

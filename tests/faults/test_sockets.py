@@ -34,7 +34,7 @@ def listening() -> list[str]:
 def _listening_in_a_group() -> list[list[str]]:
     from torchlake import distributed
 
-    with distributed.joined(60.0) as group:
+    with distributed.process_group(60.0) as group:
         import torch.distributed as dist
 
         distributed.barrier(group, "testing")

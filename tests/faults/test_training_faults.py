@@ -401,15 +401,15 @@ def start_another() -> None:
     original, begun = loop.train_step, []
     first = training.train
 
-    def train_step(learner: Any, epoch: Any, rows: Any, position: Any, *rest: Any) -> Any:
-        if position.step == 2 and not begun:
+    def train_step(state: Any, epoch: Any, rows: Any, progress: Any, *rest: Any) -> Any:
+        if progress.step == 2 and not begun:
             begun.append(True)
             run = Path(arguments["run"])
             try:
                 first(**arguments)
             except TorchlakeError as error:
                 run.with_name("second.json").write_text(json.dumps([type(error).__name__, str(error)]))
-        return original(learner, epoch, rows, position, *rest)
+        return original(state, epoch, rows, progress, *rest)
 
     arguments: dict[str, Any] = {}
 
@@ -437,19 +437,19 @@ def lose_the_lease() -> None:
 
     original = loop.train_step
     folder: list[Path] = []
-    make_learner = loop.make_learner
+    make_train_state = loop.make_train_state
 
     def remember(settings: Any, group: Any) -> Any:
         folder.append(Path(settings.lease[0]))
-        return make_learner(settings, group)
+        return make_train_state(settings, group)
 
-    def train_step(learner: Any, epoch: Any, rows: Any, position: Any, *rest: Any) -> Any:
-        if position.step == 4:
+    def train_step(state: Any, epoch: Any, rows: Any, progress: Any, *rest: Any) -> Any:
+        if progress.step == 4:
             lease = json.loads((folder[0] / "lease.json").read_text())
             (folder[0] / "lease.json").write_text(json.dumps({**lease, "token": "another's", "epoch": 2}))
-        return original(learner, epoch, rows, position, *rest)
+        return original(state, epoch, rows, progress, *rest)
 
-    loop.make_learner, loop.train_step = remember, train_step
+    loop.make_train_state, loop.train_step = remember, train_step
 
 
 # Real processes of the local engine from here on.

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import tiny
 from torchlake.config.job import TrainConfig
-from torchlake.loss import PLAIN, Objective, find_objective
+from torchlake.loss import UNWEIGHTED, Objective, find_objective
 from torchlake.tasks import text_classification as task
 
 CLASSES = tiny.spec_for("single_label", ("a", "b", "c"))
@@ -73,4 +73,4 @@ def test_weights_by_label_are_in_the_order_of_the_classes() -> None:
         train = TrainConfig.model_validate({"class_weights": names})
         spec = tiny.spec_for("single_label", labels)
         assert find_objective(train, spec, np.zeros(2, np.int64), np.arange(2)).class_weights == (3.0, 1.0)
-    assert find_objective(TrainConfig(), CLASSES, None, np.arange(0)) == PLAIN
+    assert find_objective(TrainConfig(), CLASSES, None, np.arange(0)) == UNWEIGHTED

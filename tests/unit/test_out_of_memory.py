@@ -14,12 +14,12 @@ import torch
 import torchlake as tl
 import training_runs as runs
 from torchlake import atomic_io
-from torchlake.distributed import Group, explained
+from torchlake.distributed import Group, explain_lost_peers
 from torchlake.errors import ran_out_of_memory
 from torchlake.strategies import single
 from torchlake.training import state
 from torchlake.training.rows import Rows
-from torchlake.training.state import Learner
+from torchlake.training.state import TrainState
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -28,22 +28,22 @@ STRATEGIES = [("single", 1), pytest.param("ddp", 2, marks=SLOW), ("fsdp", 2)]
 
 def memory_for_100_tokens() -> None:
     """Forward passes over more than 100 tokens find no memory, as on a small GPU."""
-    forward = Learner.forward
+    forward = TrainState.forward
 
-    def limited(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def limited(self: TrainState, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = rows.lengths[positions]
         if len(lengths) * int(lengths.max(initial=0)) > 100:
             raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
         return forward(self, rows, positions)
 
-    Learner.forward = limited  # type: ignore[method-assign]
+    TrainState.forward = limited  # type: ignore[method-assign]
 
 
 def memory_for_3_tokens() -> None:
-    def limited(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def limited(self: TrainState, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
 
-    Learner.forward = limited  # type: ignore[method-assign]
+    TrainState.forward = limited  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
@@ -82,14 +82,14 @@ def no_memory_for_the_moments() -> None:
 
 def no_memory_for_validation() -> None:
     """A rank's first forward passes of a validation over more than 60 tokens."""
-    forward = Learner.forward
+    forward = TrainState.forward
 
-    def limited(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def limited(self: TrainState, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.module.training and rows.lengths[positions].sum() > 60:
             raise torch.AcceleratorError("CUDA error: out of memory")
         return forward(self, rows, positions)
 
-    Learner.forward = limited  # type: ignore[method-assign]
+    TrainState.forward = limited  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_memory_that_runs_out_elsewhere_in_a_step_does_too(
 def test_memory_that_ran_out_is_known_by_any_librarys_words(error: Exception) -> None:
     assert ran_out_of_memory(error)
     group = Group(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
-    with pytest.raises(type(error)) as raised, explained(group, "working"):  # and is not taken for a lost peer
+    with pytest.raises(type(error)) as raised, explain_lost_peers(group, "working"):  # and is not taken for a lost peer
         raise error
     assert raised.value is error
     wrapped = RuntimeError("elsewhere")
@@ -148,16 +148,16 @@ def test_other_errors_are_no_lack_of_memory(error: Exception) -> None:
 def test_logits_are_gone_before_the_next_forward_pass(
     tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, kept = Learner.forward, list[bool]()
+    forward, kept = TrainState.forward, list[bool]()
     before: list[weakref.ref[torch.Tensor]] = []
 
-    def watched(self: Learner, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def watched(self: TrainState, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         kept.append(any(logits() is not None for logits in before))
         found = forward(self, rows, positions)
         before[:] = [weakref.ref(found[0])]
         return found
 
-    monkeypatch.setattr(Learner, "forward", watched)
+    monkeypatch.setattr(TrainState, "forward", watched)
     sections = runs.job(tmp_path, tiny_llama, rows=60, epochs=1, batch_size=16, micro_batch_tokens=64)
     sections["model"] |= {"task": "text_generation", "max_length": 32}
     tl.train(run=tmp_path / "run", engine=runs.Inline(1), **sections)

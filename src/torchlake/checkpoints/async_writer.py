@@ -31,7 +31,7 @@ class _Job:
     draft: Draft
     kinds: Mapping[str, Pieces]
     publish: Callable[[], None]
-    written: threading.Event = field(default_factory=threading.Event)
+    shard_written: threading.Event = field(default_factory=threading.Event)
     by_all: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -70,7 +70,7 @@ class CheckpointWriter:
             with self._fenced():
                 format.publish(draft, **publish)
                 if keep is not None:
-                    format.prune(draft.place, keep)
+                    format.prune(draft.store, keep)
 
         if background:
             kinds = {kind: {name: piece.copied() for name, piece in pieces.items()} for kind, pieces in kinds.items()}
@@ -81,12 +81,12 @@ class CheckpointWriter:
         if not background:
             self.finish()
 
-    def written(self) -> bool:
+    def shard_written(self) -> bool:
         """Whether this rank has written its share of the oldest unfinished checkpoint; raises what the thread met."""
         self._raise_failure()
-        return bool(self._unfinished) and self._unfinished[0].written.is_set()
+        return bool(self._unfinished) and self._unfinished[0].shard_written.is_set()
 
-    def all_written(self) -> None:
+    def commit_oldest(self) -> None:
         """Every rank has said `written`: the oldest unfinished checkpoint may be made visible."""
         self._unfinished.pop(0).by_all.set()
 
@@ -109,10 +109,10 @@ class CheckpointWriter:
 
     def _finish(self, job: _Job) -> None:
         """Wait until every rank has written its share of the oldest."""
-        job.written.wait()
+        job.shard_written.wait()
         self._raise_failure()
         distributed.barrier(self._group, "waiting for the other ranks' shares of a checkpoint")
-        self.all_written()
+        self.commit_oldest()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -128,13 +128,13 @@ class CheckpointWriter:
                 self._failure = error
                 format.abandon(job.draft)
             finally:
-                job.written.set()
+                job.shard_written.set()
                 job.done.set()
 
     def _write(self, job: _Job) -> None:
-        format.write_share(job.draft, job.kinds)
+        format.write_shard(job.draft, job.kinds)
         job.kinds = {}
-        job.written.set()
+        job.shard_written.set()
         job.by_all.wait()
         if self._closed:
             format.abandon(job.draft)
@@ -143,7 +143,9 @@ class CheckpointWriter:
 
 
 @contextmanager
-def writing(group: distributed.Group, fenced: Callable[[], AbstractContextManager[None]]) -> Iterator[CheckpointWriter]:
+def checkpoint_writer(
+    group: distributed.Group, fenced: Callable[[], AbstractContextManager[None]]
+) -> Iterator[CheckpointWriter]:
     """A writer for the ranks of `group`; `fenced` is held while a checkpoint is made visible.
 
     What is unfinished when the block is left by an error is abandoned.

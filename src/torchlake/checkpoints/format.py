@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from torchlake import atomic_io
 from torchlake.checkpoints import shards as sharding
-from torchlake.checkpoints.location import check_holder
+from torchlake.checkpoints.location import check_owner
 from torchlake.checkpoints.shards import Pieces, Shards, Tensors
-from torchlake.checkpoints.store import BEST, STATE, Draft, Place
+from torchlake.checkpoints.store import BEST, STATE, CheckpointStore, Draft
 from torchlake.errors import DataError, TorchlakeError, UnsafeError
 from torchlake.failpoints import failpoint
 
@@ -42,29 +42,29 @@ class Checkpoint:
     "What the training loop stored beside its tensors; `step` at least."
 
 
-def at_step(place: Place, step: int, **who: Any) -> Draft:
+def step_draft(store: CheckpointStore, step: int, **who: Any) -> Draft:
     """The draft of checkpoint `step` in `place`."""
-    return Draft(place=place, name=_name(step), site="checkpoint", **who)
+    return Draft(store=store, name=_name(step), site="checkpoint", **who)
 
 
-def best_at_step(place: Place, step: int, **who: Any) -> Draft:
+def best_draft(store: CheckpointStore, step: int, **who: Any) -> Draft:
     """The draft of the best model, that of `step`."""
-    return Draft(place=place, name=f"{BEST}/{_name(step)}", site="best", **who)
+    return Draft(store=store, name=f"{BEST}/{_name(step)}", site="best", **who)
 
 
-def write_share(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
+def write_shard(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
     """Write this rank's pieces of each kind (model, optimizer) into the draft. Raises StorageError."""
     files = {}
     try:
-        draft.building.mkdir(parents=True, exist_ok=True)
+        draft.staging.mkdir(parents=True, exist_ok=True)
         for kind, pieces in kinds.items():
-            path = draft.building / _file_name(kind, draft.rank, draft.world_size)
+            path = draft.staging / _file_name(kind, draft.rank, draft.world_size)
             _write_tensors(path, pieces, f"{draft.site}.{kind}")
             files[path.name] = atomic_io.size_and_sha256(path)
     except OSError as error:
         raise atomic_io.storage_error(error, draft.path) from error
-    atomic_io.write_json(draft.note(draft.rank), files, site=f"{draft.site}.note")
-    draft.place.hand_over(draft, files)
+    atomic_io.write_json(draft.rank_manifest(draft.rank), files, site=f"{draft.site}.note")
+    draft.store.upload(draft, files)
 
 
 def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: Any) -> None:
@@ -73,89 +73,89 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
     Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken the place over; the
     checkpoints before are untouched then.
     """
-    check_holder(draft.place, draft.attempt)
+    check_owner(draft.store, draft.attempt)
     try:
-        notes = draft.place.notes(draft)
-        files = {name: file for note in notes for name, file in note.items()}
-        mine = dict(notes[draft.rank])
+        manifests = draft.store.rank_manifests(draft)
+        files = {name: file for manifest in manifests for name, file in manifest.items()}
+        mine = dict(manifests[draft.rank])
         if state is not None:
-            atomic_io.write_json(draft.building / STATE, dict(state), site=f"{draft.site}.state")
-            mine[STATE] = files[STATE] = atomic_io.size_and_sha256(draft.building / STATE)
-        draft.place.reveal(draft, {**fields, "files": files}, mine)
+            atomic_io.write_json(draft.staging / STATE, dict(state), site=f"{draft.site}.state")
+            mine[STATE] = files[STATE] = atomic_io.size_and_sha256(draft.staging / STATE)
+        draft.store.commit(draft, {**fields, "files": files}, mine)
     except OSError as error:
         raise atomic_io.storage_error(error, draft.path) from error
 
 
 def abandon(draft: Draft) -> None:
     """Remove what was written of a draft on a disk; what is elsewhere already, the next start removes."""
-    atomic_io.remove([draft.building])
+    atomic_io.remove([draft.staging])
 
 
-def prune(place: Place, keep: int) -> None:
+def prune(store: CheckpointStore, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and the best models that no kept one names. Raises StorageError."""
     try:
-        complete = place.complete()
+        complete = store.list_complete()
         old, kept = complete[:-keep], complete[-keep:]
-        bests = [best for name in kept if (best := place.state(name)["best"]) is not None]
+        bests = [best for name in kept if (best := store.read_state(name)["best"]) is not None]
         named = {f"{BEST}/{_name(best['step'])}" for best in bests}
-        for name in [*old, *(best for best in place.complete(BEST) if best not in named)]:
+        for name in [*old, *(best for best in store.list_complete(BEST) if best not in named)]:
             failpoint("checkpoint.prune")
-            place.delete(name)
+            store.delete(name)
     except OSError as error:
-        raise atomic_io.storage_error(error, place.path("")) from error
+        raise atomic_io.storage_error(error, store.path("")) from error
 
 
-def newest(place: Place) -> tuple[Checkpoint | None, list[str]]:
+def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
     """The newest complete checkpoint in `place`, verified, and a sentence about every one that was not.
 
     (None, []) when none was ever written. Those that fail are set aside. Raises DataError when there were checkpoints
     and all of them are corrupt: starting afresh would throw the run away unasked; StorageError when the place cannot be
     reached.
     """
-    place.clear()
+    store.remove_incomplete()
     problems: list[str] = []
-    for name in reversed(place.complete()):
+    for name in reversed(store.list_complete()):
         try:
-            path = place.fetched(name)
+            path = store.fetch(name)
             return Checkpoint(path=path, state=atomic_io.read_json(path / STATE)), problems
         # A damaged manifest has any shape.
         except (DataError, UnsafeError, KeyError, TypeError, AttributeError) as error:
             said = (
-                str(error) if isinstance(error, TorchlakeError) else f"{place}/{name}/{atomic_io.MANIFEST}: is damaged"
+                str(error) if isinstance(error, TorchlakeError) else f"{store}/{name}/{atomic_io.MANIFEST}: is damaged"
             )
-            aside = place.set_aside(name)
+            aside = store.set_aside(name)
             problems.append(f"{said}. Set aside as {aside}; an older checkpoint is used, if there is one.")
-    if place.has_torn():
+    if store.has_corrupt():
         raise DataError(
-            " ".join([*problems, f"{place}: no checkpoint of this run is usable. Bring one back from a copy, or"])
-            + f" delete {place} to train from the beginning."
+            " ".join([*problems, f"{store}: no checkpoint of this run is usable. Bring one back from a copy, or"])
+            + f" delete {store} to train from the beginning."
         )
     return None, problems
 
 
 @contextmanager
-def opened(path: Path, kind: str) -> Iterator[Shards]:
+def open_tensors(path: Path, kind: str) -> Iterator[Shards]:
     """The tensors of a checkpoint of one kind, `MODEL` or `OPTIMIZER`, whoever wrote them. Raises DataError."""
     files = sorted(path.glob(f"{kind}*.safetensors"))
     if not files:
         raise DataError(f"{path}: holds no {kind}*.safetensors")
-    with sharding.opened(files) as shards:
+    with sharding.open_shards(files) as shards:
         yield shards
 
 
-def best_path(place: Place, step: int) -> Path:
+def best_path(store: CheckpointStore, step: int) -> Path:
     """The folder of the best model of `step`, verified. Raises DataError naming the file that is missing or corrupt."""
-    return place.fetched(f"{BEST}/{_name(step)}", MODEL)
+    return store.fetch(f"{BEST}/{_name(step)}", MODEL)
 
 
-def step_path(place: Place, step: int) -> Path:
+def step_path(store: CheckpointStore, step: int) -> Path:
     """The folder of the model of checkpoint `step`, verified. Raises DataError as `best_path` does."""
-    return place.fetched(_name(step), MODEL)
+    return store.fetch(_name(step), MODEL)
 
 
 def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
     """A checkpoint's model, whole; names and shapes must be those of `like`. Raises DataError naming what differs."""
-    with opened(path, MODEL) as shards:
+    with open_tensors(path, MODEL) as shards:
         shards.check(like)
         return {name: shards.read(name) for name in like}
 
@@ -177,13 +177,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
     """Put back what `optimizer_tensors` gave, on this rank its part of it. Raises DataError for another model's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places = {name: index for index, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key in stored.shapes:
         name, _, field = key.rpartition("|")
-        if name not in places:
+        if name not in indices:
             raise DataError(f"{OPTIMIZER}*.safetensors: the model has no parameter {name!r}")
-        index = places[name]
+        index = indices[name]
         tensor = stored.read_like(key, parameters[index]) if stored.shapes[key] else stored.read(key)
         state.setdefault(index, {})[field] = tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -11,67 +11,67 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchlake.checkpoints.object_store import Remote
-from torchlake.checkpoints.store import RUN, Folder, Place
+from torchlake.checkpoints.object_store import ObjectStore
+from torchlake.checkpoints.store import RUN, CheckpointStore, FolderStore
 from torchlake.errors import FingerprintError, LeaseLost
 from torchlake.tables.sources.urls import is_url
 
 FOLDER = "checkpoints"
-MIRROR = ".checkpoints"
+SCRATCH = ".checkpoints"
 
 
-def find(folder: str | None, run: Path) -> Place:
+def find_store(folder: str | None, run: Path) -> CheckpointStore:
     """Where the checkpoints of the run folder `run` are; `folder` is the job's train.checkpoint_folder.
 
     Raises UsageError or MissingExtra for an URL that nothing here can open.
     """
     if folder is None:
-        return Folder(run / FOLDER)
+        return FolderStore(run / FOLDER)
     folder = folder.removeprefix("file://")
     if not is_url(folder):
-        return Folder(Path(folder).expanduser(), outside=True)
-    remote = Remote(folder.rstrip("/"), run / MIRROR)
+        return FolderStore(Path(folder).expanduser(), external=True)
+    remote = ObjectStore(folder.rstrip("/"), run / SCRATCH)
     remote.check()
     return remote
 
 
-def claim(place: Place, belongs: Mapping[str, Any], attempt: str) -> None:
+def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> None:
     """Note in a place outside of the run folder that the launch `attempt` writes there now, and for what.
 
     `belongs` are the plain values that two runs must have in common to be one. Raises FingerprintError listing what
     differs, or when the place holds something else.
     """
-    if not place.outside:
+    if not store.external:
         return
-    found, used = place.read(RUN), place.is_used()
+    found, used = store.read_json(RUN), store.is_used()
     if found is None and used:
         raise FingerprintError(
-            f"{place}: is not empty, and holds no {RUN} that would say whose checkpoints are there. "
+            f"{store}: is not empty, and holds no {RUN} that would say whose checkpoints are there. "
             "Give another train.checkpoint_folder."
         )
     before = found.get("belongs") if isinstance(found, dict) else None
     if found is not None and not isinstance(before, dict):
-        raise FingerprintError(f"{place}/{RUN}: is damaged. Give another train.checkpoint_folder, or delete this one.")
-    if used and before is not None and before != belongs:
+        raise FingerprintError(f"{store}/{RUN}: is damaged. Give another train.checkpoint_folder, or delete this one.")
+    if used and before is not None and before != identity:
         differing = [
-            f"  {name}: {before.get(name)!r} -> {belongs.get(name)!r}"
-            for name in dict.fromkeys([*before, *belongs])
-            if before.get(name) != belongs.get(name)
+            f"  {name}: {before.get(name)!r} -> {identity.get(name)!r}"
+            for name in dict.fromkeys([*before, *identity])
+            if before.get(name) != identity.get(name)
         ]
         raise FingerprintError(
-            f"{place}: holds the checkpoints of another run. It differs in\n"
+            f"{store}: holds the checkpoints of another run. It differs in\n"
             + "\n".join(differing)
             + "\nGive another train.checkpoint_folder, or delete this one to start again."
         )
-    place.write(RUN, {"format": 1, "belongs": dict(belongs), "attempt": attempt}, site="checkpoint.claim")
+    store.write_json(RUN, {"format": 1, "belongs": dict(identity), "attempt": attempt}, site="checkpoint.claim")
 
 
-def check_holder(place: Place, attempt: str) -> None:
+def check_owner(store: CheckpointStore, attempt: str) -> None:
     """Raise LeaseLost unless `attempt` is the launch that a place outside of the run folder belongs to."""
-    if not place.outside:
+    if not store.external:
         return
-    found = place.read(RUN)
+    found = store.read_json(RUN)
     if not isinstance(found, dict) or found.get("attempt") != attempt:
         raise LeaseLost(
-            f"{place}: another process has taken this run over and goes on with it, or {RUN} was deleted there"
+            f"{store}: another process has taken this run over and goes on with it, or {RUN} was deleted there"
         )

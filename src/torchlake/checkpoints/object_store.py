@@ -40,19 +40,19 @@ IN_CHECKPOINT = re.compile(rf"((?:{BEST}/)?step_\d+)/.+")
 T = TypeVar("T")
 
 
-class _Absent(DataError):
+class _NotFound(DataError):
     """A file that is not there."""
 
 
 @dataclass(frozen=True)
-class Remote:
+class ObjectStore:
     """A folder below an URL; see Place for its methods."""
 
     url: str = field(repr=False)
     "It may hold a password; `str` does not."
-    mirror: Path
+    scratch: Path
     "A folder that all ranks reach, for what is on its way."
-    outside: bool = True
+    external: bool = True
 
     def __str__(self) -> str:
         return str(redacted(self.url))
@@ -69,20 +69,20 @@ class Remote:
             raise UsageError(f"train.checkpoint_folder: {error}") from None
 
     def path(self, name: str) -> Path:
-        return self.mirror / name
+        return self.scratch / name
 
-    def hand_over(self, draft: Draft, files: Files) -> None:
-        for name in [*files, draft.note(draft.rank).name]:
+    def upload(self, draft: Draft, files: Files) -> None:
+        for name in [*files, draft.rank_manifest(draft.rank).name]:
             failpoint(f"{draft.site}.upload")
-            self._put(draft.building / name, f"{draft.name}/{draft.attempt}/{name}")
-            atomic_io.remove([draft.building / name])
+            self._put(draft.staging / name, f"{draft.name}/{draft.attempt}/{name}")
+            atomic_io.remove([draft.staging / name])
 
-    def notes(self, draft: Draft) -> list[dict[str, Any]]:
-        return [self._json(_note(draft, rank)) for rank in range(draft.world_size)]
+    def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
+        return [self._json(_rank_manifest(draft, rank)) for rank in range(draft.world_size)]
 
-    def reveal(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
+    def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
         if STATE in mine:
-            self._put(draft.building / STATE, f"{draft.name}/{draft.attempt}/{STATE}")
+            self._put(draft.staging / STATE, f"{draft.name}/{draft.attempt}/{STATE}")
         listed = {f"{draft.attempt}/{name}": expected for name, expected in manifest["files"].items()}
         failpoint(f"{draft.site}.verify")
         sizes = self._sizes()
@@ -93,22 +93,22 @@ class Remote:
                     f"{self}/{draft.name}/{name}: just written, and it is {'absent' if size is None else size}: "
                     f"{expected['bytes']:,} bytes were sent. The storage is failing."
                 )
-        path = draft.building / atomic_io.MANIFEST
-        complete = {**manifest, "attempt": draft.attempt, "files": listed}
-        atomic_io.write_json(path, complete, site=f"{draft.site}.manifest")
+        path = draft.staging / atomic_io.MANIFEST
+        full = {**manifest, "attempt": draft.attempt, "files": listed}
+        atomic_io.write_json(path, full, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
         self._put(path, f"{draft.name}/{atomic_io.MANIFEST}")
         # The notes, and what earlier attempts at this step left.
         wanted = {f"{draft.name}/{name}" for name in (*listed, atomic_io.MANIFEST)}
         self._delete([name for name in sizes if name.startswith(f"{draft.name}/") and name not in wanted])
-        atomic_io.remove([draft.building])
-        self.forget()  # every rank has written, so every rank has long read what it began with
+        atomic_io.remove([draft.staging])
+        self.delete_fetched()  # every rank has written, so every rank has long read what it began with
 
-    def complete(self, within: str = "") -> list[str]:
+    def list_complete(self, within: str = "") -> list[str]:
         manifest = re.compile(posixpath.join(within, rf"step_\d+/{re.escape(atomic_io.MANIFEST)}"))
         return sorted(posixpath.dirname(name) for name in self._sizes() if manifest.fullmatch(name))
 
-    def state(self, name: str) -> Any:
+    def read_state(self, name: str) -> Any:
         manifest = self._json(f"{name}/{atomic_io.MANIFEST}")
         return self._json(f"{name}/{manifest['attempt']}/{STATE}")
 
@@ -116,54 +116,56 @@ class Remote:
         self._delete([f"{name}/{atomic_io.MANIFEST}"])
         self._delete([one for one in self._sizes() if one.startswith(f"{name}/")])
 
-    def clear(self) -> None:
-        atomic_io.remove([self.mirror])
+    def remove_incomplete(self) -> None:
+        atomic_io.remove([self.scratch])
         names = list(self._sizes())
         visible = {posixpath.dirname(name) for name in names if name.endswith(f"/{atomic_io.MANIFEST}")}
         kept = visible | {posixpath.dirname(name) for name in names if name.endswith(f"/{SET_ASIDE}")}
         found = [(match[1], name) for name in names if (match := IN_CHECKPOINT.fullmatch(name))]
         self._delete([name for checkpoint, name in found if checkpoint not in kept])
 
-    def fetched(self, name: str, kind: str = "") -> Path:
-        target, shown = self.mirror / "fetched" / name, f"{self}/{name}"
+    def fetch(self, name: str, kind: str = "") -> Path:
+        target, shown = self.scratch / "fetched" / name, f"{self}/{name}"
         atomic_io.remove([target])
         target.mkdir(parents=True)
-        (target / atomic_io.MANIFEST).write_bytes(self._content(f"{name}/{atomic_io.MANIFEST}"))
+        (target / atomic_io.MANIFEST).write_bytes(self._read(f"{name}/{atomic_io.MANIFEST}"))
         manifest = atomic_io.read_manifest(target, named=shown)
         wanted = [one for one in manifest["files"] if posixpath.basename(one).startswith(kind)]
-        places = [atomic_io.safe_join(target, one) for one in wanted]
-        for place in places:
-            place.parent.mkdir(parents=True, exist_ok=True)
+        targets = [atomic_io.safe_join(target, one) for one in wanted]
+        for path in targets:
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._ask(name, lambda fs, path: fs.get([f"{path}/{one}" for one in wanted], [str(one) for one in places]))
+            self._retry(
+                name, lambda fs, path: fs.get([f"{path}/{one}" for one in wanted], [str(one) for one in targets])
+            )
         except FileNotFoundError:
             log.debug("%s: not all of its files are there", shown)  # which, is told by the manifest
         atomic_io.check_manifest(target, kind=kind, named=shown)
         return atomic_io.safe_join(target, manifest["attempt"])
 
-    def forget(self) -> None:
-        atomic_io.remove([self.mirror / "fetched"])
+    def delete_fetched(self) -> None:
+        atomic_io.remove([self.scratch / "fetched"])
 
     def set_aside(self, name: str) -> str:
-        self._ask(name, lambda fs, path: fs.mv(f"{path}/{atomic_io.MANIFEST}", f"{path}/{SET_ASIDE}"))
+        self._retry(name, lambda fs, path: fs.mv(f"{path}/{atomic_io.MANIFEST}", f"{path}/{SET_ASIDE}"))
         return f"{name}/{SET_ASIDE}"
 
-    def has_torn(self) -> bool:
+    def has_corrupt(self) -> bool:
         return any(name.endswith(f"/{SET_ASIDE}") for name in self._sizes())
 
     def is_used(self) -> bool:
         return any(name != RUN for name in self._sizes())
 
-    def read(self, name: str) -> Any:
+    def read_json(self, name: str) -> Any:
         try:
             return self._json(name)
-        except _Absent:
+        except _NotFound:
             return None
 
-    def write(self, name: str, value: Any, *, site: str) -> None:
-        self.mirror.mkdir(parents=True, exist_ok=True)
-        atomic_io.write_json(self.mirror / name, value, site=site)
-        self._put(self.mirror / name, name)
+    def write_json(self, name: str, value: Any, *, site: str) -> None:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        atomic_io.write_json(self.scratch / name, value, site=site)
+        self._put(self.scratch / name, name)
 
     def _sizes(self) -> dict[str, int]:
         """The size in bytes of every file below the URL, by its name."""
@@ -173,51 +175,51 @@ class Remote:
             return {posixpath.relpath(one, top): int(info["size"]) for one, info in fs.find(top, detail=True).items()}
 
         try:
-            return self._ask("", found)
+            return self._retry("", found)
         except FileNotFoundError:
             return {}
 
     def _json(self, name: str) -> Any:
-        content = self._content(name)
+        content = self._read(name)
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self}/{name}: not valid JSON ({error})") from None
 
-    def _content(self, name: str) -> bytes:
+    def _read(self, name: str) -> bytes:
         try:
-            content: bytes = self._ask(name, lambda fs, path: fs.cat_file(path))
+            content: bytes = self._retry(name, lambda fs, path: fs.cat_file(path))
             return content
         except FileNotFoundError:
-            raise _Absent(f"{self}/{name}: no such file") from None
+            raise _NotFound(f"{self}/{name}: no such file") from None
 
     def _put(self, path: Path, name: str) -> None:
         try:
-            self._ask(name, lambda fs, there: fs.put_file(str(path), there))
+            self._retry(name, lambda fs, there: fs.put_file(str(path), there))
         except FileNotFoundError as error:
             raise self._failure(name, error) from None
 
     def _delete(self, names: list[str]) -> None:
         try:
             if names:
-                self._ask("", lambda fs, path: fs.rm([f"{path}/{name}" for name in names]))
+                self._retry("", lambda fs, path: fs.rm([f"{path}/{name}" for name in names]))
         except FileNotFoundError:
             log.debug("%s: some of %d files were gone already", self, len(names))
 
-    def _ask(self, name: str, call: Callable[[Any, str], T]) -> T:
+    def _retry(self, name: str, call: Callable[[Any, str], T]) -> T:
         """`call(file system, path)` for the file `name`, again after an error that may pass.
 
         Raises FileNotFoundError, and StorageError naming the URL and the cause for all else.
         """
         for pause in PAUSES_S:
             try:
-                return self._ask_once(name, call)
+                return self._call(name, call)
             except StorageError as error:
                 log.warning("%s Trying again.", str(error).splitlines()[0])
                 time.sleep(pause)
-        return self._ask_once(name, call)
+        return self._call(name, call)
 
-    def _ask_once(self, name: str, call: Callable[[Any, str], T]) -> T:
+    def _call(self, name: str, call: Callable[[Any, str], T]) -> T:
         try:
             fs, root = filesystem_of(self.url)
             # Listings are remembered within a process, and other ranks are other processes.
@@ -229,13 +231,13 @@ class Remote:
             raise self._failure(name, error) from None
 
     def _failure(self, name: str, error: Exception) -> StorageError:
-        cause = self._harmless(error) or type(error).__name__
+        cause = self._without_secrets(error) or type(error).__name__
         return StorageError(
             f"{posixpath.join(str(self), name).rstrip('/')}: {cause}. "
             "See that the storage can be reached and written to, and run the same command again: finished work is kept."
         )
 
-    def _harmless(self, error: Exception) -> str:
+    def _without_secrets(self, error: Exception) -> str:
         """What an error says, without the user and the password that the URL may hold."""
         text = str(error)
         if user := USER.match(self.url):
@@ -244,5 +246,5 @@ class Remote:
         return str(redacted(text))
 
 
-def _note(draft: Draft, rank: int) -> str:
-    return f"{draft.name}/{draft.attempt}/{draft.note(rank).name}"
+def _rank_manifest(draft: Draft, rank: int) -> str:
+    return f"{draft.name}/{draft.attempt}/{draft.rank_manifest(rank).name}"

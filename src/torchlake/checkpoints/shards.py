@@ -52,7 +52,7 @@ def whole(tensors: Tensors) -> Pieces:
     return {name: Piece(tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def share(tensors: Tensors, *, rank: int, world_size: int) -> Pieces:
+def local_shard(tensors: Tensors, *, rank: int, world_size: int) -> Pieces:
     """What `rank` stores of tensors that all ranks name alike: its own rows of those that are sharded (DTensors), and
     of the others, which every rank holds, about an equal part of the bytes.
     """
@@ -113,7 +113,7 @@ def header(pieces: Pieces) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Segment:
     file: Any
     path: Path
     first: int
@@ -125,7 +125,7 @@ class Shards:
 
     def __init__(self, files: Sequence[tuple[Path, Any]]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, list[_Place]] = {}
+        self._segments: dict[str, list[_Segment]] = {}
         for path, file in files:
             partial = _partial(path, file)
             for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
@@ -134,29 +134,29 @@ class Shards:
                 if self.shapes.setdefault(name, shape) != shape or held[1:] != shape[1:]:
                     raise DataError(f"{path}: tensor {name!r} has the shape {shape}, another file says otherwise")
                 rows = held[0] if held else 1
-                self._places.setdefault(name, []).append(_Place(file, path, first, rows))
-        for name, places in self._places.items():
-            places.sort(key=lambda place: place.first)
-            ends = [place.first + place.rows for place in places]
+                self._segments.setdefault(name, []).append(_Segment(file, path, first, rows))
+        for name, segments in self._segments.items():
+            segments.sort(key=lambda segment: segment.first)
+            ends = [segment.first + segment.rows for segment in segments]
             shape = self.shapes[name]
-            if [place.first for place in places] != [0, *ends[:-1]] or ends[-1] != (shape[0] if shape else 1):
-                raise DataError(f"{places[0].path.parent}: rows of the tensor {name!r} are missing or there twice")
+            if [segment.first for segment in segments] != [0, *ends[:-1]] or ends[-1] != (shape[0] if shape else 1):
+                raise DataError(f"{segments[0].path.parent}: rows of the tensor {name!r} are missing or there twice")
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
         """`rows` rows of a tensor from `first` on, by default all of it, in memory of its own."""
         shape = self.shapes[name]
         if not shape:
-            (place,) = self._places[name]
-            tensor: torch.Tensor = place.file.get_tensor(name)
+            (segment,) = self._segments[name]
+            tensor: torch.Tensor = segment.file.get_tensor(name)
             return tensor
         end = shape[0] if rows is None else first + rows
         parts = []
-        for place in self._places[name]:
-            begin, stop = max(first, place.first), min(end, place.first + place.rows)
+        for segment in self._segments[name]:
+            begin, stop = max(first, segment.first), min(end, segment.first + segment.rows)
             if begin < stop:
-                parts.append(place.file.get_slice(name)[begin - place.first : stop - place.first])
+                parts.append(segment.file.get_slice(name)[begin - segment.first : stop - segment.first])
         if not parts:
-            empty: torch.Tensor = self._places[name][0].file.get_slice(name)[:0]
+            empty: torch.Tensor = self._segments[name][0].file.get_slice(name)[:0]
             return empty
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -173,7 +173,7 @@ class Shards:
 
     def check(self, like: Tensors) -> None:
         """Hold names and shapes against a model's. Raises DataError naming the first tensor that differs."""
-        where = next(iter(self._places.values()))[0].path.parent if self._places else "the checkpoint"
+        where = next(iter(self._segments.values()))[0].path.parent if self._segments else "the checkpoint"
         for name in sorted({*self.shapes, *like}):
             found, wanted = self.shapes.get(name), tuple(like[name].shape) if name in like else None
             if found != wanted:
@@ -181,7 +181,7 @@ class Shards:
 
 
 @contextmanager
-def opened(files: Sequence[Path]) -> Iterator[Shards]:
+def open_shards(files: Sequence[Path]) -> Iterator[Shards]:
     """The tensors of safetensors files, mapped into memory. Raises DataError naming a file that cannot be read, and
     when the files are not all of one set.
     """

@@ -32,7 +32,7 @@ Files = Mapping[str, Mapping[str, Any]]
 class Draft:
     """A checkpoint in the making, as one of its ranks sees it."""
 
-    place: "Place"
+    store: "CheckpointStore"
     "Where it will be."
     name: str
     "What it will be called there."
@@ -46,80 +46,80 @@ class Draft:
     @property
     def path(self) -> Path:
         """Where it is, or would be, on a disk."""
-        return self.place.path(self.name)
+        return self.store.path(self.name)
 
     @property
-    def building(self) -> Path:
+    def staging(self) -> Path:
         """The hidden folder in which it is built."""
         return self.path.with_name(f".{self.path.name}.{self.attempt}.tmp")
 
-    def note(self, rank: int) -> Path:
+    def rank_manifest(self, rank: int) -> Path:
         """Where a rank notes the files that it wrote."""
-        return self.building / f".rank_{rank:05d}.json"
+        return self.staging / f".rank_{rank:05d}.json"
 
 
-class Place(Protocol):
+class CheckpointStore(Protocol):
     """What `format.py` asks of where checkpoints are kept. Messages show it as `str` gives it."""
 
     @property
-    def outside(self) -> bool:
+    def external(self) -> bool:
         """Whether it lies outside of the run folder, so that other runs may find it."""
 
     def path(self, name: str) -> Path:
         """The path on a disk that belongs to a name."""
 
-    def hand_over(self, draft: Draft, files: Files) -> None:
+    def upload(self, draft: Draft, files: Files) -> None:
         """Take this rank's `files` and its note out of the draft's `building`. Raises StorageError."""
 
-    def notes(self, draft: Draft) -> list[dict[str, Any]]:
+    def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
         """The files of each rank, in their order, once all have handed theirs over."""
 
-    def reveal(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
+    def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
         """Make a draft visible by its manifest; `mine` of its files are this rank's. Raises StorageError, OSError."""
 
-    def complete(self, within: str = "") -> list[str]:
+    def list_complete(self, within: str = "") -> list[str]:
         """The names of the visible checkpoints, the oldest first; `within` is BEST for those of best models."""
 
-    def state(self, name: str) -> Any:
+    def read_state(self, name: str) -> Any:
         """The state of a visible checkpoint."""
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint; one that is half deleted is not visible. Raises StorageError, OSError."""
 
-    def clear(self) -> None:
+    def remove_incomplete(self) -> None:
         """Remove what crashes left of this run; no rank may be at work."""
 
-    def fetched(self, name: str, kind: str = "") -> Path:
+    def fetch(self, name: str, kind: str = "") -> Path:
         """A folder on a disk with the files of a checkpoint whose names begin with `kind`, verified.
 
         Raises DataError naming a file that is missing or corrupt, UnsafeError for a name that leads out.
         """
 
-    def forget(self) -> None:
+    def delete_fetched(self) -> None:
         """What was fetched is not needed any more."""
 
     def set_aside(self, name: str) -> str:
         """Make a damaged checkpoint invisible and keep it; what it is called now."""
 
-    def has_torn(self) -> bool:
+    def has_corrupt(self) -> bool:
         """Whether there are any that were set aside."""
 
     def is_used(self) -> bool:
         """Whether there are checkpoints, sound or not, or anything else but RUN."""
 
-    def read(self, name: str) -> Any:
+    def read_json(self, name: str) -> Any:
         """The JSON value of a file; None when there is none. Raises DataError, StorageError."""
 
-    def write(self, name: str, value: Any, *, site: str) -> None:
+    def write_json(self, name: str, value: Any, *, site: str) -> None:
         """Write a file of JSON, whole or not at all. Raises StorageError."""
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderStore:
     """A folder on a disk that all ranks reach."""
 
     root: Path
-    outside: bool = False
+    external: bool = False
 
     def __str__(self) -> str:
         return str(self.root)
@@ -128,28 +128,28 @@ class Folder:
         """See Place, as for all that follows."""
         return self.root / name
 
-    def hand_over(self, draft: Draft, files: Files) -> None:
+    def upload(self, draft: Draft, files: Files) -> None:
         """They are where they are wanted."""
 
-    def notes(self, draft: Draft) -> list[dict[str, Any]]:
-        return [atomic_io.read_json(draft.note(rank)) for rank in range(draft.world_size)]
+    def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
+        return [atomic_io.read_json(draft.rank_manifest(rank)) for rank in range(draft.world_size)]
 
-    def reveal(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
-        atomic_io.remove(draft.note(rank) for rank in range(draft.world_size))
-        atomic_io.write_json(draft.building / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
+    def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
+        atomic_io.remove(draft.rank_manifest(rank) for rank in range(draft.world_size))
+        atomic_io.write_json(draft.staging / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
         # Only a step that is trained a second time finds its own name taken, by equal content.
         atomic_io.remove([draft.path])
-        os.rename(draft.building, draft.path)
+        os.rename(draft.staging, draft.path)
         atomic_io.sync_folder(draft.path.parent)
         failpoint(f"{draft.site}.verify")
-        _read_back(draft.path, manifest["files"], mine)
+        _verify_files(draft.path, manifest["files"], mine)
 
-    def complete(self, within: str = "") -> list[str]:
+    def list_complete(self, within: str = "") -> list[str]:
         folders = [path for path in (self.root / within).glob("step_*") if path.is_dir()]
         return sorted(path.relative_to(self.root).as_posix() for path in folders if not path.name.endswith(TORN))
 
-    def state(self, name: str) -> Any:
+    def read_state(self, name: str) -> Any:
         return atomic_io.read_json(self.root / name / STATE)
 
     def delete(self, name: str) -> None:
@@ -159,14 +159,14 @@ class Folder:
         os.replace(path, leaving)
         atomic_io.remove([leaving])
 
-    def clear(self) -> None:
+    def remove_incomplete(self) -> None:
         atomic_io.remove([*self.root.glob(".*.tmp"), *(self.root / BEST).glob(".*.tmp")])
 
-    def fetched(self, name: str, kind: str = "") -> Path:
+    def fetch(self, name: str, kind: str = "") -> Path:
         atomic_io.check_manifest(self.root / name, kind=kind)
         return self.root / name
 
-    def forget(self) -> None:
+    def delete_fetched(self) -> None:
         """Nothing was fetched."""
 
     def set_aside(self, name: str) -> str:
@@ -176,17 +176,17 @@ class Folder:
         os.replace(path, torn)
         return torn.name
 
-    def has_torn(self) -> bool:
+    def has_corrupt(self) -> bool:
         return any(self.root.glob(f"*{TORN}"))
 
     def is_used(self) -> bool:
         return self.root.is_dir() and any(RUN not in entry.name for entry in self.root.iterdir())
 
-    def read(self, name: str) -> Any:
+    def read_json(self, name: str) -> Any:
         path = self.root / name
         return atomic_io.read_json(path) if path.exists() else None
 
-    def write(self, name: str, value: Any, *, site: str) -> None:
+    def write_json(self, name: str, value: Any, *, site: str) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -194,7 +194,7 @@ class Folder:
         atomic_io.write_json(self.root / name, value, site=site)
 
 
-def _read_back(path: Path, files: Files, mine: Files) -> None:
+def _verify_files(path: Path, files: Files, mine: Files) -> None:
     """Raise StorageError unless every file is there in its size, and this rank's own with their sha256."""
     for name, expected in files.items():
         file = path / name

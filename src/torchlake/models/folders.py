@@ -128,8 +128,8 @@ def _model_of_run(folder: Path) -> Path:
 def _unfinished(run: Path) -> str:
     """That a run has no model folder yet, and where its best model is so far."""
     try:
-        place = location.find(load_job(run / JOB_FILE).train.checkpoint_folder, run)
-        best = [f"{place}/{name}" for name in place.complete(BEST)]
+        place = location.find_store(load_job(run / JOB_FILE).train.checkpoint_folder, run)
+        best = [f"{place}/{name}" for name in place.list_complete(BEST)]
     except TorchlakeError:
         best = []
     so_far = f" The weights of its best model so far are in the checkpoint {best[-1]}." if best else ""

@@ -26,7 +26,7 @@ from torchlake.data.batching import Ragged
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.models import folders, load
-from torchlake.preparation.summary import truncation_in_words
+from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
 from torchlake.scoring.poison_rows import Strikes, read_chunk
 from torchlake.scoring.scorer import beyond_embeddings, check_prompts, string_column, within, without_rows
@@ -39,14 +39,14 @@ from torchlake.tables.table import open_table
 
 log = logging.getLogger(__name__)
 
-WARN_ABOVE = 0.05
+MAX_TRUNCATED_SHARE = 0.05
 "Share of rows that may be cut without a warning."
-STEP_S = 600.0
+STEP_TIMEOUT_S = 600.0
 "Seconds that reading or tokenizing a chunk may take."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparingSettings:
+class PrepareSettings:
     """What a worker needs to know; plain values."""
 
     tokenizer: str
@@ -99,7 +99,7 @@ def prepare(
         if out.complete:
             assert out.record is not None
             return out.record
-        settings = PreparingSettings(tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging))
+        settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging))
         parts = list(out.done)
         items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
         made = engine.run_chunks(
@@ -111,8 +111,8 @@ def prepare(
                 parts.append(part)
                 advance(part.rows)
         cut = _truncation([out.staging / TABLE / part.name for part in parts], spec)
-        if cut["rows"] > WARN_ABOVE * max(1, cut["of_rows"]):
-            log.warning("%s: %s", source.source, truncation_in_words(cut))
+        if cut["rows"] > MAX_TRUNCATED_SHARE * max(1, cut["of_rows"]):
+            log.warning("%s: %s", source.source, describe_truncation(cut))
         return out.commit(parts, {"tokenizer": str(tokenizer), "truncated": cut})
 
 
@@ -131,7 +131,7 @@ def token_schema(spec: TaskSpec) -> pa.Schema:
     )
 
 
-def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Part]]:
+def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[Part]]:
     """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
     spec = settings.spec
     task = plugins.load("tasks", spec.task)
@@ -142,8 +142,8 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
         """The columns, all but `row_id`, of some of the chunk's rows."""
         labels = None if spec.label is None else table[spec.label].combine_chunks()
-        blank, unreadable, tokens_of = _learned(task, tokenizer, table[spec.text], unreadable, spec)
-        errors = _untrainable(blank, labels, unreadable)
+        blank, unreadable, tokens_of = _select_texts(task, tokenizer, table[spec.text], unreadable, spec)
+        errors = _find_bad_rows(blank, labels, unreadable)
         if labels is not None and settings.bad_rows == "drop":
             for row, reason in task.bad_labels(labels, spec).items():
                 errors.setdefault(row, reason)
@@ -183,7 +183,7 @@ def make_token_worker(settings: PreparingSettings) -> Callable[[Iterator[tuple[C
         for chunk, name in items:
             part = part_of_lost_attempt(staging, name, chunk)
             if part is None:
-                with closing(Strikes(staging / "journal", chunk.index, chunk.rows, STEP_S)) as strikes:
+                with closing(Strikes(staging / "journal", chunk.index, chunk.rows, STEP_TIMEOUT_S)) as strikes:
                     part = write_part(staging, name, prepared(chunk, strikes), chunk=chunk.index)
             yield part
 
@@ -249,7 +249,7 @@ def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *,
         )
 
 
-def _learned(
+def _select_texts(
     task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str], spec: TaskSpec
 ) -> tuple[pa.Array, dict[int, str], Callable[[pa.Array], Any]]:
     """Which rows have no text (B,) bool, which cannot be read and why, and what makes tokens of the good ones."""
@@ -270,7 +270,7 @@ def _learned(
     return blank, unreadable, lambda good: tokens_of(pc.filter(texts, good).to_pylist(), spec)
 
 
-def _untrainable(blank: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:
+def _find_bad_rows(blank: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:
     """The rows that cannot be trained on, with their reasons."""
     errors = dict(unreadable)
     bad = {"null_input": blank}

@@ -20,11 +20,11 @@ from torchlake.tables.table import open_table
 
 log = logging.getLogger(__name__)
 
-MOST_SINGLE = 10
+MAX_SINGLETON_CLASSES = 10
 "So many rows may have a label of their own in a table however small."
 
 
-def find_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
+def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
     """What the model is asked: read off the label column, where the task has one, then kept in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and trained:
@@ -92,7 +92,7 @@ def _check_classes(found: LabelColumn) -> None:
         return
     single = [label for label, rows in zip(found.labels, found.counts, strict=True) if rows == 1]
     shown = ", ".join(map(repr, single[:3])) + (" ..." if len(single) > 3 else "")
-    if len(single) > max(MOST_SINGLE, found.rows // 2):
+    if len(single) > max(MAX_SINGLETON_CLASSES, found.rows // 2):
         number = "" if isinstance(single[0], str) else " If it is a number to predict, set data.problem to regression."
         raise DataError(
             f"{len(single):,} of {found.rows:,} rows have a label that no other row has ({shown}): it identifies rows "

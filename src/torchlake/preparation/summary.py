@@ -71,7 +71,7 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
     return facts
 
 
-def in_lines(facts: Mapping[str, Any]) -> list[str]:
+def summary_lines(facts: Mapping[str, Any]) -> list[str]:
     """The facts for people, at most 10 classes of them, the largest first."""
     rows, tokens = facts["rows"], facts["tokens"]
     first = str(facts["problem"])
@@ -86,14 +86,14 @@ def in_lines(facts: Mapping[str, Any]) -> list[str]:
         f"tokens per row: median {tokens['median']:,}, 95 % at most {tokens['p95']:,}, longest {tokens['longest']:,}",
     ]
     if (cut := facts.get("truncated")) and cut["rows"]:
-        lines.append(truncation_in_words(cut))
+        lines.append(describe_truncation(cut))
     if left_out := facts["left_out"]:
         why = ", ".join(f"{reason} {number:,}" for reason, number in left_out.items())
         lines.append(f"{sum(left_out.values()):,} rows left out: {why}")
     return lines
 
 
-def truncation_in_words(cut: Mapping[str, int]) -> str:
+def describe_truncation(cut: Mapping[str, int]) -> str:
     """A sentence on what a prepared table's record says under `truncated`."""
     rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])
     return (

@@ -112,16 +112,16 @@ def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
 def _summary(folder: Path) -> dict[str, Any]:
     """The data as it was summarized before training; a run of an earlier version has no such file."""
     path = folder / summary.FILE
-    return {"summary": summary.in_lines(atomic_io.read_json(path))} if path.is_file() else {}
+    return {"summary": summary.summary_lines(atomic_io.read_json(path))} if path.is_file() else {}
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
     """The complete checkpoints, oldest first; none where their storage cannot be reached."""
     found = []
     try:
-        place = location.find(kept_in, folder)
-        manifests = {name: place.read(f"{name}/{atomic_io.MANIFEST}") for name in place.complete()}
-        stored = [(place.state(name), manifest) for name, manifest in manifests.items() if manifest is not None]
+        store = location.find_store(kept_in, folder)
+        manifests = {name: store.read_json(f"{name}/{atomic_io.MANIFEST}") for name in store.list_complete()}
+        stored = [(store.read_state(name), manifest) for name, manifest in manifests.items() if manifest is not None]
     except (StorageError, UsageError) as error:
         log.warning("the report tells of no checkpoints: %s", error)
         return []

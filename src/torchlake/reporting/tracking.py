@@ -21,7 +21,7 @@ from torchlake.config.redaction import redacted
 from torchlake.errors import Interrupted, MissingExtra
 from torchlake.models import folders
 from torchlake.runs import metrics_log
-from torchlake.runs.follow import following
+from torchlake.runs.follow import follow_metrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -52,10 +52,10 @@ def tracked(job: Job, folder: Path) -> Iterator[None]:
     metrics = folder / metrics_log.METRICS
     with ExitStack() as stack:
         if job.track.tensorboard:
-            stack.enter_context(following(metrics, partial(_to_tensorboard, folder / EVENTS), "tensorboard"))
+            stack.enter_context(follow_metrics(metrics, partial(_to_tensorboard, folder / EVENTS), "tensorboard"))
         if job.track.mlflow is not None:
             watch = partial(_to_mlflow, job, folder, lambda: status)
-            stack.enter_context(following(metrics, watch, "mlflow"))
+            stack.enter_context(follow_metrics(metrics, watch, "mlflow"))
         try:
             yield
             status = "FINISHED"

@@ -64,7 +64,7 @@ MAY_CHANGE = (
     "track",
 )
 # The same tables and checkpoints may lie elsewhere for another machine.
-LEAD_ELSEWHERE = ("data.train", "data.validation", "train.checkpoint_folder")
+LOCATION_FIELDS = ("data.train", "data.validation", "train.checkpoint_folder")
 
 
 def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
@@ -75,7 +75,7 @@ def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[tuple[str, str]]:
+def run_lease(folder: Path) -> Iterator[tuple[str, str]]:
     """Be the one trainer of the run folder; yields where the lease lies and its token, for the ranks to check.
 
     Raises Locked naming the process that trains there, OutputError when the folder cannot be made.
@@ -122,16 +122,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def belongings(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
+def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
     """What two run folders must have in common to go on with the same checkpoints, as plain values by dotted names: the
     job but for what may change, the task, and in place of the tables' paths the content that was prepared in `folder`.
     """
     values = redacted(flat(job.model_dump(mode="json")))
-    settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LEAD_ELSEWHERE}
+    settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LOCATION_FIELDS}
     task = {
         f"task.{name}": list(value) if isinstance(value, tuple) else value for name, value in spec_to_json(spec).items()
     }
-    tables = {f"data.{name}": _content(folder / "prepared" / name) for name in stored_tables(job)}
+    tables = {f"data.{name}": _describe_content(folder / "prepared" / name) for name in stored_tables(job)}
     return {**settings, **task, **tables}
 
 
@@ -143,7 +143,7 @@ def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
 
 def is_trained(folder: Path, job: Job) -> bool:
     """Whether there are steps of a run: a checkpoint of `job`, sound or not, or a result in the folder."""
-    return (folder / RESULT).exists() or location.find(job.train.checkpoint_folder, folder).is_used()
+    return (folder / RESULT).exists() or location.find_store(job.train.checkpoint_folder, folder).is_used()
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -175,7 +175,7 @@ def _is_free(name: str) -> bool:
     return any(f"{name}.".startswith(f"{free}.") for free in MAY_CHANGE)
 
 
-def _content(prepared: Path) -> str:
+def _describe_content(prepared: Path) -> str:
     """What a table held when it was prepared."""
     files = planned_inputs(prepared)
     rows = sum(one.rows for one in files)

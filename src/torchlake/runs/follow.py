@@ -16,15 +16,15 @@ from torchlake.runs import metrics_log
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
-FINISH_S = 120.0
+POLL_INTERVAL_S = 0.5
+JOIN_TIMEOUT_S = 120.0
 "Seconds that a watcher has for what it still has to do when the run has ended."
 
 Watch = Callable[[Iterator[list[metrics_log.Line]]], None]
 
 
 @contextmanager
-def following(path: Path, watch: Watch, name: str) -> Iterator[None]:
+def follow_metrics(path: Path, watch: Watch, name: str) -> Iterator[None]:
     """Run `watch` in a thread, on the lines of a metrics file: first those that are there, then those that come.
 
     It gets them in lists, each step and each validation once, however often the run starts again and is cut back; there
@@ -37,9 +37,11 @@ def following(path: Path, watch: Watch, name: str) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(FINISH_S)
+        thread.join(JOIN_TIMEOUT_S)
         if thread.is_alive():
-            log.warning("%s: has not come to an end %.0f s after the run; not waited for any longer", name, FINISH_S)
+            log.warning(
+                "%s: has not come to an end %.0f s after the run; not waited for any longer", name, JOIN_TIMEOUT_S
+            )
 
 
 def _watch(path: Path, watch: Watch, name: str, over: threading.Event) -> None:
@@ -56,7 +58,7 @@ def _new_lines(path: Path, over: threading.Event) -> Iterator[list[metrics_log.L
     file_id, offset = -1, 0
     ending = False
     while not ending:
-        ending = over.wait(POLL_S)
+        ending = over.wait(POLL_INTERVAL_S)
         try:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())

@@ -32,7 +32,7 @@ def metrics_file(path: Path) -> Iterator[IO[str]]:
 
 def write_line(file: IO[str], line: Line) -> None:
     """Append one JSON line. NaN and the infinities, which JSON has no numbers for, become "nan", "inf" and "-inf"."""
-    plain = {key: _word(value) for key, value in line.items()}
+    plain = {key: _encode(value) for key, value in line.items()}
     try:
         file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
         file.flush()
@@ -56,17 +56,17 @@ def is_validation(line: Line) -> bool:
 
 def parse_line(text: str | bytes) -> Line:
     """One line of a metrics file, non-finite numbers as floats again."""
-    return _numbers(json.loads(text))
+    return _decode(json.loads(text))
 
 
 def read_metrics(path: Path) -> list[Line]:
     """The lines of a metrics file, non-finite numbers as floats again; a torn last line is left out."""
     if not path.exists():
         return []
-    return [_numbers(line) for line in _lines(path)]
+    return [_decode(line) for line in _lines(path)]
 
 
-def cut_metrics(path: Path, step: int, validated: int) -> None:
+def truncate_metrics(path: Path, step: int, validated: int) -> None:
     """Drop the steps after `step`, the validations after step `validated`, and what a kill left of the last line."""
     if not path.exists():
         return
@@ -123,9 +123,9 @@ def _lines(path: Path) -> Iterator[Line]:
                 yield json.loads(text)
 
 
-def _word(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _numbers(line: Line) -> Line:
+def _decode(line: Line) -> Line:
     return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in line.items()}

@@ -13,11 +13,11 @@
                                              divide the gradients of all ranks by `scale`, then scale them to
                                              `max_norm`; their norm between the two, equal on all ranks
     step(module, optimizer)                  one optimizer step; then the gradients are gone
-    skip(module, optimizer)                  no step; the gradients are gone all the same
-    model_share(model, wanted, group) -> Pieces
+    discard_gradients(module, optimizer)                  no step; the gradients are gone all the same
+    model_shard(model, wanted, group) -> Pieces
                                              what this rank stores of the model's tensors named in `wanted`; every rank
                                              calls it
-    optimizer_share(model, optimizer, names, group) -> Pieces
+    optimizer_shard(model, optimizer, names, group) -> Pieces
                                              what it stores of the optimizer's, named "<parameter>|<field>"; the same
     restore(optimizer, names, stored)        put the optimizer's tensors back, wherever they were written
 

@@ -20,7 +20,7 @@ BETAS, EPS = [0.9, 0.999], 1e-8
 SCHEDULERS = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
 "The kinds of schedule that the job's are, in DeepSpeed's words."
 # Beside them the job's own fields would mean something else, or nothing.
-FOREIGN = {
+UNSUPPORTED = {
     "amp": "precision is train.precision's matter",
     "torch_autocast": "precision is train.precision's matter",
     "autotuning": "it restarts the script it runs in; measure with jobs of their own instead",
@@ -91,19 +91,19 @@ def _problems(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
         if not isinstance(given.get(key, {}), dict):
             yield f"{key}: is a JSON object in DeepSpeed's configuration, not {given[key]!r}"
             return
-    for key, why in FOREIGN.items():
-        if _asked_for(given.get(key)):
+    for key, why in UNSUPPORTED.items():
+        if _enabled(given.get(key)):
             yield f"{key}: cannot be used here, {why}. Delete it."
-    yield from _differ(given, "train_batch_size", train.batch_size, "train.batch_size")
-    yield from _differ(given, "gradient_clipping", train.clip_norm or 0.0, "train.clip_norm")
+    yield from _conflict(given, "train_batch_size", train.batch_size, "train.batch_size")
+    yield from _conflict(given, "gradient_clipping", train.clip_norm or 0.0, "train.clip_norm")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if given.get(key, AUTO) != AUTO:
             yield (
                 f"{key}={given[key]!r}: micro-batches are cut by their tokens, train.micro_batch_tokens="
                 f'{train.micro_batch_tokens}. Write "auto", or delete it.'
             )
-    yield from _differ(given, "gradient_allreduce_op", "mean", None)
-    yield from _differ(given, "managed_gradient_accumulation", True, None)
+    yield from _conflict(given, "gradient_allreduce_op", "mean", None)
+    yield from _conflict(given, "managed_gradient_accumulation", True, None)
     yield from _optimizer(given.get("optimizer", {}), train)
     yield from _scheduler(given.get("scheduler", {}), train)
     yield from _precision(given, train)
@@ -116,10 +116,10 @@ def _optimizer(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     if str(kind).lower() not in ("adam", "adamw", AUTO) or parameters.get("adam_w_mode", True) is False:
         yield f"optimizer.type={kind!r}: a job trains with AdamW. Delete the section."
         return
-    yield from _differ(parameters, "lr", train.learning_rate, "train.learning_rate", "optimizer.params.")
-    yield from _differ(parameters, "weight_decay", train.weight_decay, "train.weight_decay", "optimizer.params.")
-    yield from _differ(parameters, "betas", BETAS, None, "optimizer.params.")
-    yield from _differ(parameters, "eps", EPS, None, "optimizer.params.")
+    yield from _conflict(parameters, "lr", train.learning_rate, "train.learning_rate", "optimizer.params.")
+    yield from _conflict(parameters, "weight_decay", train.weight_decay, "train.weight_decay", "optimizer.params.")
+    yield from _conflict(parameters, "betas", BETAS, None, "optimizer.params.")
+    yield from _conflict(parameters, "eps", EPS, None, "optimizer.params.")
 
 
 def _scheduler(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
@@ -166,10 +166,10 @@ def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
 
 def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     options = train.deepspeed
-    yield from _differ(section, "stage", options.stage, "train.deepspeed.stage", "zero_optimization.")
+    yield from _conflict(section, "stage", options.stage, "train.deepspeed.stage", "zero_optimization.")
     if section.get("compute_grad_norm", True) is False:
         yield "zero_optimization.compute_grad_norm=false: the norm decides whether a step is applied. Delete it."
-    if _asked_for(section.get("zenflow")):
+    if _enabled(section.get("zenflow")):
         yield "zero_optimization.zenflow: is another optimizer, and a job trains with AdamW. Delete it."
     for key, field, wanted in (
         ("offload_optimizer", "offload_optimizer", options.offload_optimizer),
@@ -178,8 +178,8 @@ def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
         inner = section.get(key)
         inner = inner if isinstance(inner, dict) else {}
         device = inner.get("device", AUTO)
-        yield from _differ(inner, "ratio", 1.0, None, f"zero_optimization.{key}.")
-        yield from _differ(inner, "super_offload", False, None, f"zero_optimization.{key}.")
+        yield from _conflict(inner, "ratio", 1.0, None, f"zero_optimization.{key}.")
+        yield from _conflict(inner, "super_offload", False, None, f"zero_optimization.{key}.")
         if device == "nvme":
             yield f"zero_optimization.{key}.device='nvme': main memory (cpu) is the only place to offload to"
         elif device != AUTO and (device == "cpu") is not wanted:
@@ -189,7 +189,7 @@ def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
             )
 
 
-def _differ(given: dict[str, Any], key: str, wanted: Any, field: str | None, prefix: str = "") -> Iterator[str]:
+def _conflict(given: dict[str, Any], key: str, wanted: Any, field: str | None, prefix: str = "") -> Iterator[str]:
     """A sentence when the key is there and says another thing; `field` None: no field of a job can be changed."""
     value = given.get(key, AUTO)
     if value not in (AUTO, wanted):
@@ -197,7 +197,7 @@ def _differ(given: dict[str, Any], key: str, wanted: Any, field: str | None, pre
         yield f'{prefix}{key}={value!r}: the job says {job}, or write "auto".'
 
 
-def _asked_for(section: Any) -> bool:
+def _enabled(section: Any) -> bool:
     """Whether a section is there and not switched off."""
     return section not in (None, False, AUTO) and not (
         isinstance(section, dict) and section.get("enabled", True) in (False, AUTO)

@@ -39,22 +39,22 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def skip(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The gradients are gone."""
     optimizer.zero_grad()
 
 
-def model_share(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
+def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
     """This rank's rows of what is sharded, and an equal part of what every rank holds whole; not copied."""
     tensors = format.untied(model.state_dict())
     chosen = {name: tensor for name, tensor in tensors.items() if name in wanted}
-    return shards.share(chosen, rank=group.rank, world_size=group.world_size)
+    return shards.local_shard(chosen, rank=group.rank, world_size=group.world_size)
 
 
-def optimizer_share(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
+def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
     """The same of the optimizer's tensors."""
     tensors = format.optimizer_tensors(optimizer, names)
-    return shards.share(tensors, rank=group.rank, world_size=group.world_size)
+    return shards.local_shard(tensors, rank=group.rank, world_size=group.world_size)
 
 
 def restore(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:

@@ -24,8 +24,8 @@ MAX_RANKS: int | None = None
 never: dict[str, str] = {}
 HOOKS: dict[str, Any] = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 backward, clip_norm = _native.backward, _native.clip_norm
-step, skip, restore = _native.step, _native.skip, _native.restore
-model_share, optimizer_share = _native.model_share, _native.optimizer_share
+step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
+model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:

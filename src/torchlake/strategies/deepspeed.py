@@ -137,7 +137,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _unscale(optimizer)
 
 
-def skip(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The gradients are gone: what DeepSpeed does itself where it finds an overflow."""
     zero: Any = optimizer
     zero.zero_grad(set_to_none=True)
@@ -152,7 +152,7 @@ def skip(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _unscale(optimizer)
 
 
-def model_share(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
+def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
     """Whole tensors, dealt out between the ranks; each is gathered in fp32 and dropped again where it is not kept."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -166,10 +166,10 @@ def model_share(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
             return cast(torch.Tensor, safe_get_full_fp32_param(tensor))
         return _frozen(tensor)
 
-    return _dealt({name: _like(each) for name, each in held.items()}, weight, group)
+    return _gather_shard({name: _like(each) for name, each in held.items()}, weight, group)
 
 
-def optimizer_share(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], group: Group) -> Pieces:
+def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], group: Group) -> Pieces:
     """The moments, dealt out in the same way."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -184,7 +184,7 @@ def optimizer_share(model: nn.Module, optimizer: torch.optim.Optimizer, names: l
 
     like = {f"{name}|{field}": _like(held[name]) for name in names for field in MOMENTS}
     like |= {f"{name}|{STEP}": torch.empty((), device="meta") for name in names}
-    return _dealt(like, moment, group)
+    return _gather_shard(like, moment, group)
 
 
 def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) -> None:
@@ -251,9 +251,9 @@ def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in state.items() if first[id(each)] == name}
 
 
-def _dealt(like: dict[str, torch.Tensor], gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:
+def _gather_shard(like: dict[str, torch.Tensor], gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:
     """Of the tensors that `like` describes those that fall to this rank; all ranks gather all of them, in one order."""
-    mine = shards.share(like, rank=group.rank, world_size=group.world_size)
+    mine = shards.local_shard(like, rank=group.rank, world_size=group.world_size)
     pieces = {}
     for name in like:
         tensor = gather(name)

@@ -29,8 +29,8 @@ MIN_RANKS = 2
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
 backward, clip_norm = _native.backward, _native.clip_norm
-step, skip, restore = _native.step, _native.skip, _native.restore
-model_share, optimizer_share = _native.model_share, _native.optimizer_share
+step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
+model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:

@@ -14,8 +14,8 @@ MIN_RANKS = 1
 MAX_RANKS: int | None = 1
 never: dict[str, str] = {}
 refusal, backward, clip_norm = _native.refusal, _native.backward, _native.clip_norm
-step, skip, restore = _native.step, _native.skip, _native.restore
-model_share, optimizer_share = _native.model_share, _native.optimizer_share
+step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
+model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 
 
 def wrap(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.loss import PLAIN, Objective
+from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, validation_metrics
 from torchlake.models.load import Problem, TaskSpec
 from torchlake.tasks._label_column import find_labels
@@ -78,7 +78,7 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec) -> tuple[np.n
 
 
 def loss_sum(
-    logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec, objective: Objective = PLAIN
+    logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec, objective: Objective = UNWEIGHTED
 ) -> "torch.Tensor":
     """The loss summed over all targets, in fp32: cross entropy, binary cross entropy, or the squared error in standard
     deviations of the target.
@@ -102,7 +102,7 @@ def loss_sum(
     return functional.mse_loss(logits.squeeze(-1), targets, reduction="sum")
 
 
-def divisor(targets: np.ndarray, spec: TaskSpec, objective: Objective = PLAIN) -> float:
+def divisor(targets: np.ndarray, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
     """What the summed loss of rows with these targets, (B,) or (B, C), is divided by.
 
     As PyTorch has it: rows, or the sum of the weights of their classes; rows times classes where a row has several.

@@ -36,28 +36,28 @@ from torchlake.loss import find_objective
 from torchlake.runs import metrics_log
 from torchlake.training import saving
 from torchlake.training.progress_bar import training_bar
-from torchlake.training.rows import RankSettings, Rows, load_rows, planned, steps_per_epoch
-from torchlake.training.state import Learner, Position, make_learner
+from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
+from torchlake.training.state import TrainProgress, TrainState, make_train_state
 
 log = logging.getLogger(__name__)
 
-NON_FINITE_IN_A_ROW = 3
-CALM_STEPS = 2_000
+MAX_NON_FINITE_STEPS = 3
+LOSS_SCALE_GROWTH_INTERVAL = 2_000
 "Steps with finite gradients after which fp16's loss is scaled by twice as much (Micikevicius et al. 2018)."
 LOSS = saving.LOSS
 
-Tell = Callable[[metrics_log.Line], None]
+WriteLine = Callable[[metrics_log.Line], None]
 
 
-def run_rank(settings: RankSettings, told_to_stop: Callable[[], bool]) -> dict[str, Any] | None:
+def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
     """Train as one rank of the launch whose variables are in the environment; rank 0 writes the run folder.
 
-    Returns rank 0's summary: the run's steps, the last or best metrics. Raises Interrupted once `told_to_stop` on
+    Returns rank 0's summary: the run's steps, the last or best metrics. Raises Interrupted once `stop_requested` on
     any rank, after a checkpoint; Diverged after three steps in a row without a finite gradient; StorageError when a
     checkpoint cannot be written.
     """
-    with distributed.joined(settings.job.train.collective_timeout) as group:
-        summary, write_model = _run_in(group, settings, told_to_stop)
+    with distributed.process_group(settings.job.train.collective_timeout) as group:
+        summary, write_model = _run(group, settings, stop_requested)
     if group.rank != 0:
         return None
     log.info("writing the model folder")
@@ -66,76 +66,78 @@ def run_rank(settings: RankSettings, told_to_stop: Callable[[], bool]) -> dict[s
     return summary
 
 
-def _run_in(
-    group: distributed.Group, settings: RankSettings, told_to_stop: Callable[[], bool]
+def _run(
+    group: distributed.Group, settings: RankSettings, stop_requested: Callable[[], bool]
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Train; the summary, and a function that writes the model folder. Nothing that is returned refers to the group."""
     training, validation = load_rows(settings, group)
-    learner, position = make_learner(settings, group)
-    learner.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
-    with async_writer.writing(group, partial(saving.fenced, settings)) as writer:
-        train_to_the_end(settings, learner, position, training, validation, told_to_stop, writer)
+    state, progress = make_train_state(settings, group)
+    state.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
+    with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
+        train_loop(settings, state, progress, training, validation, stop_requested, writer)
         writer.finish()
-    metrics = position.best["metrics"] if position.best else {LOSS: position.loss}
+    metrics = progress.best["metrics"] if progress.best else {LOSS: progress.loss}
     card = {
         "base": settings.job.model.base,
         "data": str(settings.job.data.train),
         "metrics": metrics,
-        "steps": position.step,
-        "seconds": round(position.seconds, 1),
+        "steps": progress.step,
+        "seconds": round(progress.seconds, 1),
     }
-    write_model = saving.exporter(settings, learner, position, card) if group.rank == 0 else lambda folder: None
-    return {"total_steps": position.step, "metrics": metrics}, write_model
+    write_model = saving.model_exporter(settings, state, progress, card) if group.rank == 0 else lambda folder: None
+    return {"total_steps": progress.step, "metrics": metrics}, write_model
 
 
-def train_to_the_end(
+def train_loop(
     settings: RankSettings,
-    learner: Learner,
-    position: Position,
+    state: TrainState,
+    progress: TrainProgress,
     training: Rows,
     validation: Rows | None,
-    told_to_stop: Callable[[], bool],
+    stop_requested: Callable[[], bool],
     writer: CheckpointWriter,
 ) -> None:
     """Go on from `position`, which moves along, to the last step; the last checkpoint may be unfinished then."""
-    train, group = settings.job.train, learner.group
+    train, group = settings.job.train, state.group
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
-    batches = planned(training, train, range(position.step, total), settings.spec)
-    saved = -1 if settings.checkpoint is None else position.step
-    began, saved_at = time.monotonic() - position.seconds, time.monotonic()
+    batches = planned_batches(training, train, range(progress.step, total), settings.spec)
+    saved = -1 if settings.checkpoint is None else progress.step
+    began, saved_at = time.monotonic() - progress.seconds, time.monotonic()
     overdue = False
 
-    def said(late: bool) -> list[bool]:
-        return [told_to_stop(), late, writer.written()]
+    def votes(late: bool) -> list[bool]:
+        return [stop_requested(), late, writer.shard_written()]
 
-    stop = distributed.any_rank(group, told_to_stop(), "starting")
+    stop = distributed.any_rank(group, stop_requested(), "starting")
     with (
-        _telling(settings, group, position) as tell,
-        training_bar(group.rank, position, total, settings.metric) as show,
+        _metrics_writer(settings, group, progress) as write_line,
+        training_bar(group.rank, progress, total, settings.metric) as show,
     ):
         while True:
-            step = position.step
+            step = progress.step
             at_end = step == total
             to_validate = (
                 validation is not None
-                and position.validated < step
-                and (at_end or _falls_on(train.validate_every, step, per_epoch))
+                and progress.validated < step
+                and (at_end or _is_due(train.validate_every, step, per_epoch))
             )
             if to_validate and validation is not None and not stop:
-                outcome = validate(learner, validation, told_to_stop)
+                outcome = validate(state, validation, stop_requested)
                 stop = outcome is None
                 if outcome is not None:
                     to_validate = False
-                    tell({"step": step, **{metrics_log.VALIDATION + name: value for name, value in outcome.items()}})
-                    saving.keep_if_best(settings, learner, position, outcome, writer)
+                    write_line(
+                        {"step": step, **{metrics_log.VALIDATION + name: value for name, value in outcome.items()}}
+                    )
+                    saving.save_if_best(settings, state, progress, outcome, writer)
                     show(0, outcome)
-            position.seconds = time.monotonic() - began
-            exhausted = train.patience is not None and position.stale >= train.patience
+            progress.seconds = time.monotonic() - began
+            exhausted = train.patience is not None and progress.stale >= train.patience
             finished = not to_validate and (at_end or exhausted)
-            due = step > 0 and (step % per_epoch == 0 or _falls_on(train.checkpoint_every, step, per_epoch))
+            due = step > 0 and (step % per_epoch == 0 or _is_due(train.checkpoint_every, step, per_epoch))
             if step != saved and (due or overdue or stop or finished):
-                saving.save(settings, learner, position, per_epoch, writer)
+                saving.save(settings, state, progress, per_epoch, writer)
                 saved, saved_at = step, time.monotonic()
             if finished:
                 break
@@ -146,26 +148,28 @@ def train_to_the_end(
                 )
             every_s = train.checkpoint_every.seconds
             clock_says = every_s is not None and time.monotonic() - saved_at >= every_s
-            flags = partial(said, clock_says and group.rank == 0)
-            line, (stops, overdue_says, written) = train_step(learner, *next(batches), position, train, total, flags)
+            flags = partial(votes, clock_says and group.rank == 0)
+            line, (stops, overdue_says, shard_written) = train_step(
+                state, *next(batches), progress, train, total, flags
+            )
             stop, overdue = stops > 0, overdue_says > 0
-            if written == group.world_size:
-                writer.all_written()
-            tell(line)
+            if shard_written == group.world_size:
+                writer.commit_oldest()
+            write_line(line)
             show(1)
-            if position.non_finite == NON_FINITE_IN_A_ROW:
+            if progress.non_finite == MAX_NON_FINITE_STEPS:
                 raise Diverged(
-                    f"step {position.step:,}: the loss or its gradient was not finite {NON_FINITE_IN_A_ROW} times in a "
-                    f"row, on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
+                    f"step {progress.step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in "
+                    f"a row, on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
                     "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
                 )
 
 
 def train_step(
-    learner: Learner,
+    state: TrainState,
     epoch: int,
     rows: Rows,
-    position: Position,
+    progress: TrainProgress,
     train: TrainConfig,
     total: int,
     flags: Callable[[], list[bool]],
@@ -176,30 +180,30 @@ def train_step(
 
     A step whose loss or gradient is not finite is counted, told and not applied.
     """
-    group, module, strategy = learner.group, learner.module, learner.strategy
-    began, doing = time.perf_counter(), f"working on step {position.step + 1:,}"
-    rate = optim.learning_rate(position.step, total, train)
-    for parameters in learner.optimizer.param_groups:
+    group, module, strategy = state.group, state.module, state.strategy
+    began, doing = time.perf_counter(), f"working on step {progress.step + 1:,}"
+    rate = optim.learning_rate(progress.step, total, train)
+    for parameters in state.optimizer.param_groups:
         parameters["lr"] = rate
-    targets = learner.num_targets(rows)
-    scale = position.loss_scale if learner.dtype is torch.float16 else 1.0
-    with distributed.explained(group, doing):
-        seed = optim.step_seed(train.seed, position.step, group.rank)
+    targets = state.num_targets(rows)
+    scale = progress.loss_scale if state.dtype is torch.float16 else 1.0
+    with distributed.explain_lost_peers(group, doing):
+        seed = optim.step_seed(train.seed, progress.step, group.rank)
         # Gradients are averaged over the ranks; what is wanted is their sum over the targets of all.
-        loss_sum, padded = add_gradients(learner, rows, factor=scale * group.world_size / targets, seed=seed)
+        loss_sum, padded = add_gradients(state, rows, factor=scale * group.world_size / targets, seed=seed)
     # From here on gradients are scaled and weights half updated: what fails begins again at the last checkpoint.
-    with learner.beginning_again(rows, doing):
-        with distributed.explained(group, doing):
+    with state.restart_on_out_of_memory(rows, doing):
+        with distributed.explain_lost_peers(group, doing):
             norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
         failpoint(f"rank{group.rank}.step")
-        loss_sums, *said = distributed.all_sum(group, [loss_sum, *flags()], doing)
+        loss_sums, *votes = distributed.all_sum(group, [loss_sum, *flags()], doing)
         loss_mean = loss_sums / targets
         finite = math.isfinite(loss_mean) and math.isfinite(norm)
-        (strategy.step if finite else strategy.skip)(module, learner.optimizer)
-    position.step += 1
-    note_outcome(position, loss_mean, norm, finite=finite, scaled=scale > 1)
+        (strategy.step if finite else strategy.discard_gradients)(module, state.optimizer)
+    progress.step += 1
+    record_outcome(progress, loss_mean, norm, finite=finite, scaled=scale > 1)
     line = {
-        "step": position.step,
+        "step": progress.step,
         "epoch": epoch + 1,
         "loss": loss_mean,
         "learning_rate": rate,
@@ -209,113 +213,115 @@ def train_step(
         "padded_tokens": padded,
         "seconds": round(time.perf_counter() - began, 6),
     }
-    return line, said
+    return line, votes
 
 
-def add_gradients(learner: Learner, rows: Rows, *, factor: float, seed: int) -> tuple[float, int]:
+def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) -> tuple[float, int]:
     """Add up the gradients of this rank's share of the rows, each loss times `factor`.
 
     Returns the sum of the losses and the tokens that all ranks computed. Where memory runs out the learner's
     micro-batches are halved: on one rank here and now; of several others wait in collectives, so all start again.
     """
-    module, strategy = learner.module, learner.strategy
+    module, strategy = state.module, state.strategy
     while True:
-        share, padded = learner.cut(rows)
+        share, padded = state.micro_batches(rows)
         torch.manual_seed(seed)
-        loss_sum = torch.zeros((), device=learner.group.device)
+        loss_sum = torch.zeros((), device=state.group.device)
         try:
             for index, positions in enumerate(share, start=1):
                 with nullcontext() if index == len(share) else strategy.no_sync(module):
-                    loss_sum += _backpropagated(learner, rows, positions, factor)
+                    loss_sum += _micro_batch_loss(state, rows, positions, factor)
             return loss_sum.item(), padded
         except (RuntimeError, MemoryError) as error:
-            learner.take_less(error, rows, "computing gradients")
+            state.shrink_micro_batches(error, rows, "computing gradients")
         # The error is gone, and with it the tensors that it held.
-        strategy.skip(module, learner.optimizer)
-        learner.give_back_memory()
+        strategy.discard_gradients(module, state.optimizer)
+        state.release_memory()
 
 
-def _backpropagated(learner: Learner, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
+def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
     """The sum of the losses of one micro-batch, () fp32, its gradients added.
 
     A function of its own, so that the logits are gone before the next forward pass makes others: of a language model
     they are the largest tensor there is.
     """
-    _, loss = learner.forward(rows, positions)
-    learner.strategy.backward(learner.module, loss * factor)
+    _, loss = state.forward(rows, positions)
+    state.strategy.backward(state.module, loss * factor)
     return loss.detach()
 
 
-def note_outcome(position: Position, loss: float, norm: float, *, finite: bool, scaled: bool) -> None:
+def record_outcome(progress: TrainProgress, loss: float, norm: float, *, finite: bool, scaled: bool) -> None:
     """Note in `position` what came of its step; `scaled` says whether its loss was scaled up for fp16.
 
     Gradients that overflow in fp16 are expected: the scale is halved, and nothing is wrong with the run.
     """
     if finite:
-        position.non_finite, position.loss = 0, loss
-        position.calm += 1
-        if position.calm % CALM_STEPS == 0:
-            position.loss_scale *= 2
+        progress.non_finite, progress.loss = 0, loss
+        progress.calm += 1
+        if progress.calm % LOSS_SCALE_GROWTH_INTERVAL == 0:
+            progress.loss_scale *= 2
     elif scaled and math.isfinite(loss):
-        position.loss_scale, position.calm = position.loss_scale / 2, 0
+        progress.loss_scale, progress.calm = progress.loss_scale / 2, 0
         log.info(
-            "step %d is not applied: gradients overflow at a loss scale above %g", position.step, position.loss_scale
+            "step %d is not applied: gradients overflow at a loss scale above %g", progress.step, progress.loss_scale
         )
     else:
-        position.non_finite += 1
-        log.warning("step %d is not applied: loss %s, gradient norm %s", position.step, loss, norm)
+        progress.non_finite += 1
+        log.warning("step %d is not applied: loss %s, gradient norm %s", progress.step, loss, norm)
 
 
-def validate(learner: Learner, rows: Rows, told_to_stop: Callable[[], bool]) -> metrics_log.Line | None:
+def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
     """The loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was told to stop.
 
     Where memory runs out it begins again with smaller micro-batches.
     """
-    group, task, labels = learner.group, learner.task, rows.table.targets
+    group, task, labels = state.group, state.task, rows.table.targets
     doing = "validating"
-    logits = np.zeros((0 if labels is None else len(rows.numbers), max(1, len(learner.spec.labels))), dtype=np.float32)
+    logits = np.zeros((0 if labels is None else len(rows.numbers), max(1, len(state.spec.labels))), dtype=np.float32)
     while True:
-        learner.module.eval()
+        state.module.eval()
         try:
-            loss_sum = _pass_over(learner, rows, logits, told_to_stop)
+            loss_sum = _validation_pass(state, rows, logits, stop_requested)
             break
         except (RuntimeError, MemoryError) as error:
-            learner.take_less(error, rows, doing)
+            state.shrink_micro_batches(error, rows, doing)
         finally:
-            learner.module.train()
-        learner.give_back_memory()
+            state.module.train()
+        state.release_memory()
     if loss_sum is None:
         return None
     (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
-    mean = loss_sum / learner.num_targets(rows)
+    mean = loss_sum / state.num_targets(rows)
     if labels is None:
         return {LOSS: mean, **task.loss_metrics(mean)}
     # Each row was filled by one rank and is zero on the others.
     logits = distributed.all_sum_array(group, logits, doing)
     targets = np.asarray(labels[rows.numbers])
-    return {LOSS: mean, **task.metrics(task.probabilities(logits, learner.spec), targets, learner.spec)}
+    return {LOSS: mean, **task.metrics(task.probabilities(logits, state.spec), targets, state.spec)}
 
 
-def _pass_over(learner: Learner, rows: Rows, logits: np.ndarray, told_to_stop: Callable[[], bool]) -> float | None:
+def _validation_pass(
+    state: TrainState, rows: Rows, logits: np.ndarray, stop_requested: Callable[[], bool]
+) -> float | None:
     """The summed loss of this rank's share of the rows; its logits are put into `logits` (N, C), of a task with labels.
 
     Ranks run as many batches, in step, so that all of them stop after the same one; None when one was told to stop.
     """
-    group, loss_sum = learner.group, 0.0
-    for positions in learner.cut(rows)[0]:
-        with torch.no_grad(), distributed.explained(group, "validating"):
-            out, loss = learner.forward(rows, positions)
+    group, loss_sum = state.group, 0.0
+    for positions in state.micro_batches(rows)[0]:
+        with torch.no_grad(), distributed.explain_lost_peers(group, "validating"):
+            out, loss = state.forward(rows, positions)
         if len(logits):
             logits[positions] = out.float().cpu().numpy()
         loss_sum += loss.item()
         del out, loss  # before the next forward pass makes others
         failpoint(f"rank{group.rank}.validate")
-        if distributed.any_rank(group, told_to_stop(), "validating"):
+        if distributed.any_rank(group, stop_requested(), "validating"):
             return None
     return loss_sum
 
 
-def _falls_on(every: Every, step: int, per_epoch: int) -> bool:
+def _is_due(every: Every, step: int, per_epoch: int) -> bool:
     """Whether an interval counted in steps or epochs ends with `step`."""
     if every.steps is not None:
         return step % every.steps == 0
@@ -323,12 +329,12 @@ def _falls_on(every: Every, step: int, per_epoch: int) -> bool:
 
 
 @contextmanager
-def _telling(settings: RankSettings, group: distributed.Group, position: Position) -> Iterator[Tell]:
+def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: TrainProgress) -> Iterator[WriteLine]:
     """A function that appends a line to metrics.jsonl, cut back to `position`; on other ranks it does nothing."""
     if group.rank != 0:
         yield lambda line: None
         return
     path = Path(settings.run) / metrics_log.METRICS
-    metrics_log.cut_metrics(path, position.step, position.validated)
+    metrics_log.truncate_metrics(path, progress.step, progress.validated)
     with metrics_log.metrics_file(path) as file:
         yield lambda line: metrics_log.write_line(file, line)

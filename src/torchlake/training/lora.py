@@ -30,7 +30,7 @@ def check_installed() -> None:
         raise MissingExtra("model.lora needs the library 'peft', which is not installed: pip install 'torchlake[lora]'")
 
 
-def adapted(model: "nn.Module", options: LoraOptions) -> "nn.Module":
+def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
     """The model with matrices beside its linear layers, everything else but the head frozen.
 
     torch's global generator decides what A begins with; B begins with zeros. Raises MissingExtra without peft,
@@ -56,14 +56,14 @@ def adapted(model: "nn.Module", options: LoraOptions) -> "nn.Module":
     return wrapped
 
 
-def merged(
+def merge_adapters(
     model: "nn.Module", options: LoraOptions, trained: "Mapping[str, torch.Tensor]", folder: Path
 ) -> "dict[str, torch.Tensor]":
     """The base's state with what was trained added in; the adapter alone is written to `folder`.
 
     `model` is the base with a head, `trained` the tensors of `adapted(model, options)` that learned, by name.
     """
-    wrapped: Any = adapted(model, options)
+    wrapped: Any = add_adapters(model, options)
     state = wrapped.state_dict()
     for name, tensor in trained.items():
         state[name].copy_(tensor)

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from torchlake.progress import progress
+from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
 from torchlake.training.saving import LOSS
-from torchlake.training.state import Position
+from torchlake.training.state import TrainProgress
 
 
 class Show(Protocol):
@@ -18,7 +18,7 @@ class Show(Protocol):
 
 
 @contextmanager
-def training_bar(rank: int, position: Position, total: int, metric: str) -> Iterator[Show]:
+def training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -> Iterator[Show]:
     """A function that shows the progress of `position`, which moves along, up to step `total`.
 
     `metric` is the one that chooses the best model.
@@ -27,15 +27,15 @@ def training_bar(rank: int, position: Position, total: int, metric: str) -> Iter
         yield lambda steps, outcome=None: None
         return
     validated = ""
-    with progress("train", total, "steps", done=position.step) as advance:
+    with progress_bar("train", total, "steps", done=progress.step) as advance:
 
         def show(steps: int, outcome: metrics_log.Line | None = None) -> None:
             nonlocal validated
             if outcome is not None:
                 name = "validation loss" if metric == LOSS else metric
                 validated = f"{name} {_short(outcome[metric])}"
-            loss = "" if position.loss is None else f"loss {_short(position.loss)}"
-            best = "" if position.best is None else f"best at step {position.best['step']:,}"
+            loss = "" if progress.loss is None else f"loss {_short(progress.loss)}"
+            best = "" if progress.best is None else f"best at step {progress.best['step']:,}"
             advance(steps, [note for note in (loss, validated, best) if note])
 
         yield show

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchlake import atomic_io
 from torchlake.checkpoints import location
-from torchlake.checkpoints.store import Place
+from torchlake.checkpoints.store import CheckpointStore
 from torchlake.engines import Engine, Span, bounds
 from torchlake.errors import Interrupted, MoreRoom, OutOfMemory, RankFailed, StopAsked
 from torchlake.failpoints import failpoint
@@ -31,17 +31,17 @@ from torchlake.runs import folder, metrics_log
 log = logging.getLogger(__name__)
 
 SAVING = "Saving a checkpoint; press Ctrl-C again to abort."
-LOOK_S = 30.0
+POLL_INTERVAL_S = 30.0
 "Between two looks for room for more ranks: it costs a question to the cluster, and finding some costs a restart."
 
 
-def train_to_the_end(
+def run_with_restarts(
     engine: Engine,
     settings: Mapping[str, Any],
     processes: Span,
     strategy_for: Callable[[int], str],
-    place: Place,
-    belongs: Mapping[str, Any],
+    store: CheckpointStore,
+    identity: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Launch the ranks until they are through; rank 0's summary, its `world_size`, and the `steps` of this call.
 
@@ -58,10 +58,10 @@ def train_to_the_end(
     launch = ""
     while True:
         if launch:  # who was taken over in the meantime does not take it back
-            location.check_holder(place, launch)
+            location.check_owner(store, launch)
         launch = secrets.token_hex(6)
-        location.claim(place, belongs, launch)
-        newest, problems = format.newest(place)
+        location.claim(store, identity, launch)
+        newest, problems = format.newest(store)
         step = 0 if newest is None else int(newest.state["step"])
         first = step if first is None else first
         for problem in problems:
@@ -76,7 +76,7 @@ def train_to_the_end(
             "attempt": launch,
         }
         try:
-            with announced(SAVING), _looking_for_room(engine, processes, number, run):
+            with announced(SAVING), _watching_capacity(engine, processes, number, run):
                 summary: dict[str, Any] = engine.launch(
                     train_rank,
                     start,
@@ -93,7 +93,7 @@ def train_to_the_end(
         except RankFailed as error:
             failed.append(f"attempt {len(failed) + 1}, from {where}: {str(error).splitlines()[0]}")
             if len(failed) > max_restarts:
-                raise _used_up(failed, max_restarts, place, run, error) from error
+                raise _out_of_restarts(failed, max_restarts, store, run, error) from error
             log.warning("%s; starting again", failed[-1])
 
 
@@ -134,7 +134,7 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -> Iterator[None]:
+def _watching_capacity(engine: Engine, processes: Span, number: int, run: Path) -> Iterator[None]:
     """While `number` ranks train, ask them to stop as soon as more of them would find room."""
     asking, done = run / folder.MORE_ROOM, threading.Event()
     atomic_io.remove([asking, run / folder.INTERRUPTED])  # what a launcher left that was killed
@@ -143,7 +143,7 @@ def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -
         return
 
     def look() -> None:
-        while not done.wait(LOOK_S):
+        while not done.wait(POLL_INTERVAL_S):
             try:
                 found = engine.ranks(processes, None, held=number)
             except Exception as error:  # whatever an engine's library raises: training goes on as it is
@@ -164,13 +164,15 @@ def _looking_for_room(engine: Engine, processes: Span, number: int, run: Path) -
         atomic_io.remove([asking])
 
 
-def _used_up(attempts: list[str], max_restarts: int, place: Place, run: Path, last: RankFailed) -> RankFailed:
+def _out_of_restarts(
+    attempts: list[str], max_restarts: int, store: CheckpointStore, run: Path, last: RankFailed
+) -> RankFailed:
     times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
     message = "\n".join(
         [
             f"training failed {times} (train.max_restarts={max_restarts}):",
             *attempts,
-            f"Checkpoints are kept in {place}, each rank's log in {run / 'logs'}.",
+            f"Checkpoints are kept in {store}, each rank's log in {run / 'logs'}.",
             "Run the same command again to continue.",
             *([f"\n{last.traceback}"] if last.traceback else []),
         ]

@@ -77,17 +77,17 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
     every = [np.arange(len(table)) for table in tables]
     spec = settings.spec
     if len(tables) == 2:
-        return Rows(tables[0], every[0]), in_blocks(Rows(tables[1], every[1]), spec)
+        return Rows(tables[0], every[0]), pack_rows(Rows(tables[1], every[1]), spec)
     share = settings.job.data.validation
     if share is None:
         return Rows(tables[0], every[0]), None
     assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
     classes = tables[0].targets if spec.problem == "single_label" else None
     kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed, classes)
-    return Rows(tables[0], kept), in_blocks(Rows(tables[0], held_out), spec)
+    return Rows(tables[0], kept), pack_rows(Rows(tables[0], held_out), spec)
 
 
-def in_blocks(rows: Rows, spec: TaskSpec) -> Rows:
+def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:
     """The rows in their order, packed into blocks; the rows as they are where the task does not pack."""
     if not plugins.load("tasks", spec.task).PACKED:
         return rows
@@ -98,7 +98,7 @@ def in_blocks(rows: Rows, spec: TaskSpec) -> Rows:
     return Rows(loading.TokenTable(blocks, None), np.arange(len(blocks)))
 
 
-def planned(training: Rows, train: TrainConfig, steps: range, spec: TaskSpec) -> Iterator[tuple[int, Rows]]:
+def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: TaskSpec) -> Iterator[tuple[int, Rows]]:
     """The epoch and the rows of each of `steps`, in order."""
     per_epoch = steps_per_epoch(training, train, spec)
     epoch, batches, rows = -1, list[np.ndarray](), training
@@ -107,11 +107,11 @@ def planned(training: Rows, train: TrainConfig, steps: range, spec: TaskSpec) ->
             epoch = step // per_epoch
             if plugins.load("tasks", spec.task).PACKED:
                 laid = order.shuffled(training.numbers, seed=train.seed, epoch=epoch)
-                rows = in_blocks(Rows(training.table, laid), spec)
+                rows = pack_rows(Rows(training.table, laid), spec)
             batches = order.epoch_batches(rows.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
         yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]])
 
 
 def steps_per_epoch(training: Rows, train: TrainConfig, spec: TaskSpec) -> int:
     """Optimizer steps of one pass over the rows, the short one counted; equal in all epochs."""
-    return math.ceil(len(in_blocks(training, spec).numbers) / train.batch_size)
+    return math.ceil(len(pack_rows(training, spec).numbers) / train.batch_size)

@@ -18,7 +18,7 @@ from typing import Any
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
-from torchlake.checkpoints.store import Place
+from torchlake.checkpoints.store import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import base_model, save_model_folder
@@ -26,7 +26,7 @@ from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.training import lora
 from torchlake.training.rows import RankSettings
-from torchlake.training.state import Learner, Position
+from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -34,71 +34,75 @@ LOSS = "loss"
 
 
 def save(
-    settings: RankSettings, learner: Learner, position: Position, per_epoch: int, writer: CheckpointWriter
+    settings: RankSettings, state: TrainState, progress: TrainProgress, per_epoch: int, writer: CheckpointWriter
 ) -> None:
     """Begin a checkpoint of this very moment. Raises StorageError, LeaseLost of an earlier one."""
-    if learner.group.rank == 0:
+    if state.group.rank == 0:
         with fenced(settings):
             metrics_log.sync(Path(settings.run) / metrics_log.METRICS)
-    epoch, batch = divmod(position.step, per_epoch)
+    epoch, batch = divmod(progress.step, per_epoch)
     writer.begin(
-        format.at_step(checkpoints(settings), position.step, **_who(settings, learner)),
-        {format.MODEL: learner.model_share(), format.OPTIMIZER: learner.optimizer_share()},
+        format.step_draft(checkpoints(settings), progress.step, **_who(settings, state)),
+        {format.MODEL: state.model_shard(), format.OPTIMIZER: state.optimizer_shard()},
         background=settings.job.train.checkpoint_in_background,
         keep=settings.job.train.keep_checkpoints,
         state={
-            "step": position.step,
+            "step": progress.step,
             "epoch": epoch,
             "batch": batch,
-            "best": position.best,
-            "world_size": learner.group.world_size,
-            "position": asdict(position),
+            "best": progress.best,
+            "world_size": state.group.world_size,
+            "position": asdict(progress),
         },
     )
 
 
-def keep_if_best(
-    settings: RankSettings, learner: Learner, position: Position, outcome: metrics_log.Line, writer: CheckpointWriter
+def save_if_best(
+    settings: RankSettings,
+    state: TrainState,
+    progress: TrainProgress,
+    outcome: metrics_log.Line,
+    writer: CheckpointWriter,
 ) -> None:
     """Note a validation in `position`; where it beats all before it, keep the model."""
     value = outcome[settings.metric]
-    sign = -1 if lower_is_better(settings.metric, learner.task.DIRECTIONS) else 1
-    before = position.best
-    position.validated = position.step
+    sign = -1 if lower_is_better(settings.metric, state.task.DIRECTIONS) else 1
+    before = progress.best
+    progress.validated = progress.step
     if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):
-        position.stale += 1
+        progress.stale += 1
         return
-    position.stale, position.best = 0, {"step": position.step, "metrics": outcome}
-    draft = format.best_at_step(checkpoints(settings), position.step, **_who(settings, learner))
+    progress.stale, progress.best = 0, {"step": progress.step, "metrics": outcome}
+    draft = format.best_draft(checkpoints(settings), progress.step, **_who(settings, state))
     background = settings.job.train.checkpoint_in_background
-    writer.begin(draft, {format.MODEL: learner.model_share()}, background=background, metrics=outcome)
+    writer.begin(draft, {format.MODEL: state.model_shard()}, background=background, metrics=outcome)
 
 
-def exporter(
-    settings: RankSettings, learner: Learner, position: Position, card: dict[str, Any]
+def model_exporter(
+    settings: RankSettings, state: TrainState, progress: TrainProgress, card: dict[str, Any]
 ) -> Callable[[Path], None]:
     """A function that writes the best model, from what is stored of it, as a model folder; it needs no other rank.
 
     Where there was no validation the best model is the last. Raises DataError when what is stored is damaged.
     """
-    place = checkpoints(settings)
-    if position.best is None:
-        stored = format.step_path(place, position.step)
+    store = checkpoints(settings)
+    if progress.best is None:
+        stored = format.step_path(store, progress.step)
     else:
-        stored = format.best_path(place, position.best["step"])
-        log.info("the best model is that of step %d", position.best["step"])
-    tensors = format.load_model(stored, learner.stored)
-    place.forget()
+        stored = format.best_path(store, progress.best["step"])
+        log.info("the best model is that of step %d", progress.best["step"])
+    tensors = format.load_model(stored, state.stored)
+    store.delete_fetched()
     options = settings.job.model.lora
-    write = partial(save_model_folder, config=learner.config, tokenizer=learner.tokenizer, spec=settings.spec)
+    write = partial(save_model_folder, config=state.config, tokenizer=state.tokenizer, spec=settings.spec)
     if options is None:
         return partial(write, model_or_state=tensors, card=card)
 
-    def write_merged(place: Path) -> None:
+    def write_merged(folder: Path) -> None:
         base = base_model(settings.job.model.base, settings.spec, plugins.load("tasks", settings.spec.task).AUTO_CLASS)
-        with TemporaryDirectory(dir=place.parent, prefix=".adapter.", suffix=".tmp") as scratch:
-            merged = lora.merged(base, options, tensors, Path(scratch) / lora.ADAPTER)
-            write(place, model_or_state=merged, card=card, beside=Path(scratch) / lora.ADAPTER)
+        with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
+            merge_adapters = lora.merge_adapters(base, options, tensors, Path(scratch) / lora.ADAPTER)
+            write(folder, model_or_state=merge_adapters, card=card, beside=Path(scratch) / lora.ADAPTER)
 
     return write_merged
 
@@ -113,14 +117,14 @@ def fenced(settings: RankSettings) -> Iterator[None]:
         yield
 
 
-def checkpoints(settings: RankSettings) -> Place:
+def checkpoints(settings: RankSettings) -> CheckpointStore:
     """Where the run's checkpoints are."""
-    return location.find(settings.job.train.checkpoint_folder, Path(settings.run))
+    return location.find_store(settings.job.train.checkpoint_folder, Path(settings.run))
 
 
-def _who(settings: RankSettings, learner: Learner) -> dict[str, Any]:
+def _who(settings: RankSettings, state: TrainState) -> dict[str, Any]:
     return {
         "attempt": settings.attempt,
-        "rank": learner.group.rank,
-        "world_size": learner.group.world_size,
+        "rank": state.group.rank,
+        "world_size": state.group.world_size,
     }

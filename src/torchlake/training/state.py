@@ -25,7 +25,7 @@ from torchlake.checkpoints.store import STATE
 from torchlake.data import batching, bins, packing
 from torchlake.distributed import Group
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
-from torchlake.loss import PLAIN, Objective
+from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import probes
 from torchlake.models.load import TaskSpec, base_model, load_tokenizer, model_folder
 from torchlake.training import lora
@@ -37,7 +37,7 @@ MICRO_BATCH = "micro_batch.json"
 
 
 @dataclass(kw_only=True)
-class Position:
+class TrainProgress:
     """How far a run is: what a checkpoint stores beside its tensors."""
 
     step: int = 0
@@ -61,7 +61,7 @@ class Position:
 
 
 @dataclass(kw_only=True)
-class Learner:
+class TrainState:
     """The model and what moves it, on this rank."""
 
     group: Group
@@ -82,15 +82,15 @@ class Learner:
     "The model's tensors that a checkpoint holds, all or those that LoRA trains: their shapes, on the device meta."
     dtype: torch.dtype | None
     "What the forward pass computes in beside fp32."
-    asked: int
+    requested_tokens: int
     "Tokens, padding counted, that this rank may hold at once, as the job says."
     micro_batch_tokens: int
     "The same, as far as memory has shown to reach."
-    limit: Path
+    limit_file: Path
     "Where it is noted, so that a run that goes on does not have to find it again."
     filler: np.ndarray
     "(L,) int64, a row for ranks that have none."
-    objective: Objective = PLAIN
+    objective: Objective = UNWEIGHTED
     "How the loss weighs classes."
     isolates: bool
     "Whether the model keeps rows apart whose positions begin again; a block's rows are lines of their own otherwise."
@@ -146,17 +146,17 @@ class Learner:
         number: int = self.task.num_targets(rows.lengths, self.spec)
         return number
 
-    def model_share(self) -> Pieces:
+    def model_shard(self) -> Pieces:
         """What this rank stores of the model; every rank calls it."""
-        pieces: Pieces = self.strategy.model_share(self.model, self.stored, self.group)
+        pieces: Pieces = self.strategy.model_shard(self.model, self.stored, self.group)
         return pieces
 
-    def optimizer_share(self) -> Pieces:
+    def optimizer_shard(self) -> Pieces:
         """What this rank stores of its optimizer; every rank calls it."""
-        pieces: Pieces = self.strategy.optimizer_share(self.model, self.optimizer, self.names, self.group)
+        pieces: Pieces = self.strategy.optimizer_shard(self.model, self.optimizer, self.names, self.group)
         return pieces
 
-    def take_less(self, error: Exception, rows: Rows, doing: str, *, repeatable: bool = True) -> None:
+    def shrink_micro_batches(self, error: Exception, rows: Rows, doing: str, *, repeatable: bool = True) -> None:
         """Halve the micro-batches when `error` says that memory ran out over `rows`; any other error is raised again.
 
         Raises OutOfMemory when ranks have to begin again at the last checkpoint: several of them, and one that cannot
@@ -164,7 +164,7 @@ class Learner:
         """
         if not ran_out_of_memory(error):
             raise error
-        lengths, share = rows.lengths, self.cut(rows)[0]
+        lengths, share = rows.lengths, self.micro_batches(rows)[0]
         if max(map(len, share)) <= 1:
             raise UsageError(
                 f"the memory of {self.group.device} ran out while {doing} with a single row at a time, of "
@@ -176,7 +176,7 @@ class Learner:
         self.micro_batch_tokens = max(1, largest // 2)
         log.warning("memory ran out over %d tokens while %s; micro-batches are cut to %d", largest, doing, largest // 2)
         atomic_io.write_json(
-            self.limit, {"asked": self.asked, "tokens": self.micro_batch_tokens}, site="run.micro_batch"
+            self.limit_file, {"asked": self.requested_tokens, "tokens": self.micro_batch_tokens}, site="run.micro_batch"
         )
         if self.group.world_size > 1 or not repeatable:
             raise OutOfMemory(
@@ -184,19 +184,19 @@ class Learner:
             ) from error
 
     @contextmanager
-    def beginning_again(self, rows: Rows, doing: str) -> Iterator[None]:
+    def restart_on_out_of_memory(self, rows: Rows, doing: str) -> Iterator[None]:
         """Raise OutOfMemory, for a start from the last checkpoint, when memory runs out inside; as `take_less` does."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            self.take_less(error, rows, doing, repeatable=False)
+            self.shrink_micro_batches(error, rows, doing, repeatable=False)
 
-    def give_back_memory(self) -> None:
+    def release_memory(self) -> None:
         """Give the device's memory that no tensor holds back, so that it can be cut in another way."""
         if self.group.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def cut(self, rows: Rows) -> tuple[list[np.ndarray], int]:
+    def micro_batches(self, rows: Rows) -> tuple[list[np.ndarray], int]:
         """This rank's micro-batches of the rows, as positions among them, and the tokens that all ranks compute.
 
         Every rank has as many; some of the last may be empty. Padding is counted.
@@ -212,28 +212,28 @@ class Learner:
         return shares[self.group.rank], padded
 
 
-def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Position]:
+def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, TrainProgress]:
     """The model, from the base or the checkpoint, wrapped by the strategy, with its optimizer."""
     job, spec, train = settings.job, settings.spec, settings.job.train
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
     torch.manual_seed(train.seed)
     base = base_model(job.model.base, spec, task.AUTO_CLASS)
     tokenizer = load_tokenizer(model_folder(job.model.base))
-    model = base if job.model.lora is None else lora.adapted(base, job.model.lora)
+    model = base if job.model.lora is None else lora.add_adapters(base, job.model.lora)
     probe = probes.rows(task, tokenizer, spec)
     probes.freeze_unreached(model, probe[1], task.FORWARD)
-    names = optim.names(model)
-    state = model.state_dict()
-    kept = state if job.model.lora is None else {name: state[name] for name in names}
+    names = optim.trainable_names(model)
+    weights = model.state_dict()
+    kept = weights if job.model.lora is None else {name: weights[name] for name in names}
     wanted = format.untied(kept)
     # Noted now: a strategy may leave nothing of a tensor in its place.
     stored = {name: tensor.to("meta") for name, tensor in wanted.items()}
-    position = Position()
+    progress = TrainProgress()
     saved = None if settings.checkpoint is None else Path(settings.checkpoint)
     if saved is not None:
         for name, tensor in format.load_model(saved, wanted).items():
-            state[name].copy_(tensor)
-        position = Position(**atomic_io.read_json(saved / STATE)["position"])
+            weights[name].copy_(tensor)
+        progress = TrainProgress(**atomic_io.read_json(saved / STATE)["position"])
     equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
     if train.activation_checkpointing:
@@ -253,10 +253,10 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
             "deepspeed with stage 3), train it in part (model.lora), or take a smaller one."
         ) from error
     if saved is not None:
-        with format.opened(saved, format.OPTIMIZER) as tensors:
+        with format.open_tensors(saved, format.OPTIMIZER) as tensors:
             strategy.restore(optimizer, names, tensors)
-        log.info("continuing after step %d from %s", position.step, saved)
-    return Learner(
+        log.info("continuing after step %d from %s", progress.step, saved)
+    return TrainState(
         group=group,
         task=task,
         strategy=strategy,
@@ -269,16 +269,16 @@ def make_learner(settings: RankSettings, group: Group) -> tuple[Learner, Positio
         names=names,
         stored=stored,
         dtype=optim.autocast_dtype(train.precision, group.device),
-        asked=train.micro_batch_tokens,
+        requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
-        limit=Path(settings.run) / MICRO_BATCH,
+        limit_file=Path(settings.run) / MICRO_BATCH,
         filler=probe[0],
         isolates=isolates,
         equal_lengths=equal_lengths,
-    ), position
+    ), progress
 
 
-def _tokens_that_fit(limit: Path, asked: int) -> int:
+def _tokens_that_fit(limit_file: Path, requested_tokens: int) -> int:
     """`asked`, or what an earlier attempt that asked for as much found to fit."""
-    noted = atomic_io.read_json(limit) if limit.exists() else {}
-    return min(asked, int(noted["tokens"])) if noted.get("asked") == asked else asked
+    noted = atomic_io.read_json(limit_file) if limit_file.exists() else {}
+    return min(requested_tokens, int(noted["tokens"])) if noted.get("asked") == requested_tokens else requested_tokens

@@ -32,7 +32,7 @@ from torchlake.errors import (
 from torchlake.models.load import model_folder
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
-from torchlake.preparation.problem import find_spec
+from torchlake.preparation.problem import find_task_spec
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.tables.chunks import plan_chunks
@@ -97,8 +97,8 @@ def train(
     processes = wanted.engine.processes or engine.span or engine.usual_ranks()
     for number in bounds(processes):
         choose_strategy(wanted, number)
-    place = location.find(wanted.train.checkpoint_folder, folder)
-    with run_folder.held(folder) as held:
+    store = location.find_store(wanted.train.checkpoint_folder, folder)
+    with run_folder.run_lease(folder) as lease:
         run_folder.claim(folder, wanted)
         for name, frame in frames.items():
             _store_frame(frame, folder / "input" / f"{name}.parquet", engine)
@@ -112,7 +112,7 @@ def train(
         _check_columns(wanted)
         base = model_folder(wanted.model.base)
         trained = run_folder.is_trained(folder, wanted)
-        spec = find_spec(wanted, base, folder, trained=trained)
+        spec = find_task_spec(wanted, base, folder, trained=trained)
         metric = choose_metric(wanted, spec)
         prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
         _summarize(wanted, spec, prepared, folder)
@@ -123,12 +123,12 @@ def train(
             "tokens": str(prepared[0]),
             "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
             "metric": metric,
-            "lease": held,
+            "lease": lease,
         }
-        belongs = run_folder.belongings(wanted, spec, folder)
+        identity = run_folder.run_identity(wanted, spec, folder)
         with tracking.tracked(wanted, folder):
             strategy_for = partial(choose_strategy, wanted)
-            done = restarts.train_to_the_end(engine, settings, processes, strategy_for, place, belongs)
+            done = restarts.run_with_restarts(engine, settings, processes, strategy_for, store, identity)
             result = {
                 "steps": done["total_steps"],
                 "metrics": done["metrics"],
@@ -271,7 +271,7 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
     """Say what the data is, and keep it in the run folder."""
     facts = summary.summarize(job, spec, prepared)
     atomic_io.write_json(folder / summary.FILE, facts, site="run.data")
-    for line in summary.in_lines(facts):
+    for line in summary.summary_lines(facts):
         log.info("%s", line)
 
 

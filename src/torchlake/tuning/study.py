@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 FILE = "study.db"
 TRIALS = "trials"
-PRUNE_AFTER = 5
+STARTUP_TRIALS = 5
 "Trials that run to their end before others are held against them."
-BUSY_S = 60.0
+SQLITE_TIMEOUT_S = 60.0
 "Seconds to wait for another reader of the study's file, such as a dashboard."
 
 State = Literal["complete", "pruned", "failed"]
@@ -50,7 +50,7 @@ class Trial:
     "Why it failed; empty when it did not."
 
 
-def library() -> ModuleType:
+def load_optuna() -> ModuleType:
     """Optuna, which says warnings only. Raises MissingExtra with the pip line when it is not installed."""
     try:
         import optuna
@@ -63,19 +63,19 @@ def library() -> ModuleType:
 
 
 @contextmanager
-def opened(folder: Path, *, less_is_more: bool, prune: bool) -> "Iterator[optuna.Study]":
+def open_study(folder: Path, *, minimize: bool, prune: bool) -> "Iterator[optuna.Study]":
     """The study in the folder's SQLite file, made when there is none."""
-    package = library()
+    package = load_optuna()
     storage = package.storages.RDBStorage(
-        f"sqlite:///{(folder / FILE).absolute()}", engine_kwargs={"connect_args": {"timeout": BUSY_S}}
+        f"sqlite:///{(folder / FILE).absolute()}", engine_kwargs={"connect_args": {"timeout": SQLITE_TIMEOUT_S}}
     )
     pruners = package.pruners
     try:
         yield package.create_study(
             storage=storage,
             study_name="torchlake",
-            direction="minimize" if less_is_more else "maximize",
-            pruner=pruners.MedianPruner(n_startup_trials=PRUNE_AFTER) if prune else pruners.NopPruner(),
+            direction="minimize" if minimize else "maximize",
+            pruner=pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS) if prune else pruners.NopPruner(),
             load_if_exists=True,
         )
     finally:
@@ -85,7 +85,7 @@ def opened(folder: Path, *, less_is_more: bool, prune: bool) -> "Iterator[optuna
 
 def next_trial(study: "optuna.Study", space: Space, trials: int, seed: int) -> "optuna.trial.Trial | None":
     """The trial that a killed tuner left running, else a new one, with all its settings; None when there are enough."""
-    package = library()
+    package = load_optuna()
     known = study.get_trials(deepcopy=False)
     left = next((one for one in known if not one.state.is_finished()), None)
     if left is None and len(known) >= trials:
@@ -130,10 +130,10 @@ def ended_trials(study: "optuna.Study", folder: Path) -> tuple[Trial, ...]:
     return tuple(table)
 
 
-def best_trial(trials: tuple[Trial, ...], *, less_is_more: bool) -> Trial | None:
+def best_trial(trials: tuple[Trial, ...], *, minimize: bool) -> Trial | None:
     """The trial with the best value, of equals the earliest; None while none has ended well."""
     values = {one.number: one.value for one in trials if one.state == "complete" and one.value is not None}
     if not values:
         return None
-    best = min(values, key=lambda number: (values[number] * (1 if less_is_more else -1), number))
+    best = min(values, key=lambda number: (values[number] * (1 if minimize else -1), number))
     return next(one for one in trials if one.number == best)

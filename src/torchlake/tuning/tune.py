@@ -34,17 +34,26 @@ from torchlake.errors import (
 from torchlake.failpoints import failpoint
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import model_folder
-from torchlake.preparation.problem import find_spec
+from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
 from torchlake.runs.folder import JOB_FILE, LEASE_S, RESULT, STOP, differences, find, is_trained, stored_tables
-from torchlake.runs.follow import following
+from torchlake.runs.follow import follow_metrics
 from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
 from torchlake.tables.sources.versions import content_id
 from torchlake.tables.table import open_table
 from torchlake.training.train import choose_metric, train
 from torchlake.tuning.search_space import Range, Space, read_space
-from torchlake.tuning.study import WHY, Trial, best_trial, ended_trials, library, next_trial, opened, trial_folder
+from torchlake.tuning.study import (
+    WHY,
+    Trial,
+    best_trial,
+    ended_trials,
+    load_optuna,
+    next_trial,
+    open_study,
+    trial_folder,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -52,7 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = "tuning.json"
-BULK = ("checkpoints", "model", "prepared", "cache", "input")
+LARGE_FOLDERS = ("checkpoints", "model", "prepared", "cache", "input")
 "What a trial's folder loses unless it is the best one's."
 
 
@@ -94,7 +103,7 @@ def tune(
     tuning; Locked when another process tunes in it; MissingExtra without optuna; TorchlakeError when no trial ended
     well; Interrupted and what else `train` raises, but for a trial that diverged or whose ranks failed: it is recorded.
     """
-    library()
+    load_optuna()
     if trials < 1:
         raise UsageError(f"trials is {trials}; it has to be 1 or more.")
     wanted = load_job(job, overrides)
@@ -107,16 +116,16 @@ def tune(
     searched = read_space(space, wanted)
     default = find(job, None)
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
-    with _held(folder) as mine:
+    with _tuning_lease(folder) as mine:
         _claim(folder, wanted, searched, seed)
-        spec = find_spec(wanted, model_folder(wanted.model.base), folder, trained=is_trained(folder, wanted))
+        spec = find_task_spec(wanted, model_folder(wanted.model.base), folder, trained=is_trained(folder, wanted))
         metric = choose_metric(wanted, spec)
-        less_is_more = lower_is_better(metric, plugins.load("tasks", spec.task).DIRECTIONS)
-        with opened(folder, less_is_more=less_is_more, prune=prune) as study:
+        minimize = lower_is_better(metric, plugins.load("tasks", spec.task).DIRECTIONS)
+        with open_study(folder, minimize=minimize, prune=prune) as study:
             while True:
                 done = ended_trials(study, folder)
-                best = best_trial(done, less_is_more=less_is_more)
-                _keep_only(best, done)
+                best = best_trial(done, minimize=minimize)
+                _delete_others(best, done)
                 trial = next_trial(study, searched, trials, seed)
                 if trial is None:
                     break
@@ -126,7 +135,7 @@ def tune(
                     mine.check()
                     trial.set_user_attr(WHY, why)
                     study.tell(trial.number, value, state=state)
-                _say(ended_trials(study, folder)[-1], metric, trials)
+                _log_trial(ended_trials(study, folder)[-1], metric, trials)
         if best is None:
             reasons = "\n".join(f"  trial {one.number}: {one.why}" for one in done)
             raise TorchlakeError(f"{folder}: no trial ended well:\n{reasons}")
@@ -136,7 +145,7 @@ def tune(
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[lease.Lease]:
+def _tuning_lease(folder: Path) -> Iterator[lease.Lease]:
     """Be the one tuner of the folder. Raises Locked naming the process that tunes there."""
     mine = lease.acquire(folder / ".tuning.staging", LEASE_S, name=str(folder))
     try:
@@ -176,7 +185,7 @@ def _train(
     trial: "optuna.trial.Trial", wanted: Job, folder: Path, metric: str, engine: Engine | None, *, prune: bool
 ) -> "tuple[optuna.trial.TrialState, float | None, str]":
     """Train one trial; its state, its value, and why it failed."""
-    states = library().trial.TrialState
+    states = load_optuna().trial.TrialState
     path = trial_folder(folder, trial.number)
     stop = path / STOP
     if stop.exists() and not (path / RESULT).exists():
@@ -185,7 +194,7 @@ def _train(
     watch = partial(_prune, trial, metric, stop, set(known))
     try:
         job = with_values(wanted, trial.params, dict.fromkeys(trial.params, f"trial {trial.number}"))
-        with following(path / metrics_log.METRICS, watch, "pruning") if prune else nullcontext():
+        with follow_metrics(path / metrics_log.METRICS, watch, "pruning") if prune else nullcontext():
             done = train(job, run=path, engine=engine)
     except StopAsked:
         return states.PRUNED, None, ""
@@ -214,14 +223,14 @@ def _prune(
                     stop.touch()
 
 
-def _keep_only(best: Trial | None, ended: Sequence[Trial]) -> None:
+def _delete_others(best: Trial | None, ended: Sequence[Trial]) -> None:
     """Delete the weights and tables of the trials that ended, but for the best: also what a kill left of them."""
     for one in ended:
         if one is not best:
-            atomic_io.remove(one.folder / name for name in BULK)
+            atomic_io.remove(one.folder / name for name in LARGE_FOLDERS)
 
 
-def _say(last: Trial, metric: str, trials: int) -> None:
+def _log_trial(last: Trial, metric: str, trials: int) -> None:
     """Say what came of a trial as soon as it is known: the next one may take hours."""
     value = "" if last.value is None else f", {metric} {last.value:.4f}"
     settings = ", ".join(f"{name}={shown(setting)}" for name, setting in last.settings.items())

@@ -10,7 +10,7 @@ import torch
 
 from torchlake.checkpoints import async_writer, format, shards
 from torchlake.checkpoints.async_writer import CheckpointWriter
-from torchlake.checkpoints.store import Folder
+from torchlake.checkpoints.store import FolderStore
 from torchlake.distributed import Group
 from torchlake.errors import LeaseLost, StorageError
 
@@ -19,7 +19,7 @@ ALONE = Group(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 def begin(writer: CheckpointWriter, folder: Path, step: int, tensor: torch.Tensor, *, background: bool = True) -> None:
     writer.begin(
-        format.at_step(Folder(folder), step, attempt="test"),
+        format.step_draft(FolderStore(folder), step, attempt="test"),
         {format.MODEL: shards.whole({"weight": tensor}), format.OPTIMIZER: {}},
         background=background,
         keep=2,
@@ -29,10 +29,10 @@ def begin(writer: CheckpointWriter, folder: Path, step: int, tensor: torch.Tenso
 
 def exchange(writer: CheckpointWriter) -> bool:
     """What the loop does at each step."""
-    written = writer.written()
-    if written:
-        writer.all_written()
-    return written
+    shard_written = writer.shard_written()
+    if shard_written:
+        writer.commit_oldest()
+    return shard_written
 
 
 def kept(folder: Path) -> list[str]:
@@ -41,7 +41,7 @@ def kept(folder: Path) -> list[str]:
 
 def test_what_is_stored_is_what_was_there_when_it_began(tmp_path: Path) -> None:
     tensor = torch.ones(3)
-    with async_writer.writing(ALONE, nullcontext) as writer:
+    with async_writer.checkpoint_writer(ALONE, nullcontext) as writer:
         for step in range(1, 6):
             tensor.fill_(step)
             begin(writer, tmp_path, step, tensor)
@@ -50,14 +50,14 @@ def test_what_is_stored_is_what_was_there_when_it_began(tmp_path: Path) -> None:
         writer.finish()
     assert kept(tmp_path) == ["step_00000004", "step_00000005"]
     for step in (4, 5):
-        path = format.step_path(Folder(tmp_path), step)
+        path = format.step_path(FolderStore(tmp_path), step)
         assert format.load_model(path, {"weight": tensor})["weight"].tolist() == [step] * 3
 
 
 def test_nothing_is_visible_before_all_ranks_have_written(tmp_path: Path) -> None:
-    with async_writer.writing(ALONE, nullcontext) as writer:
+    with async_writer.checkpoint_writer(ALONE, nullcontext) as writer:
         begin(writer, tmp_path, 1, torch.ones(3))
-        writer._unfinished[0].written.wait()
+        writer._unfinished[0].shard_written.wait()
         assert kept(tmp_path) == [".step_00000001.test.tmp"]
         assert exchange(writer)
         assert not exchange(writer)
@@ -66,7 +66,7 @@ def test_nothing_is_visible_before_all_ranks_have_written(tmp_path: Path) -> Non
 
 
 def test_without_background_it_is_complete_at_once(tmp_path: Path) -> None:
-    with async_writer.writing(ALONE, nullcontext) as writer:
+    with async_writer.checkpoint_writer(ALONE, nullcontext) as writer:
         begin(writer, tmp_path, 1, torch.ones(3), background=False)
         assert kept(tmp_path) == ["step_00000001"]
 
@@ -77,9 +77,9 @@ def test_a_full_disk_is_told_at_the_next_step_and_leaves_nothing(
     hits = format.failpoint.__globals__["_hits"]
     nth = hits.get("checkpoint.model.write", 0) + 1
     monkeypatch.setenv("TORCHLAKE_FAILPOINT", f"checkpoint.model.write:{nth}:enospc")
-    with async_writer.writing(ALONE, nullcontext) as writer:
+    with async_writer.checkpoint_writer(ALONE, nullcontext) as writer:
         begin(writer, tmp_path, 1, torch.ones(3))
-        writer._unfinished[0].written.wait()
+        writer._unfinished[0].shard_written.wait()
         with pytest.raises(StorageError, match="finished work is kept"):
             exchange(writer)
     assert kept(tmp_path) == []
@@ -91,7 +91,7 @@ def test_one_that_may_not_write_any_more_is_told(tmp_path: Path) -> None:
         raise LeaseLost("another process goes on with it")
         yield
 
-    with async_writer.writing(ALONE, fenced) as writer:
+    with async_writer.checkpoint_writer(ALONE, fenced) as writer:
         begin(writer, tmp_path, 1, torch.ones(3))
         with pytest.raises(LeaseLost):
             writer.finish()
@@ -100,7 +100,7 @@ def test_one_that_may_not_write_any_more_is_told(tmp_path: Path) -> None:
 
 def test_what_is_unfinished_when_the_loop_fails_is_abandoned(tmp_path: Path) -> None:
     threads = threading.active_count()
-    with pytest.raises(RuntimeError, match="diverged"), async_writer.writing(ALONE, nullcontext) as writer:
+    with pytest.raises(RuntimeError, match="diverged"), async_writer.checkpoint_writer(ALONE, nullcontext) as writer:
         for step in (1, 2):
             begin(writer, tmp_path, step, torch.ones(3))
         raise RuntimeError("diverged")

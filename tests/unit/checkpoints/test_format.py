@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchlake.checkpoints import format, shards, store
-from torchlake.checkpoints.store import Folder
+from torchlake.checkpoints.store import FolderStore
 from torchlake.errors import DataError, StorageError
 
 MODEL, OPTIMIZER = f"{format.MODEL}.safetensors", f"{format.OPTIMIZER}.safetensors"
@@ -18,11 +18,11 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def save(root: Path, step: int, *, keep: int = 2, best: int | None = None, **more: Any) -> Path:
-    folder = Folder(root)
+    folder = FolderStore(root)
     state = {"step": step, "best": None if best is None else {"step": best}, **more}
-    draft = format.at_step(folder, step, attempt="test")
+    draft = format.step_draft(folder, step, attempt="test")
     try:
-        format.write_share(draft, {"model": shards.whole(tensors(step)), "optimizer": {}})
+        format.write_shard(draft, {"model": shards.whole(tensors(step)), "optimizer": {}})
         format.publish(draft, state=state)
     except StorageError:
         format.abandon(draft)
@@ -32,8 +32,8 @@ def save(root: Path, step: int, *, keep: int = 2, best: int | None = None, **mor
 
 
 def save_best(folder: Path, step: int) -> None:
-    draft = format.best_at_step(Folder(folder), step, attempt="test")
-    format.write_share(draft, {"model": shards.whole(tensors(step))})
+    draft = format.best_draft(FolderStore(folder), step, attempt="test")
+    format.write_shard(draft, {"model": shards.whole(tensors(step))})
     format.publish(draft)
 
 
@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
 def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     save(tmp_path, 3)
     path = save(tmp_path, 20, note="é")
-    found, problems = format.newest(Folder(tmp_path))
+    found, problems = format.newest(FolderStore(tmp_path))
     assert found is not None
     assert problems == []
     assert found.path == path
@@ -54,7 +54,7 @@ def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_nothing_was_ever_saved(tmp_path: Path) -> None:
-    assert format.newest(Folder(tmp_path / "absent")) == (None, [])
+    assert format.newest(FolderStore(tmp_path / "absent")) == (None, [])
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_the_best_model_stays_while_a_kept_checkpoint_names_it(tmp_path: Path) -
     assert names(tmp_path / store.BEST) == ["step_00000001", "step_00000003"]
     save(tmp_path, 5, best=3)
     assert names(tmp_path / store.BEST) == ["step_00000003"]
-    assert format.load_model(format.best_path(Folder(tmp_path), 3), tensors(3))["weight"][0, 0] == 3
+    assert format.load_model(format.best_path(FolderStore(tmp_path), 3), tensors(3))["weight"][0, 0] == 3
 
 
 def test_a_step_saved_twice_is_the_second_one(tmp_path: Path) -> None:
     save(tmp_path, 1, turn=1)
     save(tmp_path, 1, turn=2)
-    found, _ = format.newest(Folder(tmp_path))
+    found, _ = format.newest(FolderStore(tmp_path))
     assert found is not None
     assert found.state["turn"] == 2
     assert names(tmp_path) == ["step_00000001"]
@@ -104,7 +104,7 @@ def unlink(path: Path) -> None:
 def test_damage_is_found_named_and_set_aside(tmp_path: Path, damage: Any, file: str) -> None:
     save(tmp_path, 1)
     damage(save(tmp_path, 2) / file)
-    found, (problem,) = format.newest(Folder(tmp_path))
+    found, (problem,) = format.newest(FolderStore(tmp_path))
     assert found is not None
     assert found.state["step"] == 1
     assert str(tmp_path / "step_00000002" / file) in problem
@@ -119,7 +119,7 @@ def test_no_flipped_bit_in_a_manifest_breaks_the_start(tmp_path: Path) -> None:
         damaged = bytearray(content)
         damaged[position] ^= 2
         manifest.write_bytes(damaged)
-        found, _ = format.newest(Folder(tmp_path))
+        found, _ = format.newest(FolderStore(tmp_path))
         assert found is not None
         if found.state["step"] == 1:
             (tmp_path / "step_00000002.torn").rename(manifest.parent)
@@ -130,7 +130,7 @@ def test_when_all_are_corrupt_the_run_does_not_start_afresh(tmp_path: Path) -> N
         truncate(save(tmp_path, step) / MODEL)
     for _ in range(2):  # the second time they are set aside already
         with pytest.raises(DataError, match="no checkpoint of this run is usable"):
-            format.newest(Folder(tmp_path))
+            format.newest(FolderStore(tmp_path))
     assert names(tmp_path) == ["step_00000001.torn", "step_00000002.torn"]
 
 
@@ -139,7 +139,7 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     for name in (".step_00000002.77.tmp", "best/.step_00000002.77.tmp"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / MODEL).write_bytes(b"half")
-    found, problems = format.newest(Folder(tmp_path))
+    found, problems = format.newest(FolderStore(tmp_path))
     assert found is not None
     assert problems == []
     assert not list(tmp_path.rglob("*.tmp"))
@@ -171,7 +171,7 @@ def test_a_full_disk_at_any_place_costs_no_older_checkpoint(
         save(tmp_path, 2, keep=1)
     (tmp_path / "once").unlink()
     monkeypatch.delenv("TORCHLAKE_FAILPOINT")
-    found, problems = format.newest(Folder(tmp_path))
+    found, problems = format.newest(FolderStore(tmp_path))
     assert found is not None
     assert problems == []
     # Once it is in place the new one counts, although the older one could not be deleted.
@@ -190,7 +190,7 @@ def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(store, "failpoint", failpoint)
     with pytest.raises(StorageError, match="read back otherwise"):
         save(tmp_path, 2, keep=1)
-    found, _ = format.newest(Folder(tmp_path))
+    found, _ = format.newest(FolderStore(tmp_path))
     assert found is not None
     assert found.state["step"] == 1
 
@@ -233,8 +233,8 @@ def test_the_optimizer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> N
         if number == 2:
             weights = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
             stored = format.optimizer_tensors(optimizer, ["weight", "bias"])
-            draft = format.at_step(Folder(tmp_path), number, attempt="test")
-            format.write_share(draft, {"optimizer": shards.whole(stored)})
+            draft = format.step_draft(FolderStore(tmp_path), number, attempt="test")
+            format.write_shard(draft, {"optimizer": shards.whole(stored)})
             format.publish(draft)
             path = draft.path
     assert set(stored) == {
@@ -242,7 +242,7 @@ def test_the_optimizer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> N
     }
     again, other = make()
     again.load_state_dict(weights)
-    with format.opened(path, format.OPTIMIZER) as tensors_of_then:
+    with format.open_tensors(path, format.OPTIMIZER) as tensors_of_then:
         format.restore_optimizer(other, ["weight", "bias"], tensors_of_then)
     for number in (3, 4):
         step(again, other, number)
@@ -250,7 +250,7 @@ def test_the_optimizer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> N
     assert torch.equal(layer.bias, again.bias)
     with (
         pytest.raises(DataError, match="no parameter 'weight'"),
-        format.opened(path, format.OPTIMIZER) as tensors_of_then,
+        format.open_tensors(path, format.OPTIMIZER) as tensors_of_then,
     ):
         format.restore_optimizer(other, ["other", "bias"], tensors_of_then)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torchlake.checkpoints import format, location, object_store, shards
-from torchlake.checkpoints.object_store import Remote
-from torchlake.checkpoints.store import Draft, Folder, Place
+from torchlake.checkpoints.object_store import ObjectStore
+from torchlake.checkpoints.store import CheckpointStore, Draft, FolderStore
 from torchlake.errors import FingerprintError, LeaseLost, MissingExtra, StorageError, UsageError
 
 NUMBER = itertools.count()
@@ -19,71 +19,71 @@ BELONGS = {"train.seed": 0, "data.train": "96 rows"}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def store(tmp_path: Path) -> CheckpointStore:
     """An empty place below an URL, claimed by the launch "first"."""
-    found = location.find(f"memory://bucket/{next(NUMBER)}", tmp_path)
+    found = location.find_store(f"memory://bucket/{next(NUMBER)}", tmp_path)
     location.claim(found, BELONGS, "first")
     return found
 
 
-def stored(place: Place) -> dict[str, int]:
-    assert isinstance(place, Remote)
-    return place._sizes()
+def stored(store: CheckpointStore) -> dict[str, int]:
+    assert isinstance(store, ObjectStore)
+    return store._sizes()
 
 
-def write(place: Place, step: int, attempt: str = "first", *, ranks: int = 1) -> Draft:
+def write(store: CheckpointStore, step: int, attempt: str = "first", *, ranks: int = 1) -> Draft:
     """The shares of all ranks; the draft of rank 0."""
-    drafts = [format.at_step(place, step, attempt=attempt, rank=rank, world_size=ranks) for rank in range(ranks)]
+    drafts = [format.step_draft(store, step, attempt=attempt, rank=rank, world_size=ranks) for rank in range(ranks)]
     for draft in drafts:
         tensors = shards.whole({f"weight{draft.rank}": torch.full((3,), float(step))})
-        format.write_share(draft, {format.MODEL: tensors, format.OPTIMIZER: {}})
+        format.write_shard(draft, {format.MODEL: tensors, format.OPTIMIZER: {}})
     return drafts[0]
 
 
-def save(place: Place, step: int, attempt: str = "first", *, ranks: int = 1) -> None:
-    format.publish(write(place, step, attempt, ranks=ranks), state={"step": step, "best": None})
+def save(store: CheckpointStore, step: int, attempt: str = "first", *, ranks: int = 1) -> None:
+    format.publish(write(store, step, attempt, ranks=ranks), state={"step": step, "best": None})
 
 
-def test_every_rank_writes_its_own_and_the_newest_comes_back(place: Place, tmp_path: Path) -> None:
-    save(place, 3)
-    save(place, 20, ranks=2)
-    format.prune(place, 1)
-    assert place.complete() == ["step_00000020"]
-    assert sorted(stored(place)) == [
+def test_every_rank_writes_its_own_and_the_newest_comes_back(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 3)
+    save(store, 20, ranks=2)
+    format.prune(store, 1)
+    assert store.list_complete() == ["step_00000020"]
+    assert sorted(stored(store)) == [
         "run.json",
         *(f"step_00000020/first/model-0000{rank}-of-00002.safetensors" for rank in (0, 1)),
         *(f"step_00000020/first/optimizer-0000{rank}-of-00002.safetensors" for rank in (0, 1)),
         "step_00000020/first/state.json",
         "step_00000020/manifest.json",
     ]
-    found, problems = format.newest(place)
+    found, problems = format.newest(store)
     assert found is not None
     assert problems == []
     assert found.state["step"] == 20
     loaded = format.load_model(found.path, {f"weight{rank}": torch.zeros(3) for rank in (0, 1)})
     assert [tensor.tolist() for tensor in loaded.values()] == [[20.0] * 3] * 2
-    place.forget()
+    store.delete_fetched()
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_what_has_no_manifest_is_not_there_and_is_removed(place: Place) -> None:
-    save(place, 3)
-    before = stored(place)
-    write(place, 6)
-    assert place.complete() == ["step_00000003"]
-    found, _ = format.newest(place)
+def test_what_has_no_manifest_is_not_there_and_is_removed(store: CheckpointStore) -> None:
+    save(store, 3)
+    before = stored(store)
+    write(store, 6)
+    assert store.list_complete() == ["step_00000003"]
+    found, _ = format.newest(store)
     assert found is not None
     assert found.state["step"] == 3
-    assert stored(place) == before
+    assert stored(store) == before
 
 
-def test_two_launches_at_one_step_do_not_mix(place: Place) -> None:
-    late = write(place, 3)
-    location.claim(place, BELONGS, "second")
-    save(place, 3, "second")
+def test_two_launches_at_one_step_do_not_mix(store: CheckpointStore) -> None:
+    late = write(store, 3)
+    location.claim(store, BELONGS, "second")
+    save(store, 3, "second")
     with pytest.raises(LeaseLost, match="taken this run over"):
         format.publish(late, state={"step": 3, "best": None})
-    found, problems = format.newest(place)
+    found, problems = format.newest(store)
     assert found is not None
     assert problems == []
     assert found.path.name == "second"
@@ -91,49 +91,53 @@ def test_two_launches_at_one_step_do_not_mix(place: Place) -> None:
 
 @pytest.mark.parametrize("file", ["first/model.safetensors", "first/state.json", "manifest.json"])
 @pytest.mark.parametrize("content", [b"", None])
-def test_damage_is_found_named_and_set_aside(place: Place, file: str, content: bytes | None) -> None:
-    save(place, 3)
-    save(place, 6)
-    assert isinstance(place, Remote)
-    filesystem, root = fsspec.core.url_to_fs(place.url)
+def test_damage_is_found_named_and_set_aside(store: CheckpointStore, file: str, content: bytes | None) -> None:
+    save(store, 3)
+    save(store, 6)
+    assert isinstance(store, ObjectStore)
+    filesystem, root = fsspec.core.url_to_fs(store.url)
     if content is None and file != "manifest.json":
         filesystem.rm_file(f"{root}/step_00000006/{file}")
     else:
         filesystem.pipe_file(f"{root}/step_00000006/{file}", b"{}")
-    found, (problem,) = format.newest(place)
+    found, (problem,) = format.newest(store)
     assert found is not None
     assert found.state["step"] == 3
-    assert f"{place}/step_00000006/{file}" in problem
+    assert f"{store}/step_00000006/{file}" in problem
     assert "Set aside as step_00000006/manifest.json.torn" in problem
-    save(place, 6)
-    assert [name for name in stored(place) if "torn" in name] == []
+    save(store, 6)
+    assert [name for name in stored(store) if "torn" in name] == []
 
 
-def test_what_is_cut_short_on_its_way_is_not_made_visible(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = write(place, 3)
-    sizes = Remote._sizes
-    monkeypatch.setattr(Remote, "_sizes", lambda self: {name: size - 1 for name, size in sizes(self).items()})
+def test_what_is_cut_short_on_its_way_is_not_made_visible(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = write(store, 3)
+    sizes = ObjectStore._sizes
+    monkeypatch.setattr(ObjectStore, "_sizes", lambda self: {name: size - 1 for name, size in sizes(self).items()})
     with pytest.raises(StorageError, match="just written"):
         format.publish(draft, state={"step": 3, "best": None})
     monkeypatch.undo()
-    assert place.complete() == []
+    assert store.list_complete() == []
 
 
-def test_another_run_is_refused_once_there_are_checkpoints(place: Place) -> None:
-    location.claim(place, {**BELONGS, "train.seed": 1}, "second")
-    save(place, 3, "second")
+def test_another_run_is_refused_once_there_are_checkpoints(store: CheckpointStore) -> None:
+    location.claim(store, {**BELONGS, "train.seed": 1}, "second")
+    save(store, 3, "second")
     with pytest.raises(FingerprintError, match=r"train.seed: 1 -> 0"):
-        location.claim(place, BELONGS, "third")
-    location.check_holder(place, "second")
+        location.claim(store, BELONGS, "third")
+    location.check_owner(store, "second")
 
 
-@pytest.mark.parametrize("make", [lambda path: Folder(path, outside=True), lambda path: Remote("memory://other", path)])
-def test_a_place_that_holds_something_else_is_refused(tmp_path: Path, make: Callable[[Path], Place]) -> None:
-    place = make(tmp_path)
-    place.write("thesis.json", "precious", site="test")
+@pytest.mark.parametrize(
+    "make", [lambda path: FolderStore(path, external=True), lambda path: ObjectStore("memory://other", path)]
+)
+def test_a_place_that_holds_something_else_is_refused(tmp_path: Path, make: Callable[[Path], CheckpointStore]) -> None:
+    store = make(tmp_path)
+    store.write_json("thesis.json", "precious", site="test")
     with pytest.raises(FingerprintError, match=r"not empty, and holds no run\.json"):
-        location.claim(place, BELONGS, "first")
-    assert place.read("thesis.json") == "precious"
+        location.claim(store, BELONGS, "first")
+    assert store.read_json("thesis.json") == "precious"
 
 
 def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
@@ -152,20 +156,20 @@ def test_errors_that_pass_are_tried_again_and_others_told_without_the_password(
 
     monkeypatch.setattr(object_store, "filesystem_of", filesystem_of)
     monkeypatch.setattr(object_store, "PAUSES_S", (0.0, 0.0))
-    place = location.find(url, tmp_path)
-    location.claim(place, BELONGS, "first")
+    store = location.find_store(url, tmp_path)
+    location.claim(store, BELONGS, "first")
     monkeypatch.setattr(object_store, "PAUSES_S", ())
     with pytest.raises(StorageError, match=r"hdfs://\[redacted\]@host/lake/run.json: .* does not answer") as told:
-        place.read("run.json")
+        store.read_json("run.json")
     assert "run the same command again" in str(told.value)
-    for said in (str(told.value), caplog.text, str(place), repr(place)):
+    for said in (str(told.value), caplog.text, str(store), repr(store)):
         assert "hush" not in said
 
 
 def test_a_storage_that_nothing_here_can_open_is_told_at_once(tmp_path: Path) -> None:
     for url in ("s4://user:secret@x/y", "https://user:secret@x/y", "simplecache::s3://user:secret@x/y"):
         with pytest.raises(UsageError, match=r"train.checkpoint_folder: .*://\[redacted\]@x/y: .* is refused"):
-            location.find(url, tmp_path)
+            location.find_store(url, tmp_path)
     if not any(fsspec.registry.get(name) for name in ("gs", "gcs")):
         with pytest.raises(MissingExtra, match="gcsfs"):
-            location.find("gs://x/y", tmp_path)
+            location.find_store("gs://x/y", tmp_path)

@@ -34,14 +34,14 @@ def write(folder: Path, cuts: list[int], **more: torch.Tensor) -> list[Path]:
 def test_any_rows_of_any_cut(tmp_path_factory: pytest.TempPathFactory, cuts: set[int], first: int, rows: int) -> None:
     files = write(tmp_path_factory.mktemp("cut"), sorted(cuts))
     rows = min(rows, 7 - first)
-    with sharding.opened(files) as shards:
+    with sharding.open_shards(files) as shards:
         assert torch.equal(shards.read("weight"), WEIGHT)
         assert torch.equal(shards.read("weight", first, rows), WEIGHT[first : first + rows])
 
 
 def test_numbers_and_empty_tensors_are_kept(tmp_path: Path) -> None:
     files = write(tmp_path, [3], step=torch.tensor(7.0), empty=torch.zeros(0, 3))
-    with sharding.opened(files) as shards:
+    with sharding.open_shards(files) as shards:
         assert shards.read("step") == 7
         assert shards.read("empty").shape == (0, 3)
         assert shards.shapes == {"weight": (7, 5), "step": (), "empty": (0, 3)}
@@ -51,14 +51,14 @@ def test_numbers_and_empty_tensors_are_kept(tmp_path: Path) -> None:
 def test_a_file_that_is_missing_is_noticed(tmp_path: Path, lost: int) -> None:
     files = write(tmp_path, [2, 4])
     del files[lost]
-    with pytest.raises(DataError, match=r"rows of the tensor 'weight' are missing"), sharding.opened(files):
+    with pytest.raises(DataError, match=r"rows of the tensor 'weight' are missing"), sharding.open_shards(files):
         pass
 
 
 def test_a_piece_that_is_there_twice_is_noticed(tmp_path: Path) -> None:
     files = write(tmp_path / "one", [2, 4])
     twice = write(tmp_path / "two", [2, 4])[1]
-    with pytest.raises(DataError, match="missing or there twice"), sharding.opened([*files, twice]):
+    with pytest.raises(DataError, match="missing or there twice"), sharding.open_shards([*files, twice]):
         pass
 
 
@@ -66,23 +66,23 @@ def test_files_of_two_models_do_not_mix(tmp_path: Path) -> None:
     files = write(tmp_path, [4])
     other = {"weight": Piece(torch.zeros(3, 5), 4, (9, 5))}
     save_file({"weight": other["weight"].tensor}, files[1], metadata=sharding.header(other))
-    with pytest.raises(DataError, match="another file says otherwise"), sharding.opened(files):
+    with pytest.raises(DataError, match="another file says otherwise"), sharding.open_shards(files):
         pass
 
 
 @pytest.mark.parametrize("said", ["{", "[]", json.dumps({"weight": 3}), json.dumps({"weight": ["x", [7, 5]]})])
 def test_what_a_header_says_is_not_believed(tmp_path: Path, said: str) -> None:
     save_file({"weight": WEIGHT}, tmp_path / "a.safetensors", metadata={sharding.PIECES: said})
-    with pytest.raises(DataError, match="cannot be read"), sharding.opened([tmp_path / "a.safetensors"]):
+    with pytest.raises(DataError, match="cannot be read"), sharding.open_shards([tmp_path / "a.safetensors"]):
         pass
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_whole_tensors_are_dealt_out_evenly_and_once(world_size: int) -> None:
     tensors = {f"layer.{number}": torch.zeros(number + 1, 100) for number in range(24)} | {"step": torch.tensor(1.0)}
-    shares = [sharding.share(tensors, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert sorted(name for share in shares for name in share) == sorted(tensors)
-    loads = [sum(piece.tensor.nbytes for piece in share.values()) for share in shares]
+    shares = [sharding.local_shard(tensors, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert sorted(name for local_shard in shares for name in local_shard) == sorted(tensors)
+    loads = [sum(piece.tensor.nbytes for piece in local_shard.values()) for local_shard in shares]
     assert max(loads) <= sum(loads) / world_size + max(tensor.nbytes for tensor in tensors.values())
 
 

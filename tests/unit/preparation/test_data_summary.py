@@ -13,7 +13,7 @@ from torchlake import plugins
 from torchlake.config.job import load_job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.preparation.prepare import prepare
-from torchlake.preparation.summary import in_lines, summarize
+from torchlake.preparation.summary import summarize, summary_lines
 
 
 def summarized(
@@ -52,7 +52,7 @@ def test_classes_rows_and_lengths(tmp_path: Path, tiny_bert: Path) -> None:
     assert facts["classes"] == {"bad": 12, "good": 2}
     assert facts["left_out"] == {"null_input": 1}
     assert (facts["tokens"]["median"], facts["tokens"]["longest"]) == (5, 5)
-    lines = in_lines(facts)
+    lines = summary_lines(facts)
     assert lines[:3] == [
         "single_label, 2 classes: bad 12 (86%), good 2 (14%)",
         "14 rows to train on, 5 to validate on",
@@ -65,11 +65,11 @@ def test_many_classes_are_counted_and_ten_are_shown(tmp_path: Path, tiny_bert: P
     labels = [f"class {number:02}" for number in range(25) for _ in range(number + 1)]
     table = pa.table({"text": ["good film"] * len(labels), "label": labels})
     _, facts = summarized(tmp_path, tiny_bert, table)
-    line = in_lines(facts)[0]
+    line = summary_lines(facts)[0]
     assert line.startswith("single_label, 25 classes: class 24 25 (8%), class 23 24 (7%), ")
     assert line.endswith("class 15 16 (5%) and 15 more, the smallest with 1 rows")
     assert sum(facts["classes"].values()) == len(labels)
-    assert in_lines(facts)[1] == "325 rows to train on, no validation"
+    assert summary_lines(facts)[1] == "325 rows to train on, no validation"
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_many_classes_are_counted_and_ten_are_shown(tmp_path: Path, tiny_bert: P
 )
 def test_the_kind_of_label(tmp_path: Path, tiny_bert: Path, labels: list[Any], line: str) -> None:
     table = pa.table({"text": tiny.reviews(20)["text"], "label": pa.array(labels)})
-    assert in_lines(summarized(tmp_path, tiny_bert, table)[1])[0] == line
+    assert summary_lines(summarized(tmp_path, tiny_bert, table)[1])[0] == line

@@ -13,7 +13,7 @@ import tiny
 import torchlake as tl
 from torchlake.errors import DataError
 from torchlake.models import load
-from torchlake.preparation.prepare import PreparingSettings, make_token_worker, prepare
+from torchlake.preparation.prepare import PrepareSettings, make_token_worker, prepare
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.table import open_table
 
@@ -74,7 +74,7 @@ def test_rows_that_are_tokenized_alone_make_the_same_bytes(
     pq.write_table(table, tmp_path / "in.parquet")
     columns = list(spec.columns)
     (chunk,) = plan_chunks(open_table(tmp_path / "in.parquet", columns=columns), columns=columns).chunks
-    settings = PreparingSettings(tokenizer=str(tokenizer), spec=spec, bad_rows="drop", staging=str(tmp_path))
+    settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows="drop", staging=str(tmp_path))
     (tmp_path / "table").mkdir()
     (tmp_path / "journal").mkdir()
     (whole,) = make_token_worker(settings)(iter([(chunk, "whole")]))

@@ -162,7 +162,7 @@ def test_the_flags_of_the_command_lay_the_section(monkeypatch: pytest.MonkeyPatc
 
 
 def test_lines_are_told_once_however_often_the_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "POLL_S", 0.001)
+    monkeypatch.setattr(follow, "POLL_INTERVAL_S", 0.001)
     path, told = tmp_path / "metrics.jsonl", []
     seen = threading.Event()
 
@@ -174,10 +174,10 @@ def test_lines_are_told_once_however_often_the_file_is_cut(tmp_path: Path, monke
     def line(step: int, name: str = "loss") -> str:
         return f'{{"step": {step}, "{name}": "nan"}}\n'
 
-    with follow.following(path, watch, "test"):
+    with follow.follow_metrics(path, watch, "test"):
         path.write_text(line(1) + line(2) + line(2, "validation_loss") + '{"step": 3, "lo')
         assert seen.wait(30)
-        metrics_log.cut_metrics(path, step=1, validated=0)
+        metrics_log.truncate_metrics(path, step=1, validated=0)
         with open(path, "a") as file:
             file.write(line(2) + line(2, "validation_loss") + line(3))
     assert [one["step"] for one in told if "loss" in one] == [1, 2, 3]
@@ -189,7 +189,7 @@ def test_what_a_watcher_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
     def watch(batches: Any) -> None:
         raise OSError("no room")
 
-    with follow.following(tmp_path / "metrics.jsonl", watch, "test"):
+    with follow.follow_metrics(tmp_path / "metrics.jsonl", watch, "test"):
         pass
     assert "test: OSError: no room; the run goes on without it" in caplog.text
 
@@ -197,9 +197,9 @@ def test_what_a_watcher_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
 def test_a_watcher_that_hangs_is_not_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "FINISH_S", 0.01)
+    monkeypatch.setattr(follow, "JOIN_TIMEOUT_S", 0.01)
     released = threading.Event()
-    with follow.following(tmp_path / "metrics.jsonl", lambda batches: released.wait(60) and None, "test"):
+    with follow.follow_metrics(tmp_path / "metrics.jsonl", lambda batches: released.wait(60) and None, "test"):
         pass
     released.set()
     assert "test: has not come to an end" in caplog.text

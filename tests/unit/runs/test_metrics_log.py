@@ -36,9 +36,9 @@ def test_a_resumed_run_drops_what_it_will_do_again(tmp_path: Path) -> None:
     validations = [{"step": step, "validation_loss": 1.0} for step in (2, 4)]
     steps = [{"step": step, "loss": 1.0} for step in (1, 2, 3, 4, 5)]
     write(path, *steps[:2], validations[0], *steps[2:4], validations[1], steps[4])
-    metrics_log.cut_metrics(path, 4, 2)
+    metrics_log.truncate_metrics(path, 4, 2)
     assert metrics_log.read_metrics(path) == [*steps[:2], validations[0], *steps[2:4]]
-    metrics_log.cut_metrics(path, 0, 0)
+    metrics_log.truncate_metrics(path, 0, 0)
     assert metrics_log.read_metrics(path) == []
 
 
@@ -48,12 +48,12 @@ def test_a_torn_last_line_is_nobodys(tmp_path: Path) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"step": 2, "lo')
     assert metrics_log.read_metrics(path) == [{"step": 1}]
-    metrics_log.cut_metrics(path, 9, 9)
+    metrics_log.truncate_metrics(path, 9, 9)
     assert path.read_text() == '{"step": 1}\n'
 
 
 def test_a_run_that_never_began_has_no_metrics(tmp_path: Path) -> None:
-    metrics_log.cut_metrics(tmp_path / "metrics.jsonl", 0, 0)
+    metrics_log.truncate_metrics(tmp_path / "metrics.jsonl", 0, 0)
     assert metrics_log.read_metrics(tmp_path / "metrics.jsonl") == []
 
 

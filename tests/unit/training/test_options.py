@@ -37,7 +37,7 @@ def test_sixteen_bits_learn_like_thirty_two(
 
 def overflow_at_first() -> None:
     """A loss scale under which the first gradients of any model are infinite in fp16."""
-    state.Position.__init__.__kwdefaults__["loss_scale"] = 2.0**40
+    state.TrainProgress.__init__.__kwdefaults__["loss_scale"] = 2.0**40
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)

@@ -295,7 +295,7 @@ def test_one_step_is_a_schedule_too() -> None:
 def test_only_matrices_decay_and_frozen_parameters_are_left_alone() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     model[3].requires_grad_(False)
-    optimizer, names = optim.make_optimizer(model, TrainConfig(weight_decay=0.3)), optim.names(model)
+    optimizer, names = optim.make_optimizer(model, TrainConfig(weight_decay=0.3)), optim.trainable_names(model)
     decaying, others = optimizer.param_groups
     assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert [len(decaying["params"]), len(others["params"])] == [2, 3]

@@ -172,8 +172,8 @@ def test_less_is_more_for_a_loss(tmp_path: Path, sections: dict[str, Any]) -> No
 def test_a_bad_trial_is_stopped_early_and_loses_its_checkpoints(
     tmp_path: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study, "PRUNE_AFTER", 1)
-    monkeypatch.setattr(follow, "POLL_S", 0.02)
+    monkeypatch.setattr(study, "STARTUP_TRIALS", 1)
+    monkeypatch.setattr(follow, "POLL_INTERVAL_S", 0.02)
     sections["train"] |= {"metric": "loss", "epochs": 12, "checkpoint_every": "10min"}
     space = {"train.learning_rate": {"choices": [1e-3, 1e-12]}}
     good, bad = tune(tmp_path / "tuning", sections, space=space, trials=2, seed=3).trials
