@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHLAKE_PROGRESS", "0")
+# Sessions live for seconds: on a small machine the JVM's optimizing compiler costs more than it gives back.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
