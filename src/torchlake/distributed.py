@@ -1,8 +1,8 @@
-"""The ranks of one launch and the little they say to each other besides gradients.
+"""The ranks of one launch, and the collectives they use besides gradients.
 
-A rank knows itself by the variables torchrun sets. All of this works at world size 1 without a process group, so the
-training loop has one path. Every wait is bounded by `collective_timeout`: a rank that hangs shows as a timeout in its
-peers, which say so and fail, and the launch starts again from the last checkpoint.
+A rank reads the variables that torchrun sets. At world size 1 everything works without a process group, so the training
+loop has one path. Every wait is limited by `collective_timeout`: when a rank hangs, its peers time out, report it and
+fail, and the launch restarts from the last checkpoint.
 """
 
 import gc
@@ -24,7 +24,7 @@ LOST_PEER_WORDS = ("timed out", "timeout", "connection", "socket", "broken pipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """This rank's place: `rank` of `world_size` altogether, `local_rank` of those on this machine."""
+    """This process's `rank` of `world_size`, and its `local_rank` on this machine."""
 
     rank: int
     local_rank: int
@@ -36,7 +36,7 @@ class Group:
 def process_group(timeout_s: float) -> Iterator[Group]:
     """Join the ranks of this launch: nccl between GPUs, gloo between CPUs; no group at world size 1.
 
-    Raises UsageError when a machine has some GPUs, but fewer than ranks.
+    Raises UsageError when a machine has GPUs, but fewer than ranks.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -55,15 +55,15 @@ def process_group(timeout_s: float) -> Iterator[Group]:
             device_id=device if device.type == "cuda" else None,
         )
     yield group
-    # Only on the way out of a success: after a failure the peers are gone or stuck, and leaving the group would wait.
-    # Modules that hold the group have to be gone before: the last of them would end the group's threads while holding
-    # Python's lock, which one of these threads may be waiting for.
+    # Only after success: after a failure the peers are gone or stuck, and leaving the group would hang. Modules that
+    # hold the group must be collected first: the last one would join the group's threads while holding the GIL, which
+    # one of them may be waiting for.
     gc.collect()
     dist.destroy_process_group()
 
 
 def all_sum(group: Group, values: Sequence[float], doing: str) -> list[float]:
-    """The sum of each number over all ranks, in float64; every rank calls it with as many numbers."""
+    """The sum of each number over all ranks, in float64; every rank passes the same number of values."""
     if group.world_size == 1:
         return [float(value) for value in values]
     vector = torch.tensor(values, dtype=torch.float64, device=group.device)
@@ -73,7 +73,7 @@ def all_sum(group: Group, values: Sequence[float], doing: str) -> list[float]:
 
 
 def any_rank(group: Group, flag: bool, doing: str) -> bool:
-    """Whether any rank said yes; every rank asks at the same place."""
+    """Whether `flag` is true on any rank; every rank calls it at the same point."""
     return all_sum(group, [flag], doing)[0] > 0
 
 
@@ -94,7 +94,7 @@ def barrier(group: Group, doing: str) -> None:
 
 @contextmanager
 def explain_lost_peers(group: Group, doing: str) -> Iterator[None]:
-    """Say which rank waited for the others, and where, when a collective inside fails for want of a peer."""
+    """Re-raise the failure of a collective because of a lost peer, naming this rank and what it was doing."""
     try:
         yield
     except RuntimeError as error:
@@ -109,11 +109,10 @@ def explain_lost_peers(group: Group, doing: str) -> Iterator[None]:
 
 
 def _store(group: Group, timeout: timedelta) -> Any:
-    """Where the ranks find one another: at MASTER_ADDR and MASTER_PORT, rank 0 listening.
+    """The store at MASTER_ADDR and MASTER_PORT where the ranks meet; rank 0 listens.
 
-    A launcher that holds the port hands rank 0 its socket, bound to 127.0.0.1; listening on that one keeps the store
-    off the network. Under another launcher the store listens as torch's `env://` does; torchrun has one of its own,
-    which it keeps over its restarts.
+    torchlake's launcher passes rank 0 a socket bound to 127.0.0.1, which keeps the store off the network. Under another
+    launcher the store listens as torch's `env://` does; torchrun has its own store, which survives its restarts.
     """
     held = os.environ.get("TORCHLAKE_MASTER_FD")
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

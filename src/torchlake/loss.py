@@ -1,10 +1,10 @@
-"""How a training weighs the classes in its loss.
+"""Class weights and label smoothing of the training loss.
 
-    balanced    of one class a row: rows / (classes x rows of the class), so that every class has the same weight in all
-                of several: rows without the class / rows with it, so that both have the same weight
+    balanced    one class per row: rows / (classes x rows of the class), so that every class has the same total weight
+                several: rows without the class / rows with it, so that both have the same total weight
     by label    the weights that the job gives, 1 for the others
 
-They are what PyTorch calls `weight` of cross entropy and `pos_weight` of binary cross entropy.
+They are PyTorch's `weight` of cross entropy and `pos_weight` of binary cross entropy.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ from torchlake.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What the loss depends on besides logits and targets."""
+    """The settings of the loss."""
 
     class_weights: tuple[float, ...] | None = None
     "One for each class, in the order of the model's outputs; None: all are 1."
     label_smoothing: float = 0.0
-    "Share of the target that all classes have together, equally."
+    "Share of the target that is spread equally over all classes."
 
 
 UNWEIGHTED = Objective()
 
 
 def check_objective(train: TrainConfig, spec: TaskSpec) -> None:
-    """Raise ConfigError for class weights or label smoothing that the problem does not have, and for unknown labels."""
+    """Raise ConfigError for class weights or label smoothing that the problem does not support, or unknown labels."""
     weights = train.class_weights
     if train.label_smoothing and spec.problem != "single_label":
         raise ConfigError(
@@ -63,7 +63,7 @@ def find_objective(train: TrainConfig, spec: TaskSpec, targets: np.ndarray | Non
 
 
 def _balanced(targets: np.ndarray, classes: int) -> np.ndarray:
-    """(C,) weights; 1 for a class that no row has, or that every row has."""
+    """(C,) weights; 1 for a class that no row or every row has."""
     if targets.ndim == 2:
         having = targets.sum(axis=0, dtype=np.float64)
         share, whole = having, len(targets) - having

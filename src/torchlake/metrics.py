@@ -1,12 +1,11 @@
-"""Metrics with bootstrap intervals: the formulas are scikit-learn's and scipy's.
+"""Metrics with bootstrap intervals; the formulas are scikit-learn's and scipy's.
 
-Ours are the expected calibration error and the bootstrap: draw row numbers with replacement, ask scikit-learn again,
-take percentiles. (`scipy.stats.bootstrap` does the same, but refuses a table of one row and has no interval as soon as
-one resample is undefined.) Price per resample: about 5 ms, and 0.3 microseconds for each row and class; 1,000
-resamples of 1,000 rows and two classes take a few seconds on one core.
+Implemented here are the expected calibration error and the percentile bootstrap (`scipy.stats.bootstrap` rejects tables
+of one row, and gives no interval if one resample is undefined). Cost per resample: about 5 ms, and 0.3 microseconds for
+each row and class; 1,000 resamples of 1,000 rows and two classes take a few seconds on one core.
 
-Rows are put into an order of their own first: the numbers do not depend on the order of the table.
-A metric is NaN where it is undefined (AUC of one class); such resamples are left out and counted.
+Rows are sorted first, so the numbers do not depend on the order of the table. A metric is NaN where it is undefined
+(AUC of one class); such resamples are left out and counted.
 """
 
 import warnings
@@ -42,18 +41,18 @@ DIRECTIONS: dict[str, Direction] = {
     "spearman": "higher",
     "perplexity": "lower",
 }
-"Which values of each metric are the better ones."
+"Whether higher or lower values of each metric are better."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric and its percentile bootstrap interval, widened to the value where the bootstrap is biased."""
+    """A metric and its percentile bootstrap interval, widened to include the value."""
 
     value: float
     low: float
     high: float
     undefined: int = 0
-    "Resamples in which the metric does not exist, left out of the interval."
+    "Resamples in which the metric is undefined; they are left out of the interval."
 
 
 def evaluate_metrics(
@@ -98,7 +97,7 @@ def loss_metrics(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Metric]:
-    """The mean loss of M pieces with the summed `losses` (M,) over `targets` (M,), and what is `derived` from it."""
+    """The mean loss of M pieces with summed `losses` (M,) over `targets` (M,), and the metrics `derived` from it."""
 
     def estimate(pieces: np.ndarray) -> dict[str, float]:
         loss = float(losses[pieces].sum() / targets[pieces].sum())
@@ -113,7 +112,7 @@ def loss_metrics(
 
 
 def lower_is_better(metric: str, directions: Mapping[str, Direction] = DIRECTIONS) -> bool:
-    """Whether less of `metric` is better; it has to be in `directions`."""
+    """Whether lower values of `metric`, which must be in `directions`, are better."""
     return directions[metric] == "lower"
 
 
@@ -126,9 +125,10 @@ def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: 
 
 @contextmanager
 def _undefined_allowed() -> Iterator[None]:
-    """No warning for what a resample lacks (a class, a spread); NaN in, NaN out; parameters are not checked each time.
+    """Silence warnings about resamples that lack a class or a spread; NaN in, NaN out; parameters are not validated
+    again.
 
-    A model that diverges in training has NaN for probabilities: its validation must say so, not end the job.
+    A model that diverges in training has NaN for probabilities: its validation must report that, not fail.
     """
     import sklearn
     from scipy.stats import DegenerateDataWarning
@@ -178,7 +178,7 @@ def _multi_label(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[
     from sklearn.metrics import accuracy_score, average_precision_score, f1_score, hamming_loss
 
     chosen = (scores >= THRESHOLD).astype(np.int64)
-    # One column alone is to scikit-learn a choice between two classes, 0 and 1: only 1 is a label here.
+    # scikit-learn treats one column as two classes, 0 and 1: only 1 is a label here.
     only = [1] if targets.shape[1] == 1 else None
     metrics = {
         "micro_f1": f1_score(targets, chosen, labels=only, average="micro", zero_division=0),
@@ -187,7 +187,7 @@ def _multi_label(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[
         "hamming_loss": hamming_loss(targets, chosen),
     }
     if ranked:
-        # A label that no row has has no precision either; scikit-learn would count it as 0.
+        # A label that no row has is undefined; scikit-learn would count it as 0.
         occurs = targets.any(axis=0)
         precision = average_precision_score(targets[:, occurs], scores[:, occurs]) if occurs.any() else np.nan
         metrics["mean_average_precision"] = precision
@@ -198,7 +198,7 @@ def _regression(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[s
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
-    # Targets that are all the same have nothing to explain; scikit-learn would call that 0 or 1.
+    # Undefined for constant targets; scikit-learn would return 0 or 1.
     varied = bool((targets != targets[0]).any())
     metrics = {
         "rmse": root_mean_squared_error(targets, scores),
@@ -212,7 +212,7 @@ def _regression(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[s
 
 
 def _auc(scores: np.ndarray, targets: np.ndarray) -> Any:
-    """Two classes: of the second. More: the mean of each that occurs, against the rest."""
+    """Two classes: of the second. More: the mean over the classes that occur, each against the rest."""
     from sklearn.metrics import roc_auc_score
 
     classes = np.unique(targets)
@@ -220,12 +220,12 @@ def _auc(scores: np.ndarray, targets: np.ndarray) -> Any:
         return np.nan
     if scores.shape[1] == 2:
         return roc_auc_score(targets, scores[:, 1])
-    # As columns of 0 and 1, not with multi_class="ovr": that has no value when one of the classes does not occur.
+    # As columns of 0 and 1: multi_class="ovr" fails when one of the classes does not occur.
     return roc_auc_score(targets[:, None] == classes, scores[:, classes], average="macro")
 
 
 def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
-    """How far confidence is from accuracy in bins (0, 1/15], (1/15, 2/15], ..., weighted by their rows."""
+    """The mean gap between confidence and accuracy in bins (0, 1/15], (1/15, 2/15], ..., weighted by rows."""
     bins = np.digitize(confidence, np.linspace(0, 1, ECE_BINS + 1)[1:-1], right=True)
     gaps = np.bincount(bins, correct - confidence, ECE_BINS)
     return float(np.abs(gaps).sum() / len(confidence))

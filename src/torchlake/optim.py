@@ -1,7 +1,7 @@
-"""What decides an optimizer step besides the rows: AdamW's groups, the learning rate, the seed of the dropout.
+"""The optimizer step apart from the rows: AdamW's groups, the learning rate, the seed of the dropout.
 
-All of it is a function of the job and the step's number. So a checkpoint need not hold a scheduler or a generator, and
-a resumed run cannot differ from one that was never interrupted.
+All of it is a function of the job and the step's number. So a checkpoint needs no scheduler or generator state, and a
+resumed run equals an uninterrupted one.
 """
 
 import math
@@ -15,10 +15,10 @@ from torchlake.processes import hardware
 
 
 def make_optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that learn, in the order of `names`.
+    """AdamW over the trained parameters, in the order of `trainable_names`.
 
-    Only matrices decay: pulling biases and the scales of norms towards zero changes what a layer can say, not how
-    smooth it is. The fused kernel reads each tensor once.
+    Only matrices decay: decaying biases and the scales of norms would change what a layer computes, not how smooth it
+    is. The fused kernel reads each tensor once.
     """
     parameters = dict(module.named_parameters())
     learning = [parameters[name] for name in trainable_names(module)]
@@ -30,7 +30,7 @@ def make_optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
 
 
 def trainable_names(module: nn.Module) -> list[str]:
-    """The names of the parameters that learn, as the optimizer's groups have them: matrices, then the others."""
+    """The names of the trained parameters in the order of the optimizer's groups: matrices, then the others."""
     learning = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
     matrices, others = ([name for name, each in learning if (each.ndim >= 2) is first] for first in (True, False))
     return [*matrices, *others]
@@ -39,7 +39,7 @@ def trainable_names(module: nn.Module) -> list[str]:
 def learning_rate(step: int, total: int, train: TrainConfig) -> float:
     """The learning rate of step `step`, counted from 0, of `total`: it rises over the warm-up, then falls to about 0.
 
-    No step is wasted on a rate of 0: the first takes 1/warm-up of the peak, the last what is one step short of 0.
+    No step has a rate of 0: the first takes 1/warm-up of the peak, the last one step's share of it.
     """
     warmup = round(train.warmup * total)
     if step < warmup:
@@ -53,12 +53,12 @@ def learning_rate(step: int, total: int, train: TrainConfig) -> float:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of torch's generators for one step on one rank: ranks drop other units, and a resumed step the same."""
+    """The seed of torch's generators for one step on one rank: different on each rank, the same after a resume."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """What the forward pass computes in beside fp32; None: fp32 alone. "auto": bf16 where the device multiplies it."""
+    """The autocast dtype; None: fp32. "auto": bf16 if the device has bf16 arithmetic."""
     if precision == "auto":
         if device.type == "cuda":
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,14 +1,13 @@
-"""Checkpoints written beside the training: the loop pays for a copy of its tensors, a thread does the rest.
+"""Checkpoints written in the background: the loop only copies its tensors, a thread does the rest.
 
     loop    copy | step | step | step ("mine is written": 1 + 1 of 2) | step ...
     thread       write, fsync, sha256 .................................| rank 0: manifest, rename, read back, prune
 
-Every rank writes its own share. Whether all have is told by a number in the vector that ranks exchange at each step
-anyway, so no thread waits for another process, and no collective runs outside the loop. A checkpoint that is asked for
-while two are unfinished waits for the older. What a thread meets, a full disk for one, is raised in the loop at the
-next step, on the rank that met it.
+Every rank writes its shard. Ranks learn that all have written from the vector they reduce at each step anyway, so no
+thread waits for another process, and no collective runs outside the loop. A new checkpoint waits while two are
+unfinished. An error of the thread, such as a full disk, is raised in the loop at the next step of that rank.
 
-Price: the copy, in main memory, until the checkpoint is complete: this rank's share of weights and moments.
+Cost: a copy of this rank's shard of weights and moments, in main memory, until the checkpoint is complete.
 """
 
 import queue
@@ -37,7 +36,9 @@ class _Job:
 
 
 class CheckpointWriter:
-    """The checkpoints of one rank in the making. Made by `writing`; every rank calls the same methods in one order."""
+    """One rank's unfinished checkpoints. Made by `checkpoint_writer`; every rank calls the same methods in the same
+    order.
+    """
 
     def __init__(self, group: distributed.Group, fenced: Callable[[], AbstractContextManager[None]]) -> None:
         self._group, self._fenced = group, fenced
@@ -58,10 +59,10 @@ class CheckpointWriter:
         keep: int | None = None,
         **publish: Any,
     ) -> None:
-        """Copy this rank's pieces and write them beside the training or, not in the `background`, write them at once.
+        """Copy this rank's pieces and write them in the background; without `background`, write them before returning.
 
-        `publish` goes to `checkpoint.publish`. With `keep`, older checkpoints are deleted once this one is complete.
-        Raises StorageError and LeaseLost, in the background of an earlier one.
+        `publish` are arguments of `format.publish`. With `keep`, older checkpoints are deleted once this one is
+        complete. Raises StorageError and LeaseLost, in the background those of an earlier checkpoint.
         """
         if len(self._unfinished) >= UNFINISHED:
             self._finish(self._unfinished[0])
@@ -82,12 +83,12 @@ class CheckpointWriter:
             self.finish()
 
     def shard_written(self) -> bool:
-        """Whether this rank has written its share of the oldest unfinished checkpoint; raises what the thread met."""
+        """Whether this rank has written its shard of the oldest unfinished checkpoint; raises the thread's error."""
         self._raise_failure()
         return bool(self._unfinished) and self._unfinished[0].shard_written.is_set()
 
     def commit_oldest(self) -> None:
-        """Every rank has said `written`: the oldest unfinished checkpoint may be made visible."""
+        """All ranks have reported `shard_written`: make the oldest unfinished checkpoint visible."""
         self._unfinished.pop(0).by_all.set()
 
     def finish(self) -> None:
@@ -100,7 +101,7 @@ class CheckpointWriter:
         distributed.barrier(self._group, "waiting for the last checkpoint to be complete")
 
     def close(self) -> None:
-        """End the thread; a checkpoint that is not complete is abandoned."""
+        """Stop the thread; an incomplete checkpoint is abandoned."""
         self._closed = True
         for job in self._unfinished:
             job.by_all.set()
@@ -108,7 +109,7 @@ class CheckpointWriter:
         self._thread.join()
 
     def _finish(self, job: _Job) -> None:
-        """Wait until every rank has written its share of the oldest."""
+        """Wait until every rank has written its shard of the oldest."""
         job.shard_written.wait()
         self._raise_failure()
         distributed.barrier(self._group, "waiting for the other ranks' shares of a checkpoint")
@@ -148,7 +149,7 @@ def checkpoint_writer(
 ) -> Iterator[CheckpointWriter]:
     """A writer for the ranks of `group`; `fenced` is held while a checkpoint is made visible.
 
-    What is unfinished when the block is left by an error is abandoned.
+    Incomplete checkpoints are abandoned when the block ends with an error.
     """
     writer = CheckpointWriter(group, fenced)
     try:

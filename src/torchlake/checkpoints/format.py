@@ -1,11 +1,11 @@
-"""Checkpoints that are complete or invisible, and never code.
+"""Checkpoints that are complete or invisible, and contain no code.
 
-Every rank writes its own file of each kind, model and optimizer (`shards.py`), and notes its size and sha256. When
-all have, rank 0 writes the manifest of all files and makes the checkpoint visible in its place, a folder
-(`store.py`) or an URL (`object_store.py`). The one before is deleted only after that. What a crash leaves
-is not visible, and the next start removes it; what a disk corrupts is found by its sha256, set aside and named. Tensors
-are safetensors, the rest is JSON: nothing here can run code when it is read. Price of a save: the bytes written once
-and read once, rank 0's twice, from the page cache. `async_writer.py` does it beside the training.
+Every rank writes one file of each kind, model and optimizer (`shards.py`), with its size and sha256. When all have,
+rank 0 writes the manifest of all files and makes the checkpoint visible in its store, a folder (`store.py`) or an URL
+(`object_store.py`). The previous one is deleted only after that. What a crash leaves is not visible, and the next start
+removes it; disk corruption is found by the sha256, and the checkpoint is set aside and named. Tensors are safetensors,
+the rest is JSON: reading cannot run code. Cost of a save: the bytes written once and read once, rank 0's twice, from
+the page cache. `async_writer.py` does it in the background.
 """
 
 import os
@@ -37,9 +37,9 @@ class Checkpoint:
     """A complete checkpoint, verified."""
 
     path: Path
-    "The folder on a disk that holds its files."
+    "A local folder with its files."
     state: dict[str, Any]
-    "What the training loop stored beside its tensors; `step` at least."
+    "What the training loop stored besides tensors; at least `step`."
 
 
 def step_draft(store: CheckpointStore, step: int, **who: Any) -> Draft:
@@ -68,10 +68,10 @@ def write_shard(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
 
 
 def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: Any) -> None:
-    """Make a draft that all ranks have written to visible, once it is verified; `fields` go into its manifest.
+    """Make a draft visible that all ranks have written, after verification; `fields` go into its manifest.
 
-    Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken the place over; the
-    checkpoints before are untouched then.
+    Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken the store over; earlier
+    checkpoints are then untouched.
     """
     check_owner(draft.store, draft.attempt)
     try:
@@ -87,12 +87,12 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
 
 
 def abandon(draft: Draft) -> None:
-    """Remove what was written of a draft on a disk; what is elsewhere already, the next start removes."""
+    """Remove the local files of a draft; the next start removes uploaded ones."""
     atomic_io.remove([draft.staging])
 
 
 def prune(store: CheckpointStore, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and the best models that no kept one names. Raises StorageError."""
+    """Delete all but the newest `keep` checkpoints, and best models that none of them names. Raises StorageError."""
     try:
         complete = store.list_complete()
         old, kept = complete[:-keep], complete[-keep:]
@@ -106,11 +106,10 @@ def prune(store: CheckpointStore, keep: int) -> None:
 
 
 def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint in `place`, verified, and a sentence about every one that was not.
+    """The newest complete checkpoint in `store`, verified, and a message for each one that was corrupt.
 
-    (None, []) when none was ever written. Those that fail are set aside. Raises DataError when there were checkpoints
-    and all of them are corrupt: starting afresh would throw the run away unasked; StorageError when the place cannot be
-    reached.
+    (None, []) when none was ever written. Corrupt ones are set aside. Raises DataError when all checkpoints are
+    corrupt, instead of silently restarting from the beginning; StorageError when the store cannot be reached.
     """
     store.remove_incomplete()
     problems: list[str] = []
@@ -118,13 +117,13 @@ def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
         try:
             path = store.fetch(name)
             return Checkpoint(path=path, state=atomic_io.read_json(path / STATE)), problems
-        # A damaged manifest has any shape.
+        # A damaged manifest may hold anything.
         except (DataError, UnsafeError, KeyError, TypeError, AttributeError) as error:
-            said = (
+            problem = (
                 str(error) if isinstance(error, TorchlakeError) else f"{store}/{name}/{atomic_io.MANIFEST}: is damaged"
             )
             aside = store.set_aside(name)
-            problems.append(f"{said}. Set aside as {aside}; an older checkpoint is used, if there is one.")
+            problems.append(f"{problem}. Set aside as {aside}; an older checkpoint is used, if there is one.")
     if store.has_corrupt():
         raise DataError(
             " ".join([*problems, f"{store}: no checkpoint of this run is usable. Bring one back from a copy, or"])
@@ -135,7 +134,7 @@ def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
 
 @contextmanager
 def open_tensors(path: Path, kind: str) -> Iterator[Shards]:
-    """The tensors of a checkpoint of one kind, `MODEL` or `OPTIMIZER`, whoever wrote them. Raises DataError."""
+    """A checkpoint's tensors of one kind, `MODEL` or `OPTIMIZER`. Raises DataError."""
     files = sorted(path.glob(f"{kind}*.safetensors"))
     if not files:
         raise DataError(f"{path}: holds no {kind}*.safetensors")
@@ -154,14 +153,14 @@ def step_path(store: CheckpointStore, step: int) -> Path:
 
 
 def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
-    """A checkpoint's model, whole; names and shapes must be those of `like`. Raises DataError naming what differs."""
+    """A checkpoint's whole model; names and shapes must match `like`. Raises DataError naming what differs."""
     with open_tensors(path, MODEL) as shards:
         shards.check(like)
         return {name: shards.read(name) for name in like}
 
 
 def untied(state: Tensors) -> dict[str, torch.Tensor]:
-    """`state` without the tensors that share all their memory with an earlier one: tied weights are stored once."""
+    """`state` without tensors that share all their memory with an earlier one: tied weights are stored once."""
     kept: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in state.items():
         kept.setdefault((_address(tensor) or id(tensor), tuple(tensor.shape)), name)
@@ -169,13 +168,13 @@ def untied(state: Tensors) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors as "<parameter>|<field>"; `names` are its parameters', in the order of its groups."""
+    """The optimizer's tensors as "<parameter>|<field>"; `names` are its parameters, in the order of its groups."""
     state = optimizer.state_dict()["state"]
     return {f"{names[index]}|{field}": tensor for index, fields in state.items() for field, tensor in fields.items()}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
-    """Put back what `optimizer_tensors` gave, on this rank its part of it. Raises DataError for another model's."""
+    """Load what `optimizer_tensors` gave, each rank its part. Raises DataError for another model's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = {name: index for index, name in enumerate(names)}
     state: dict[int, dict[str, torch.Tensor]] = {}

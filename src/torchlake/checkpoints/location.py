@@ -1,10 +1,10 @@
-"""Which place keeps a run's checkpoints, and whose a place is that lies outside of the run folder.
+"""Which store holds a run's checkpoints, and which run an external store belongs to.
 
-The run folder has a lease; a place outside of it may be found from other machines, with other run folders. So it says
-in its `run.json` what it belongs to: the job but for what may change, the task, and the tables by their content.
-Another job, or the same one over other rows, is refused once there are checkpoints. The same job may go on from a new
-and empty run folder. Who starts last writes: `run.json` holds the name of its launch, which whoever makes a checkpoint
-visible looks for first.
+The run folder has a lease; an external store may be found by other machines with other run folders. So its `run.json`
+states its run's identity: the job's settings that may not change, the task, and the content of the tables. Once there
+are checkpoints, another job, or the same job over other rows, is refused; the same job may continue from a new and
+empty run folder. The last launch that started is the writer: `run.json` holds its name, which is checked before a
+checkpoint becomes visible.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ SCRATCH = ".checkpoints"
 
 
 def find_store(folder: str | None, run: Path) -> CheckpointStore:
-    """Where the checkpoints of the run folder `run` are; `folder` is the job's train.checkpoint_folder.
+    """The store of the run folder `run`; `folder` is the job's train.checkpoint_folder.
 
-    Raises UsageError or MissingExtra for an URL that nothing here can open.
+    Raises UsageError or MissingExtra for an URL that cannot be opened.
     """
     if folder is None:
         return FolderStore(run / FOLDER)
@@ -36,10 +36,10 @@ def find_store(folder: str | None, run: Path) -> CheckpointStore:
 
 
 def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> None:
-    """Note in a place outside of the run folder that the launch `attempt` writes there now, and for what.
+    """Record in an external store that the launch `attempt` is its writer.
 
-    `belongs` are the plain values that two runs must have in common to be one. Raises FingerprintError listing what
-    differs, or when the place holds something else.
+    `identity` are plain values that two runs must share to be the same run. Raises FingerprintError listing what
+    differs, or when the store holds something else.
     """
     if not store.external:
         return
@@ -67,7 +67,7 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
 
 
 def check_owner(store: CheckpointStore, attempt: str) -> None:
-    """Raise LeaseLost unless `attempt` is the launch that a place outside of the run folder belongs to."""
+    """Raise LeaseLost unless `attempt` is the launch that an external store belongs to."""
     if not store.external:
         return
     found = store.read_json(RUN)

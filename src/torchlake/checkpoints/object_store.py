@@ -1,16 +1,15 @@
-"""Checkpoints below an fsspec URL: object stores, and whatever else has no rename that one could rely on.
+"""Checkpoints below an fsspec URL: object stores, and other storage without an atomic rename.
 
-    URL/run.json                                  whose they are, and who writes now (location.py)
-    URL/step_00000120/manifest.json               put last: the checkpoint exists when it does
+    URL/run.json                                  the run they belong to, and the current writer (location.py)
+    URL/step_00000120/manifest.json               written last: the checkpoint exists once it does
     URL/step_00000120/5f0c93d1/model-00000-of-00002.safetensors   optimizer-00000-of-00002.safetensors   state.json
     URL/best/step_00000080/...
 
-A rank writes its files into a hidden folder of the run folder, as it would in any case, and puts each of them from
-there. They lie under the name of the attempt, so what a rank puts that was taken for dead is beside its successor's
-files, never among them. Deleting begins with the manifest. To be read a checkpoint is fetched into the run folder,
-which all ranks reach, and held against its manifest there. Price: room for one checkpoint in the run folder, and what
-is read at a start goes over the network twice where the run folder does. Nothing that was put is read back at once, as
-it is on a disk: the storage checks what it receives, here only the sizes are asked for.
+A rank writes its files into a hidden folder of the run folder and uploads each from there. They are stored under the
+name of the attempt, so uploads of a rank that was presumed dead never mix with its successor's. Deletion starts with
+the manifest. To be read, a checkpoint is downloaded into the run folder, which all ranks reach, and verified against
+its manifest. Cost: space for one checkpoint in the run folder; a read at start crosses the network twice if the run
+folder is remote. After an upload only sizes are checked: the storage verifies what it receives.
 """
 
 import json
@@ -33,7 +32,7 @@ from torchlake.tables.sources.urls import check_url, filesystem_of, missing_libr
 log = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 3.0)
-"Before what went wrong is tried again. Most file systems of fsspec have tried a few times by then."
+"Before each retry; most fsspec file systems have retried by themselves before."
 SET_ASIDE = f"{atomic_io.MANIFEST}.torn"
 IN_CHECKPOINT = re.compile(rf"((?:{BEST}/)?step_\d+)/.+")
 
@@ -41,24 +40,24 @@ T = TypeVar("T")
 
 
 class _NotFound(DataError):
-    """A file that is not there."""
+    """A missing file."""
 
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """A folder below an URL; see Place for its methods."""
+    """A folder below an URL; see CheckpointStore for its methods."""
 
     url: str = field(repr=False)
-    "It may hold a password; `str` does not."
+    "May hold a password; `str` does not."
     scratch: Path
-    "A folder that all ranks reach, for what is on its way."
+    "A folder that all ranks reach, for uploads and downloads."
     external: bool = True
 
     def __str__(self) -> str:
         return str(redacted(self.url))
 
     def check(self) -> None:
-        """Raise UsageError or MissingExtra when there is no such kind of storage here; nothing is connected to."""
+        """Raise UsageError or MissingExtra for an unknown kind of storage; does not connect."""
         import fsspec
 
         try:
@@ -98,11 +97,11 @@ class ObjectStore:
         atomic_io.write_json(path, full, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
         self._put(path, f"{draft.name}/{atomic_io.MANIFEST}")
-        # The notes, and what earlier attempts at this step left.
+        # The manifests of ranks, and files of earlier attempts at this step.
         wanted = {f"{draft.name}/{name}" for name in (*listed, atomic_io.MANIFEST)}
         self._delete([name for name in sizes if name.startswith(f"{draft.name}/") and name not in wanted])
         atomic_io.remove([draft.staging])
-        self.delete_fetched()  # every rank has written, so every rank has long read what it began with
+        self.delete_fetched()  # every rank has written, so it has finished reading
 
     def list_complete(self, within: str = "") -> list[str]:
         manifest = re.compile(posixpath.join(within, rf"step_\d+/{re.escape(atomic_io.MANIFEST)}"))
@@ -139,7 +138,7 @@ class ObjectStore:
                 name, lambda fs, path: fs.get([f"{path}/{one}" for one in wanted], [str(one) for one in targets])
             )
         except FileNotFoundError:
-            log.debug("%s: not all of its files are there", shown)  # which, is told by the manifest
+            log.debug("%s: some files are missing", shown)  # check_manifest names them
         atomic_io.check_manifest(target, kind=kind, named=shown)
         return atomic_io.safe_join(target, manifest["attempt"])
 
@@ -207,7 +206,7 @@ class ObjectStore:
             log.debug("%s: some of %d files were gone already", self, len(names))
 
     def _retry(self, name: str, call: Callable[[Any, str], T]) -> T:
-        """`call(file system, path)` for the file `name`, again after an error that may pass.
+        """`call(file system, path)` for the file `name`, repeated after errors that may be transient.
 
         Raises FileNotFoundError, and StorageError naming the URL and the cause for all else.
         """
@@ -222,12 +221,12 @@ class ObjectStore:
     def _call(self, name: str, call: Callable[[Any, str], T]) -> T:
         try:
             fs, root = filesystem_of(self.url)
-            # Listings are remembered within a process, and other ranks are other processes.
+            # Listings are cached per process, and other ranks are other processes.
             fs.invalidate_cache()
             return call(fs, posixpath.join(root.rstrip("/"), name).rstrip("/"))
         except FileNotFoundError:
             raise
-        except Exception as error:  # what a storage's library raises is its own choice
+        except Exception as error:  # any library's error
             raise self._failure(name, error) from None
 
     def _failure(self, name: str, error: Exception) -> StorageError:
@@ -238,7 +237,7 @@ class ObjectStore:
         )
 
     def _without_secrets(self, error: Exception) -> str:
-        """What an error says, without the user and the password that the URL may hold."""
+        """The text of an error without the user and password of the URL."""
         text = str(error)
         if user := USER.match(self.url):
             for secret in (user[2], user[2].partition(":")[2] or user[2]):

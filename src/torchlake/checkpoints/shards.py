@@ -1,12 +1,12 @@
-"""Tensors in pieces: what each rank stores of a model that ranks share, and how any other number of them reads it.
+"""Sharded tensors: what each rank stores of a sharded model, and how any number of ranks reads it.
 
     rank 0: rows 0..511 of a weight  ┐                                   ┌ rows 0..341
     rank 1: rows 512..1023           ┴ safetensors, one file per rank -> ┼ rows 342..683     read on three ranks
                                                                          └ rows 684..1023
 
-A piece is a stretch of rows, along a tensor's first dimension, as `fully_shard` cuts them. Each file says in its header
-which rows of which tensors it holds, so a set of files explains itself, and a reader maps them and copies only the rows
-it asks for. Tensors that every rank holds whole are dealt out, so that all ranks write at once.
+A piece is a range of rows (a tensor's first dimension), as `fully_shard` splits them. Each file's header states which
+rows of which tensors it holds, so a set of files is self-describing; a reader maps them and copies only the rows it
+needs. Tensors that every rank holds whole are divided among the ranks, so that all write at once.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchlake.errors import DataError
 
 PIECES = "pieces"
-"The key of a file's header under which its partial tensors stand: {name: [first row, shape of the whole]}, as JSON."
+"The header key of a file's partial tensors: {name: [first row, shape of the whole]}, as JSON."
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -35,12 +35,12 @@ class Piece:
     tensor: torch.Tensor
     "(R, ...)"
     first: int
-    "The row of the whole that it begins with."
+    "Its first row in the whole tensor."
     shape: tuple[int, ...]
-    "Of the whole."
+    "Of the whole tensor."
 
     def copied(self) -> "Piece":
-        """The same in main memory, in memory of its own: it keeps its values while training goes on."""
+        """A copy in main memory, which keeps its values while training continues."""
         return Piece(self.tensor.detach().to("cpu", copy=True).contiguous(), self.first, self.shape)
 
 
@@ -53,8 +53,8 @@ def whole(tensors: Tensors) -> Pieces:
 
 
 def local_shard(tensors: Tensors, *, rank: int, world_size: int) -> Pieces:
-    """What `rank` stores of tensors that all ranks name alike: its own rows of those that are sharded (DTensors), and
-    of the others, which every rank holds, about an equal part of the bytes.
+    """What `rank` stores of tensors that have the same names on all ranks: its rows of sharded ones (DTensors), and
+    about an equal part, in bytes, of the tensors that every rank holds whole.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     mine = whole({name: plain[name] for name, owner in _owners(plain, world_size).items() if owner == rank})
@@ -67,7 +67,7 @@ def local_shard(tensors: Tensors, *, rank: int, world_size: int) -> Pieces:
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:
-    """The first row of a sharded tensor that this rank holds, and how many it holds; cut as `torch.chunk` cuts."""
+    """The first row of a sharded tensor on this rank, and the number of rows; split as `torch.chunk` does."""
     rows = tensor.shape[0]
     first, count = 0, rows
     for dimension, placement in enumerate(tensor.placements):
@@ -82,7 +82,7 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
 
 
 def _is_first_copy(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold the very same rows (hybrid sharding)."""
+    """Whether this rank is the first of those with the same rows (hybrid sharding)."""
     return all(
         tensor.device_mesh.get_local_rank(dimension) == 0
         for dimension, placement in enumerate(tensor.placements)
@@ -91,7 +91,7 @@ def _is_first_copy(tensor: DTensor) -> bool:
 
 
 def _owners(tensors: Tensors, world_size: int) -> dict[str, int]:
-    """Which rank stores which tensor: the largest first, each to the rank that has least; the same on every rank."""
+    """Which rank stores which tensor: the largest first, each on the rank with the least; equal on every rank."""
     load = [0] * world_size
     owners = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
@@ -102,7 +102,7 @@ def _owners(tensors: Tensors, world_size: int) -> dict[str, int]:
 
 
 def header(pieces: Pieces) -> dict[str, str]:
-    """What a file of these pieces says of them in its header."""
+    """The safetensors header of a file of these pieces."""
     partial = {
         name: [piece.first, list(piece.shape)]
         for name, piece in pieces.items()
@@ -121,7 +121,7 @@ class _Segment:
 
 
 class Shards:
-    """The tensors of a set of files, whole again, whoever wrote them. Made by `opened`."""
+    """The tensors of a set of files, whole again, for any number of writers. Made by `open_shards`."""
 
     def __init__(self, files: Sequence[tuple[Path, Any]]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -132,7 +132,7 @@ class Shards:
                 held = tuple(file.get_slice(name).get_shape())
                 first, shape = partial.get(name, (0, held))
                 if self.shapes.setdefault(name, shape) != shape or held[1:] != shape[1:]:
-                    raise DataError(f"{path}: tensor {name!r} has the shape {shape}, another file says otherwise")
+                    raise DataError(f"{path}: tensor {name!r} has the shape {shape}, but not in another file")
                 rows = held[0] if held else 1
                 self._segments.setdefault(name, []).append(_Segment(file, path, first, rows))
         for name, segments in self._segments.items():
@@ -143,7 +143,7 @@ class Shards:
                 raise DataError(f"{segments[0].path.parent}: rows of the tensor {name!r} are missing or there twice")
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
-        """`rows` rows of a tensor from `first` on, by default all of it, in memory of its own."""
+        """`rows` rows of a tensor from `first` on, by default all of it, as a new tensor."""
         shape = self.shapes[name]
         if not shape:
             (segment,) = self._segments[name]
@@ -161,7 +161,7 @@ class Shards:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_like(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a tensor that is shared out as `like` is, in the same way."""
+        """This rank's part of a tensor that is sharded as `like` is."""
         if not isinstance(like, DTensor):
             return self.read(name).to(like.device)
         first, rows = local_rows(like)
@@ -172,7 +172,7 @@ class Shards:
         return shared
 
     def check(self, like: Tensors) -> None:
-        """Hold names and shapes against a model's. Raises DataError naming the first tensor that differs."""
+        """Compare names and shapes with a model's. Raises DataError naming the first tensor that differs."""
         where = next(iter(self._segments.values()))[0].path.parent if self._segments else "the checkpoint"
         for name in sorted({*self.shapes, *like}):
             found, wanted = self.shapes.get(name), tuple(like[name].shape) if name in like else None
@@ -182,8 +182,8 @@ class Shards:
 
 @contextmanager
 def open_shards(files: Sequence[Path]) -> Iterator[Shards]:
-    """The tensors of safetensors files, mapped into memory. Raises DataError naming a file that cannot be read, and
-    when the files are not all of one set.
+    """The tensors of safetensors files, memory-mapped. Raises DataError naming a file that cannot be read, and when the
+    files do not form one set.
     """
     with ExitStack() as stack:
         handles = []
@@ -201,4 +201,4 @@ def _partial(path: Path, file: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
         said = json.loads((file.metadata() or {}).get(PIECES, "{}"))
         return {name: (int(first), tuple(int(size) for size in shape)) for name, (first, shape) in said.items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: what it says of its tensors' pieces cannot be read ({error})") from None
+        raise DataError(f"{path}: the header entry of its pieces cannot be read ({error})") from None

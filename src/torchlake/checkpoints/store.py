@@ -1,11 +1,11 @@
-"""Where the files of checkpoints lie: what is asked of such a place, and the first of them, a folder on a disk.
+"""Where checkpoint files are stored: the interface of a store, and the first of them, a folder.
 
     step_00000120/   model*.safetensors  optimizer*.safetensors  state.json  manifest.json
     best/step_00000080/   model*.safetensors  manifest.json
 
-In a folder a checkpoint is built under a hidden name that all ranks share, and one rename makes it visible. What a
-crash leaves is a `.tmp`. `object_store.py` is the place that has no rename. A name in a place is that of a checkpoint
-(`step_00000120`, `best/step_00000080`) or of a file in it. Nothing here knows what a tensor is.
+A folder checkpoint is built under a hidden name that all ranks share, and one rename makes it visible. A crash leaves a
+`.tmp`. `object_store.py` is the store without rename. Names in a store are those of checkpoints (`step_00000120`,
+`best/step_00000080`) or of files in them.
 """
 
 import os
@@ -22,7 +22,7 @@ STATE = "state.json"
 BEST = "best"
 TORN = ".torn"
 RUN = "run.json"
-"Says whose the checkpoints are, in a place outside of the run folder."
+"States which run the checkpoints of an external store belong to."
 
 Files = Mapping[str, Mapping[str, Any]]
 "Files by name, each with its `bytes` and `sha256`."
@@ -30,22 +30,22 @@ Files = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A checkpoint in the making, as one of its ranks sees it."""
+    """A checkpoint that is being written, as one rank sees it."""
 
     store: "CheckpointStore"
-    "Where it will be."
+    "Where it will be stored."
     name: str
-    "What it will be called there."
+    "Its name in the store."
     site: str
-    "What failpoints call it."
+    "Its prefix in names of failpoints."
     attempt: str
-    "Of two attempts at the same checkpoint, which; all ranks of one say the same."
+    "The launch that writes it; the same on all its ranks."
     rank: int = 0
     world_size: int = 1
 
     @property
     def path(self) -> Path:
-        """Where it is, or would be, on a disk."""
+        """Its final path on disk."""
         return self.store.path(self.name)
 
     @property
@@ -54,69 +54,69 @@ class Draft:
         return self.path.with_name(f".{self.path.name}.{self.attempt}.tmp")
 
     def rank_manifest(self, rank: int) -> Path:
-        """Where a rank notes the files that it wrote."""
+        """The list of files that a rank wrote."""
         return self.staging / f".rank_{rank:05d}.json"
 
 
 class CheckpointStore(Protocol):
-    """What `format.py` asks of where checkpoints are kept. Messages show it as `str` gives it."""
+    """What `format.py` requires of a store. Messages show it as `str` gives it."""
 
     @property
     def external(self) -> bool:
-        """Whether it lies outside of the run folder, so that other runs may find it."""
+        """Whether it is outside of the run folder, so that other runs may use it."""
 
     def path(self, name: str) -> Path:
-        """The path on a disk that belongs to a name."""
+        """The local path for a name."""
 
     def upload(self, draft: Draft, files: Files) -> None:
-        """Take this rank's `files` and its note out of the draft's `building`. Raises StorageError."""
+        """Move this rank's `files` and its manifest out of the draft's staging folder. Raises StorageError."""
 
     def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
-        """The files of each rank, in their order, once all have handed theirs over."""
+        """The manifest of each rank, in order, once all have uploaded."""
 
     def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
-        """Make a draft visible by its manifest; `mine` of its files are this rank's. Raises StorageError, OSError."""
+        """Make a draft visible by its manifest; `mine` are this rank's files. Raises StorageError, OSError."""
 
     def list_complete(self, within: str = "") -> list[str]:
-        """The names of the visible checkpoints, the oldest first; `within` is BEST for those of best models."""
+        """The names of the visible checkpoints, oldest first; with `within` BEST, those of best models."""
 
     def read_state(self, name: str) -> Any:
         """The state of a visible checkpoint."""
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint; one that is half deleted is not visible. Raises StorageError, OSError."""
+        """Delete a checkpoint; a half-deleted one is not visible. Raises StorageError, OSError."""
 
     def remove_incomplete(self) -> None:
-        """Remove what crashes left of this run; no rank may be at work."""
+        """Remove what crashes left of this run; no rank may be writing."""
 
     def fetch(self, name: str, kind: str = "") -> Path:
-        """A folder on a disk with the files of a checkpoint whose names begin with `kind`, verified.
+        """A local folder with those files of a checkpoint whose names begin with `kind`, verified.
 
         Raises DataError naming a file that is missing or corrupt, UnsafeError for a name that leads out.
         """
 
     def delete_fetched(self) -> None:
-        """What was fetched is not needed any more."""
+        """Delete fetched copies."""
 
     def set_aside(self, name: str) -> str:
-        """Make a damaged checkpoint invisible and keep it; what it is called now."""
+        """Hide a corrupt checkpoint without deleting it; returns its new name."""
 
     def has_corrupt(self) -> bool:
-        """Whether there are any that were set aside."""
+        """Whether corrupt checkpoints were set aside."""
 
     def is_used(self) -> bool:
-        """Whether there are checkpoints, sound or not, or anything else but RUN."""
+        """Whether it holds anything besides RUN."""
 
     def read_json(self, name: str) -> Any:
         """The JSON value of a file; None when there is none. Raises DataError, StorageError."""
 
     def write_json(self, name: str, value: Any, *, site: str) -> None:
-        """Write a file of JSON, whole or not at all. Raises StorageError."""
+        """Write a JSON file atomically. Raises StorageError."""
 
 
 @dataclass(frozen=True)
 class FolderStore:
-    """A folder on a disk that all ranks reach."""
+    """A folder that all ranks can reach."""
 
     root: Path
     external: bool = False
@@ -125,11 +125,11 @@ class FolderStore:
         return str(self.root)
 
     def path(self, name: str) -> Path:
-        """See Place, as for all that follows."""
+        """See CheckpointStore, here and below."""
         return self.root / name
 
     def upload(self, draft: Draft, files: Files) -> None:
-        """They are where they are wanted."""
+        """Nothing to do: files are written in place."""
 
     def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
         return [atomic_io.read_json(draft.rank_manifest(rank)) for rank in range(draft.world_size)]
@@ -138,7 +138,7 @@ class FolderStore:
         atomic_io.remove(draft.rank_manifest(rank) for rank in range(draft.world_size))
         atomic_io.write_json(draft.staging / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
-        # Only a step that is trained a second time finds its own name taken, by equal content.
+        # The name is taken only if this step was trained before, with equal content.
         atomic_io.remove([draft.path])
         os.rename(draft.staging, draft.path)
         atomic_io.sync_folder(draft.path.parent)
@@ -154,7 +154,7 @@ class FolderStore:
 
     def delete(self, name: str) -> None:
         path = self.root / name
-        # A folder half deleted must not look like a torn checkpoint.
+        # A half-deleted folder must not look like a corrupt checkpoint.
         leaving = atomic_io.temporary_path(path)
         os.replace(path, leaving)
         atomic_io.remove([leaving])

@@ -1,9 +1,9 @@
 """`prepare`: a table in, token Parquet out; training reads nothing else.
 
-A chunk job like `predict`, with the tokenizer in the model's place: exactly once, resumable, the same bytes on every
-engine. One row in is one row out: a row that cannot be trained on keeps its place, with an `error` and no tokens; one
-that ends the process is found by `scoring/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
-compressed text) and the text is never tokenized again.
+A chunk job like `predict`, with a tokenizer instead of a model: exactly once, resumable, the same bytes on every
+engine. Every input row gives one output row: a row that cannot be trained on has an `error` and no tokens; a row that
+kills the process is found by `scoring/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
+compressed text), and the text is never tokenized again.
 """
 
 import logging
@@ -40,14 +40,14 @@ from torchlake.tables.table import open_table
 log = logging.getLogger(__name__)
 
 MAX_TRUNCATED_SHARE = 0.05
-"Share of rows that may be cut without a warning."
+"Share of truncated rows above which a warning is logged."
 STEP_TIMEOUT_S = 600.0
 "Seconds that reading or tokenizing a chunk may take."
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings:
-    """What a worker needs to know; plain values."""
+    """The settings of a worker; plain values."""
 
     tokenizer: str
     "The folder that holds the tokenizer."
@@ -66,18 +66,17 @@ def prepare(
     bad_rows: Literal["error", "drop"] = "error",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Tokenize `table` into the Parquet folder `output`; returns its commit record, also when it was done before.
+    """Tokenize `table` into the Parquet folder `output`; returns its commit record, also if it was complete before.
 
-    Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read and not learned),
-    `length` int32, `cut` int32 (tokens left out of a text that is too long), `target` (the task's encoding of the
-    label, where it has labels), `error` string, null for rows that can be trained on. The record's provenance counts
-    what was cut (`truncated`); above 5 % of rows that is a warning.
+    Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read but not learned),
+    `length` int32, `cut` int32 (tokens truncated), `target` (the task's encoding of the label, if it has labels),
+    `error` string, null for rows that can be trained on. The record's provenance counts `truncated` rows and tokens;
+    above 5 % of rows a warning is logged.
 
     Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
-    conversations without a chat template, or with one that does not mark the turns that alone are to be learned;
-    DataError naming the first rows without text or label unless `bad_rows="drop"`, which keeps them out of the training
-    and counts them as `failed` in the record; FingerprintError when `output` was made of another table or with other
-    settings, unless `overwrite`.
+    conversations without a chat template, or with one that does not mark the turns to learn; DataError naming the first
+    rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
+    `failed`; FingerprintError when `output` was made from another table or with other settings, unless `overwrite`.
     """
     source = open_table(table, columns=spec.columns)
     task = plugins.load("tasks", spec.task)
@@ -191,7 +190,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
 
 
 def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
-    """Raise DataError when there are rows that cannot be trained on."""
+    """Raise DataError if any row cannot be trained on."""
     bad = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
     if bad:
         first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in bad[:3])
@@ -202,7 +201,7 @@ def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
 
 
 def _truncation(parts: Sequence[Path], spec: TaskSpec) -> dict[str, int]:
-    """Rows and tokens of token Parquet that were cut, and out of how many."""
+    """Truncated rows and tokens of token Parquet, and their totals."""
     rows = tokens = of_rows = of_tokens = 0
     for part in parts:
         with pq.ParquetFile(part) as file:
@@ -236,7 +235,7 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
 
 
 def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
-    """Raise UsageError when the assistant's turns cannot be told from the rest."""
+    """Raise UsageError when the assistant's turns cannot be identified."""
     if not chat:
         raise UsageError(
             f"{source}: data.learn is assistant, and {text!r} holds texts, not conversations (lists of structs with "
@@ -252,7 +251,7 @@ def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *,
 def _select_texts(
     task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str], spec: TaskSpec
 ) -> tuple[pa.Array, dict[int, str], Callable[[pa.Array], Any]]:
-    """Which rows have no text (B,) bool, which cannot be read and why, and what makes tokens of the good ones."""
+    """Rows without text (B,) bool, unreadable rows and why, and a function that tokenizes the good rows."""
     texts = without_rows(string_column(column), unreadable)
     if spec.problem == "next_answer_token":
         rows, errors = task.answers(tokenizer, texts)

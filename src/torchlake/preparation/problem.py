@@ -1,7 +1,7 @@
-"""What a training is about, read off its label column: the problem, the classes, the scale of a regression.
+"""The training problem, derived from the label column: its kind, the classes, the scale of a regression.
 
-It is decided once, before the first step, and kept in the run folder: a run that goes on asks the table no second time.
-Price: one pass over the label column.
+It is decided once, before the first step, and stored in the run folder; a resumed run does not read the table again.
+Cost: one pass over the label column.
 """
 
 import logging
@@ -21,11 +21,11 @@ from torchlake.tables.table import open_table
 log = logging.getLogger(__name__)
 
 MAX_SINGLETON_CLASSES = 10
-"So many rows may have a label of their own in a table however small."
+"Classes with one row that are accepted in a table of any size."
 
 
 def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
-    """What the model is asked: read off the label column, where the task has one, then kept in the run folder."""
+    """The model's task: derived from the label column, if the task has one, then stored in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and trained:
         return spec_from_json(path, atomic_io.read_json(path))
@@ -53,9 +53,9 @@ def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> Task
 
 
 def _scale(found: LabelColumn | None, base: Path) -> dict[str, float | None]:
-    """The mean and the deviation by which a regression standardizes its targets.
+    """The mean and deviation by which a regression standardizes its targets.
 
-    Those of the base where it predicts numbers about as large: it goes on with the head that it has.
+    Those of the base if it predicts numbers of a similar scale: its head is then kept.
     """
     if found is None or found.mean is None or found.deviation is None:
         return {}
@@ -68,7 +68,7 @@ def _scale(found: LabelColumn | None, base: Path) -> dict[str, float | None]:
 
 
 def _find_labels(job: Job, task: ModuleType) -> LabelColumn:
-    """What the label column asks for. Raises DataError naming the column."""
+    """The content of the label column. Raises DataError naming the column."""
     data = job.data
     table = open_table(data.train, columns=(data.text, data.label))
     reader = ChunkReader((data.label,))
@@ -87,7 +87,7 @@ def _find_labels(job: Job, task: ModuleType) -> LabelColumn:
 
 
 def _check_classes(found: LabelColumn) -> None:
-    """Raise DataError when most labels occur once, as those of an identifier do; warn of single ones."""
+    """Raise DataError when most labels occur once, as in a column of identifiers; warn about single ones."""
     if found.problem != "single_label":
         return
     single = [label for label, rows in zip(found.labels, found.counts, strict=True) if rows == 1]

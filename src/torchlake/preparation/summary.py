@@ -1,11 +1,11 @@
-"""What a training is about to learn from: kind of label, classes, rows, lengths; said before the first step.
+"""A summary of the training data, logged before the first step: kind of label, classes, rows, lengths.
 
     single_label, 2 classes: good 245 (51 %), bad 235 (49 %)
     480 rows to train on, 120 to validate on
     tokens per row: median 21, 95 % at most 40, longest 64
 
-Read from the prepared tokens, so rows that were left out are not counted as learned. Price: one pass over the columns
-of lengths and targets, 12 bytes a row in memory; about 2 s for a million rows.
+Computed from the prepared tokens, so rows that were left out are not counted. Cost: one pass over the columns of
+lengths and targets, 12 bytes per row in memory; about 2 s for a million rows.
 """
 
 from collections import Counter
@@ -26,16 +26,16 @@ from torchlake.tables.record import committed_files, read_commit
 
 SHOWN_CLASSES = 10
 FILE = "data.json"
-"Where a run folder keeps the facts."
+"Its file in the run folder."
 
 
 def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, Any]:
-    """The facts as plain values; `prepared` are the folders of token Parquet, the training table's first.
+    """The summary as plain values; `prepared` are the folders of token Parquet, the training table's first.
 
     `problem`, `rows` ({training, validation}; validation None without one), `classes` ({label: training rows}), `mean`
-    and `deviation` of a regression, `tokens` ({median, p95, longest, total}) of the training rows, `left_out`
-    ({reason: rows}) of all tables, and what was `truncated` of the training table ({rows, tokens, of_rows, of_tokens,
-    max_length}; None where an earlier version prepared it).
+    and `deviation` of a regression, `tokens` ({median, p95, longest, total}) of the training rows, `left_out` ({reason:
+    rows}) of all tables, and `truncated` of the training table ({rows, tokens, of_rows, of_tokens, max_length}; None if
+    an earlier version prepared it).
     """
     lengths, targets, reasons = _read(prepared[0])
     training, validation = np.arange(len(lengths)), None
@@ -72,7 +72,7 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The facts for people, at most 10 classes of them, the largest first."""
+    """The summary as text, with the 10 largest classes."""
     rows, tokens = facts["rows"], facts["tokens"]
     first = str(facts["problem"])
     if classes := facts.get("classes"):
@@ -94,7 +94,7 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def describe_truncation(cut: Mapping[str, int]) -> str:
-    """A sentence on what a prepared table's record says under `truncated`."""
+    """A sentence about `truncated` of a prepared table's record."""
     rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])
     return (
         f"{cut['rows']:,} of {cut['of_rows']:,} rows ({rows:.1%}) are cut to {cut['max_length']:,} tokens, and "
@@ -110,7 +110,7 @@ def _classes(classes: Mapping[str, int], rows: int) -> str:
 
 
 def _read(prepared: Path) -> tuple[np.ndarray, np.ndarray | None, Counter[str]]:
-    """Of the rows that can be trained on the lengths (N,) and the targets, None without labels; why others cannot."""
+    """Lengths (N,) and targets (None without labels) of the rows that can be trained on; why others cannot."""
     lengths: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     reasons: Counter[str] = Counter()

@@ -1,11 +1,11 @@
-"""The run folder: whose it is, whether it is finished, and the frames that a job brought along.
+"""The run folder: which job it belongs to, whether it is finished, and the job's stored frames.
 
     job.yaml  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/  report.html
     result.json
 
-One trainer at a time holds it, by a lease that its ranks check before they write. A folder in which nothing was trained
-yet may be given another job (a first attempt that failed on its data is mended in place); one that holds training may
-not: mixing two jobs' steps would be neither.
+One trainer at a time holds its lease, which the ranks check before they write. Before anything was trained, a folder
+accepts a changed job (for example after wrong data was corrected); afterwards another job is refused, because it would
+mix the steps of two jobs.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 RESULT = "result.json"
 STOP = "stop"
-"A file of this name stops a training as SIGTERM does, wherever its ranks run; the next attempt removes it."
+"A file with this name stops a training as SIGTERM does, on any machine; the next attempt removes it."
 MORE_ROOM = "more_room"
-"A file of this name stops the ranks so that more of them can start; its writer removes it."
+"A file with this name stops the ranks so that more of them can start; its writer removes it."
 INTERRUPTED = "interrupted"
-"A file of this name stops the ranks when their launcher is stopped; it is for engines whose tasks take no signals."
+"A file with this name stops the ranks when their launcher stops; for engines whose tasks get no signals."
 HALF_WRITTEN = re.compile(r"\.[\w.]+\.[0-9a-f]+\.tmp")
-# They decide where and how safely a run is computed, not what comes out: a run may continue with others.
+# These do not affect the result: a run may continue with other values.
 MAY_CHANGE = (
     "engine",
     "train.strategy",
@@ -63,12 +63,12 @@ MAY_CHANGE = (
     "train.micro_batch_tokens",
     "track",
 )
-# The same tables and checkpoints may lie elsewhere for another machine.
+# Another machine may find the same tables and checkpoints under other paths.
 LOCATION_FIELDS = ("data.train", "data.validation", "train.checkpoint_folder")
 
 
 def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
-    """The folder asked for, or  and the job file's name. Raises UsageError for an URL."""
+    """`run`, by default runs/ and the job file's name. Raises UsageError for an URL."""
     if run is not None:
         return local_output(run)
     return Path("runs") / ("job" if job is None or isinstance(job, Job) else Path(job).stem)
@@ -76,9 +76,9 @@ def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
 
 @contextmanager
 def run_lease(folder: Path) -> Iterator[tuple[str, str]]:
-    """Be the one trainer of the run folder; yields where the lease lies and its token, for the ranks to check.
+    """Hold the lease of the run folder; yields the lease's folder and token, for the ranks to check.
 
-    Raises Locked naming the process that trains there, OutputError when the folder cannot be made.
+    Raises Locked naming the process that trains there, OutputError when the folder cannot be created.
     """
     staging = folder / ".training.staging"
     mine = lease.acquire(staging, LEASE_S, name=str(folder))
@@ -89,7 +89,9 @@ def run_lease(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def claim(folder: Path, job: Job) -> None:
-    """Note the job in the run folder. Raises FingerprintError when it holds another's training, or something else."""
+    """Store the job in the run folder. Raises FingerprintError when it holds the training of another job, or other
+    files.
+    """
     path = folder / JOB_FILE
     if path.exists():
         differing = differences(*(each.model_dump(mode="json") for each in (load_job(path), job)))
@@ -105,7 +107,7 @@ def claim(folder: Path, job: Job) -> None:
             f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
             "Give a new folder."
         )
-    # Half-written by a run that was killed: whoever wrote here held the lease, and now we do.
+    # Left by a killed run; its writer held the lease that this process holds now.
     left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
     atomic_io.remove(entry for entry in left if HALF_WRITTEN.fullmatch(entry.name))
     atomic_io.remove([folder / STOP])
@@ -113,7 +115,7 @@ def claim(folder: Path, job: Job) -> None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What makes two jobs, given as plain values, another's work: a line for each setting that may not change."""
+    """The settings that may not change and differ between two jobs, given as plain values: one line each."""
     one, other = flat(before), flat(now)
     return [
         f"  {name}: {redacted(one.get(name), name)!r} -> {redacted(other.get(name), name)!r}"
@@ -123,8 +125,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
-    """What two run folders must have in common to go on with the same checkpoints, as plain values by dotted names: the
-    job but for what may change, the task, and in place of the tables' paths the content that was prepared in `folder`.
+    """What two run folders must share to use the same checkpoints, as plain values by dotted names: the job's settings
+    that may not change, the task, and, in place of the tables' paths, the content prepared in `folder`.
     """
     values = redacted(flat(job.model_dump(mode="json")))
     settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LOCATION_FIELDS}
@@ -136,18 +138,18 @@ def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
 
 
 def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
-    """The stored tables of a job, by what they are for."""
+    """The job's stored tables, by purpose."""
     validation = job.data.validation
     return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
 
 
 def is_trained(folder: Path, job: Job) -> bool:
-    """Whether there are steps of a run: a checkpoint of `job`, sound or not, or a result in the folder."""
+    """Whether the run has started training: the folder has a result or a checkpoint of `job`, corrupt or not."""
     return (folder / RESULT).exists() or location.find_store(job.train.checkpoint_folder, folder).is_used()
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The result of a finished run; None while there is something left to do, a damaged model folder for one."""
+    """The result of a finished run; None while work is left, for example because the model folder is damaged."""
     if not (folder / RESULT).exists():
         return None
     try:
@@ -160,7 +162,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def frames_to_paths(sections: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The frames among data.train and data.validation, and the sections with the paths they will be stored at."""
+    """The frames in data.train and data.validation, and the sections with the paths where they will be stored."""
     data = sections.get("data")
     if not isinstance(data, Mapping):
         return {}, sections
@@ -176,7 +178,7 @@ def _is_free(name: str) -> bool:
 
 
 def _describe_content(prepared: Path) -> str:
-    """What a table held when it was prepared."""
+    """The rows and the hash of a table when it was prepared."""
     files = planned_inputs(prepared)
     rows = sum(one.rows for one in files)
     content = atomic_io.fingerprint(sorted([one.name, one.sha256] for one in files))
@@ -184,7 +186,7 @@ def _describe_content(prepared: Path) -> str:
 
 
 def store_frame(frame: Any, path: Path) -> None:
-    """Write a frame as Parquet, unless the file there holds the same: an unchanged file keeps its time."""
+    """Write a frame as Parquet, unless the file has the same content: an unchanged file keeps its mtime."""
     sink = io.BytesIO()
     pq.write_table(to_arrow(frame), sink, compression="zstd", write_page_checksum=True)
     content = sink.getvalue()

@@ -1,8 +1,8 @@
-"""Watching a run from outside: the lines of its metrics.jsonl, once each, as they come.
+"""Follow a run from another thread: the lines of its metrics.jsonl, each once, as they are written.
 
-Rank 0 tells that file everything, wherever it runs. So who wants to know how a run does (a tuning that prunes, MLflow,
-TensorBoard) reads along in a thread of the launching process: it works through every engine, costs the ranks nothing,
-and a watcher that fails or hangs harms nobody else. Price: one `open` per half second, and that long until one sees.
+Rank 0 writes all metrics to that file. Consumers (pruning, MLflow, TensorBoard) read it in a thread of the launching
+process: this works with every engine, costs the ranks nothing, and a consumer that fails or hangs does not affect the
+run. Cost: one `open` per half second, which is also the delay.
 """
 
 import logging
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
 JOIN_TIMEOUT_S = 120.0
-"Seconds that a watcher has for what it still has to do when the run has ended."
+"Seconds that a watcher has to finish after the run has ended."
 
 Watch = Callable[[Iterator[list[metrics_log.Line]]], None]
 
 
 @contextmanager
 def follow_metrics(path: Path, watch: Watch, name: str) -> Iterator[None]:
-    """Run `watch` in a thread, on the lines of a metrics file: first those that are there, then those that come.
+    """Run `watch` in a thread, on the existing and then the new lines of a metrics file, until the block ends.
 
-    It gets them in lists, each step and each validation once, however often the run starts again and is cut back; there
-    are no more when the block has been left. What `watch` raises is a warning that begins with `name`.
+    It gets lists of lines, each step and validation once, even if the run restarts and truncates the file. An exception
+    in `watch` becomes a warning that begins with `name`.
     """
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(path, watch, name, over), name=f"torchlake-{name}", daemon=True)
@@ -53,8 +53,8 @@ def _watch(path: Path, watch: Watch, name: str, over: threading.Event) -> None:
 
 
 def _new_lines(path: Path, over: threading.Event) -> Iterator[list[metrics_log.Line]]:
-    """Lists of lines until `over`, then what is left. A run that continues puts a file in place that is cut back."""
-    newest = {True: 0, False: 0}  # the last step that was told, by whether it is of a validation
+    """Lists of lines until `over`, then the rest. A restarted run replaces the file by a truncated one."""
+    newest = {True: 0, False: 0}  # the last step seen, by whether it is a validation
     file_id, offset = -1, 0
     ending = False
     while not ending:

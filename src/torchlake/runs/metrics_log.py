@@ -1,7 +1,7 @@
-"""What a run tells about itself: `metrics.jsonl`, one line per step or validation, and `logs/rank_N.jsonl`.
+"""The logs of a run: `metrics.jsonl`, one line per step or validation, and `logs/rank_N.jsonl`.
 
-Both are JSON lines, appended and flushed line by line, so that `tail -f` shows a run as it is and a kill costs at most
-half a line. A run that continues from step S first cuts the metrics after S: the file reads as if nothing had happened.
+Both are JSON lines, flushed line by line, so `tail -f` shows the current state and a kill loses at most half a line. A
+run that continues from step S first removes the metrics after S, as if it had never been interrupted.
 """
 
 import json
@@ -19,19 +19,19 @@ from torchlake.config.redaction import redacted
 Line = dict[str, Any]
 METRICS = "metrics.jsonl"
 VALIDATION = "validation_"
-"Begins the names in a line that tells of a validation; other lines tell of a step."
+"Prefix of the names in a validation line; other lines are steps."
 
 
 @contextmanager
 def metrics_file(path: Path) -> Iterator[IO[str]]:
-    """`path`, open for `write_line`, and on the disk when left."""
+    """`path`, open for `write_line`, and synced to disk at the end."""
     with open(path, "a", encoding="utf-8") as file:
         yield file
     sync(path)
 
 
 def write_line(file: IO[str], line: Line) -> None:
-    """Append one JSON line. NaN and the infinities, which JSON has no numbers for, become "nan", "inf" and "-inf"."""
+    """Append one JSON line. NaN and the infinities become "nan", "inf" and "-inf", because JSON lacks them."""
     plain = {key: _encode(value) for key, value in line.items()}
     try:
         file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
@@ -41,7 +41,7 @@ def write_line(file: IO[str], line: Line) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the lines written so far durable: a checkpoint must not survive a power cut that its metrics do not."""
+    """Sync the lines to disk: after a power cut, a checkpoint must not be newer than its metrics."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,24 +50,24 @@ def sync(path: Path) -> None:
 
 
 def is_validation(line: Line) -> bool:
-    """Whether a line tells of a validation; others tell of a step."""
+    """Whether a line is a validation; others are steps."""
     return any(name.startswith(VALIDATION) for name in line)
 
 
 def parse_line(text: str | bytes) -> Line:
-    """One line of a metrics file, non-finite numbers as floats again."""
+    """One line of a metrics file, non-finite numbers as floats."""
     return _decode(json.loads(text))
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of a metrics file, non-finite numbers as floats again; a torn last line is left out."""
+    """The lines of a metrics file, non-finite numbers as floats; without an incomplete last line."""
     if not path.exists():
         return []
     return [_decode(line) for line in _lines(path)]
 
 
 def truncate_metrics(path: Path, step: int, validated: int) -> None:
-    """Drop the steps after `step`, the validations after step `validated`, and what a kill left of the last line."""
+    """Remove the steps after `step`, the validations after step `validated`, and an incomplete last line."""
     if not path.exists():
         return
     kept = [

@@ -1,26 +1,27 @@
-"""How ranks share one model; a file here is a strategy.
+"""How ranks share one model; each file here is a strategy.
 
     MIN_RANKS: int                           the fewest ranks it runs with
     MAX_RANKS: int | None                    the most, None: any number
-    never: dict[str, str]                    task -> why it cannot be trained this way
-    refusal(train) -> str | None             why it cannot run here as `train` asks, found before any work; None: it can
+    never: dict[str, str]                    task -> why it cannot be trained with this strategy
+    refusal(train) -> str | None             why it cannot run here with these settings; None: it can
     wrap(model, make_optimizer, *, group, train) -> (module, optimizer)
-                                             the module that the loop calls, the model's tensors shared out, on
-                                             `group.device`; make_optimizer(model) is called when they are
-    no_sync(module) -> context               inside it, gradients add up unshared (all micro-batches but the last)
+                                             the module that the loop calls, sharded if the strategy shards, on
+                                             `group.device`; calls make_optimizer(model) after sharding
+    no_sync(module) -> context               inside, gradients accumulate without being reduced (all micro-batches but
+                                             the last)
     backward(module, loss)                   add the gradients of `loss`
     clip_norm(module, max_norm, scale) -> float
-                                             divide the gradients of all ranks by `scale`, then scale them to
-                                             `max_norm`; their norm between the two, equal on all ranks
-    step(module, optimizer)                  one optimizer step; then the gradients are gone
-    discard_gradients(module, optimizer)                  no step; the gradients are gone all the same
+                                             divide all ranks' gradients by `scale`, then clip them to
+                                             `max_norm`; their norm before clipping, equal on all ranks
+    step(module, optimizer)                  one optimizer step; clears the gradients
+    discard_gradients(module, optimizer)     clears the gradients without a step
     model_shard(model, wanted, group) -> Pieces
                                              what this rank stores of the model's tensors named in `wanted`; every rank
                                              calls it
     optimizer_shard(model, optimizer, names, group) -> Pieces
-                                             what it stores of the optimizer's, named "<parameter>|<field>"; the same
-    restore(optimizer, names, stored)        put the optimizer's tensors back, wherever they were written
+                                             what this rank stores of the optimizer's, named "<parameter>|<field>"
+    restore(optimizer, names, stored)        load the optimizer's tensors, from any strategy
 
-A model comes in main memory with its weights loaded. Gradients are averaged over the ranks, so the loop multiplies a
-loss by their number. Names are the model's own, without a prefix, so that a checkpoint fits any strategy.
+The model comes in main memory with its weights loaded. Gradients are averaged over the ranks, so the loop multiplies a
+loss by their number. Names are the unwrapped model's, so that a checkpoint fits any strategy.
 """

@@ -1,9 +1,8 @@
-"""DeepSpeed's configuration: the user's JSON (`train.deepspeed.config`) laid under what the job decides.
+"""DeepSpeed's configuration: the user's JSON (`train.deepspeed.config`) combined with the job's settings.
 
-A file written for the Hugging Face Trainer is taken as it is: every "auto" means what the job says, or what DeepSpeed
-does by itself. A value that contradicts the job is refused with the name of the job's field, not overruled in silence.
-What no field of a job speaks of (buckets, overlap, the communication logger, the profiler, monitors) passes through.
-The keys: https://www.deepspeed.ai/docs/config-json/
+Files for the Hugging Face Trainer work unchanged: "auto" means the job's value, or DeepSpeed's default. A value that
+contradicts the job is an error that names the job's field. Other settings (buckets, overlap, the communication logger,
+the profiler, monitors) are passed through. The keys: https://www.deepspeed.ai/docs/config-json/
 """
 
 from collections.abc import Iterator
@@ -15,20 +14,19 @@ from torchlake.config.job import TrainConfig
 from torchlake.errors import ConfigError
 
 AUTO = "auto"
-BETAS, EPS = [0.9, 0.999], 1e-8
-"torch's own, which the job's AdamW has."
+BETAS, EPS = [0.9, 0.999], 1e-8  # torch's defaults, which the job's AdamW uses
 SCHEDULERS = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
-"The kinds of schedule that the job's are, in DeepSpeed's words."
-# Beside them the job's own fields would mean something else, or nothing.
+"The job's schedules by DeepSpeed's names."
+# They would change the meaning of the job's fields.
 UNSUPPORTED = {
-    "amp": "precision is train.precision's matter",
-    "torch_autocast": "precision is train.precision's matter",
-    "autotuning": "it restarts the script it runs in; measure with jobs of their own instead",
+    "amp": "the precision is set by train.precision",
+    "torch_autocast": "the precision is set by train.precision",
+    "autotuning": "it restarts the script it runs in; measure with separate jobs instead",
     "elasticity": "the batch is train.batch_size on any number of processes",
     "curriculum_learning": "the order of rows is the job's (train.seed)",
     "data_efficiency": "the order of rows is the job's (train.seed)",
-    "compression_training": "it trains another model than the job says",
-    "progressive_layer_drop": "it trains another model than the job says",
+    "compression_training": "it trains a different model",
+    "progressive_layer_drop": "it trains a different model",
     "tensor_parallel": "ranks share rows, not the inside of a layer",
     "sequence_parallel_size": "ranks share rows, not the inside of a layer",
     "data_parallel_size": "every process is a rank (engine.processes)",
@@ -36,13 +34,13 @@ UNSUPPORTED = {
     "zero_force_ds_cpu_optimizer": "the optimizer is the job's AdamW",
 }
 SCALING = ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
-"How DeepSpeed would scale the loss of fp16, which the job's loop does in its place: it is read and not used."
+"Loss scaling for fp16, which the training loop does itself: accepted and ignored."
 
 
 def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | None) -> dict[str, Any]:
-    """What DeepSpeed is told by a job on `ranks` ranks that computes in `dtype` ("bf16", "fp16", None: fp32).
+    """DeepSpeed's configuration for a job on `ranks` ranks that computes in `dtype` ("bf16", "fp16", None: fp32).
 
-    `hidden` is the model's width, which an "auto" bucket is sized by. Raises DataError, ConfigError as `check` does.
+    `hidden` is the model's width, for the sizes of "auto" buckets. Raises DataError, ConfigError as `check` does.
     """
     options = train.deepspeed
     given = check(train)
@@ -52,16 +50,16 @@ def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | No
     for name, wanted in places.items():
         if wanted:
             zero[name] = {"pin_memory": True, **zero.get(name, {}), "device": "cpu"}
-    # Micro-batches are counted by the loop and weighed in its loss: for DeepSpeed each is a batch of its own.
+    # The loop counts and weights micro-batches: for DeepSpeed each is a batch.
     counts = {"train_batch_size": ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     decided = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", *counts)
     passed = _without_auto({key: value for key, value in given.items() if key not in decided})
-    # AdamW is the job's own, in main memory too: DeepSpeed's has to be compiled on the machine first.
+    # torch's AdamW, in main memory too: DeepSpeed's would have to be compiled.
     allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": None}
     config = {**allowed, **passed, **counts, "gradient_clipping": train.clip_norm or 0.0, "zero_optimization": zero}
     if dtype is not None:
-        # The loop scales the loss. Gradients of bf16 add up in fp32, but for stage 1, whose DeepSpeed for that is
-        # another optimizer, without the norm that is wanted before a step.
+        # The loop scales the loss. bf16 gradients are summed in fp32, except at stage 1, where DeepSpeed would switch
+        # to an optimizer that has no norm before the step.
         config[dtype] = {"enabled": True, **({"loss_scale": 1.0} if dtype == "fp16" else {})}
         sums = "bf16" if dtype == "bf16" and options.stage == 1 else "fp32"
         config["data_types"] = {"grad_accum_dtype": sums, **config.get("data_types", {})}
@@ -69,8 +67,8 @@ def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | No
 
 
 def check(train: TrainConfig) -> dict[str, Any]:
-    """The user's JSON, empty where the job names none. Raises DataError for a file that cannot be read, ConfigError
-    listing every key that contradicts the job.
+    """The user's JSON, empty if the job has none. Raises DataError for a file that cannot be read, ConfigError listing
+    every key that contradicts the job.
     """
     if train.deepspeed.config is None:
         return {}
@@ -85,7 +83,7 @@ def check(train: TrainConfig) -> dict[str, Any]:
 
 
 def _problems(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
-    """A sentence about each key that contradicts the job."""
+    """A message for each key that contradicts the job."""
     sections = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "data_types")
     for key in sections:
         if not isinstance(given.get(key, {}), dict):
@@ -112,7 +110,7 @@ def _problems(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
 
 def _optimizer(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     kind, parameters = section.get("type", "AdamW"), section.get("params", {})
-    # DeepSpeed's "Adam" decays as AdamW does unless told otherwise.
+    # DeepSpeed's "Adam" is AdamW by default.
     if str(kind).lower() not in ("adam", "adamw", AUTO) or parameters.get("adam_w_mode", True) is False:
         yield f"optimizer.type={kind!r}: a job trains with AdamW. Delete the section."
         return
@@ -126,7 +124,7 @@ def _scheduler(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     kind = section.get("type", AUTO)
     if kind not in (AUTO, SCHEDULERS[train.schedule]):
         yield (
-            f"scheduler.type={kind!r}: the job says train.schedule={train.schedule}, in DeepSpeed's words "
+            f"scheduler.type={kind!r}: the job has train.schedule={train.schedule}, which DeepSpeed calls "
             f"{SCHEDULERS[train.schedule]}. Change one of them, or delete the section."
         )
     for key, value in section.get("params", {}).items():
@@ -138,14 +136,14 @@ def _scheduler(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
 
 
 def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
-    """What contradicts train.precision, a loss scale, and sums of gradients that could not be clipped."""
+    """Conflicts with train.precision, a fixed loss scale, and gradient dtypes that could not be clipped."""
     for key, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
         enabled = given.get(key, {}).get("enabled", AUTO)
-        # On which machine "auto" means bf16 is seen by the ranks; a file that says yes or no needs a job that does.
-        open_question = train.precision == "auto" and precision == "bf16"
-        if enabled != AUTO and (open_question or enabled is not (train.precision == precision)):
+        # Only the ranks know whether precision "auto" means bf16, so an explicit value here conflicts with it.
+        undecided = train.precision == "auto" and precision == "bf16"
+        if enabled != AUTO and (undecided or enabled is not (train.precision == precision)):
             yield (
-                f"{key}.enabled={enabled!r}: the job says train.precision={train.precision}. Set train.precision to "
+                f"{key}.enabled={enabled!r}: the job has train.precision={train.precision}. Set train.precision to "
                 f'{precision if enabled is True else "fp32"}, or write "auto".'
             )
         for name, value in given.get(key, {}).items():
@@ -184,28 +182,28 @@ def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
             yield f"zero_optimization.{key}.device='nvme': main memory (cpu) is the only place to offload to"
         elif device != AUTO and (device == "cpu") is not wanted:
             yield (
-                f"zero_optimization.{key}.device={device!r}: the job says train.deepspeed.{field}="
+                f"zero_optimization.{key}.device={device!r}: the job has train.deepspeed.{field}="
                 f"{str(wanted).lower()}. Change one of them."
             )
 
 
 def _conflict(given: dict[str, Any], key: str, wanted: Any, field: str | None, prefix: str = "") -> Iterator[str]:
-    """A sentence when the key is there and says another thing; `field` None: no field of a job can be changed."""
+    """A message if the key has another value; `field` None: no field of the job can change it."""
     value = given.get(key, AUTO)
     if value not in (AUTO, wanted):
         job = f"{field}={wanted!r}. Change one of them" if field else f"{wanted!r}, always. Delete it"
-        yield f'{prefix}{key}={value!r}: the job says {job}, or write "auto".'
+        yield f'{prefix}{key}={value!r}: the job has {job}, or write "auto".'
 
 
 def _enabled(section: Any) -> bool:
-    """Whether a section is there and not switched off."""
+    """Whether a section is present and not disabled."""
     return section not in (None, False, AUTO) and not (
         isinstance(section, dict) and section.get("enabled", True) in (False, AUTO)
     )
 
 
 def _sized(zero: dict[str, Any], hidden: int | None) -> dict[str, Any]:
-    """Sizes that are "auto" in terms of the model's width, as the Hugging Face Trainer has them."""
+    """Replace "auto" sizes by multiples of the model's width, as the Hugging Face Trainer does."""
     if hidden is None:
         return zero
     sizes = {
@@ -217,7 +215,7 @@ def _sized(zero: dict[str, Any], hidden: int | None) -> dict[str, Any]:
 
 
 def _without_auto(section: dict[str, Any]) -> dict[str, Any]:
-    """`section` without the keys that say "auto", at any depth: DeepSpeed's own values are left."""
+    """`section` without "auto" values, at any depth, so that DeepSpeed uses its defaults."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in section.items()

@@ -1,4 +1,4 @@
-"""What the strategies share whose gradients and moments are torch's own tensors, whole or sharded (DTensors)."""
+"""Functions of the strategies whose gradients and moments are torch's own tensors, whole or sharded (DTensors)."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,7 +13,7 @@ from torchlake.distributed import Group
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Nothing speaks against it."""
+    """No objection."""
     return None
 
 
@@ -23,7 +23,7 @@ def backward(module: nn.Module, loss: torch.Tensor) -> None:
 
 
 def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
-    """Divide the gradients by `scale`, then scale them to a norm of at most `max_norm`; their norm between the two.
+    """Divide the gradients by `scale`, then clip them to `max_norm`; their norm before clipping.
 
     The norm is that of the whole gradient on every rank, so all ranks take a step or none does.
     """
@@ -34,29 +34,29 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer step; then the gradients are gone."""
+    """One optimizer step; clears the gradients."""
     optimizer.step()
     optimizer.zero_grad()
 
 
 def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The gradients are gone."""
+    """Clear the gradients."""
     optimizer.zero_grad()
 
 
 def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
-    """This rank's rows of what is sharded, and an equal part of what every rank holds whole; not copied."""
+    """This rank's rows of sharded tensors, and an equal part of the replicated ones; not copied."""
     tensors = format.untied(model.state_dict())
     chosen = {name: tensor for name, tensor in tensors.items() if name in wanted}
     return shards.local_shard(chosen, rank=group.rank, world_size=group.world_size)
 
 
 def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
-    """The same of the optimizer's tensors."""
+    """The same for the optimizer's tensors."""
     tensors = format.optimizer_tensors(optimizer, names)
     return shards.local_shard(tensors, rank=group.rank, world_size=group.world_size)
 
 
 def restore(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
-    """Put the moments back, on this rank its rows of them."""
+    """Load the moments, this rank's rows of them."""
     format.restore_optimizer(optimizer, names, stored)

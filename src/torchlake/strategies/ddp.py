@@ -1,8 +1,7 @@
-"""Every rank holds the whole model; gradients are averaged while the backward pass still runs.
+"""Every rank holds the whole model; gradients are averaged during the backward pass.
 
-Costs the model, its gradients and its optimizer state on every rank, and one all_reduce of the gradients a step, in
-buckets of `train.ddp.bucket_mib`. `train.ddp.compress` sends them in 16 bits, which is not the same mathematics: the
-losses then differ.
+Cost: the model, its gradients and its optimizer state on every rank, and one all_reduce of the gradients per step, in
+buckets of `train.ddp.bucket_mib`. `train.ddp.compress` sends them in 16 bits, which changes the losses.
 """
 
 import inspect
@@ -29,7 +28,7 @@ model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Why it cannot run here as asked: bf16 is summed by NCCL only."""
+    """Why it cannot run here: only NCCL sums bf16."""
     if train.ddp.compress == "bf16" and not torch.cuda.is_available():
         return "train.ddp.compress=bf16 needs GPUs (NCCL sums bf16, gloo does not); take train.ddp.compress=fp16"
     return None
@@ -40,11 +39,11 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model under DistributedDataParallel; needs a process group.
 
-    Every rank has loaded the same weights, and buffers hold no statistics in the models of this package, so the latter
-    are not sent at each forward pass. Gradients live in the buckets that are sent, which saves a copy of them.
+    Buffers are not broadcast: every rank loads the same weights, and buffers hold no statistics in the supported
+    models. Gradients live in the communication buckets, which saves a copy.
     """
     nn.Module.to(model, group.device)
-    # torch 2.13 gave the option this name, and warns of the older one.
+    # torch 2.13 renamed the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True}
@@ -57,6 +56,6 @@ def wrap(
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Gradients add up on each rank and are not sent."""
+    """Gradients accumulate on each rank and are not reduced."""
     assert isinstance(module, DistributedDataParallel), "wrap() was not called"
     return cast(AbstractContextManager[None], module.no_sync())

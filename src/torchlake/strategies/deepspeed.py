@@ -1,17 +1,17 @@
-"""DeepSpeed's ZeRO (Rajbhandari et al. 2020): ranks share the moments (stage 1), gradients too (2), weights too (3).
+"""DeepSpeed's ZeRO (Rajbhandari et al. 2020) shards the moments (stage 1), gradients too (2), weights too (3).
 
-In bf16 and fp16 the model computes with 16-bit weights, on GPUs without torch's autocast, and gradients travel in 16
-bits; the weights that learn are an fp32 copy, shared out with the moments. `train.deepspeed.offload_optimizer` and
-`.offload_parameters` keep moments and weights in the main memory of a machine with GPUs. `train.deepspeed.config` is a
-JSON file of DeepSpeed's own; what it may say is told in `_deepspeed_config.py`.
+In bf16 and fp16 the model computes with 16-bit weights, on GPUs without torch's autocast, and gradients are reduced in
+16 bits; the trained weights are an fp32 copy, sharded like the moments. `train.deepspeed.offload_optimizer` and
+`.offload_parameters` keep moments and weights in main memory, on machines with GPUs. `train.deepspeed.config` is a
+DeepSpeed JSON file; `_deepspeed_config.py` describes what it may contain.
 
-The loop stays the one of this package: AdamW, its learning rate, the scale of an fp16 loss and the cutting into
-micro-batches are the job's. DeepSpeed holds the tensors and moves them. Its checkpoints are pickles and are not used:
-each tensor is gathered, one at a time, and the rank that it is dealt to keeps it, so a checkpoint is like any other.
+The training loop stays torchlake's: AdamW, the learning rate, the fp16 loss scale and the micro-batches come from the
+job. DeepSpeed's checkpoints are pickles and are not used: tensors are gathered one at a time, and one rank keeps each,
+so checkpoints have the usual format.
 
-Each micro-batch's gradients are sent from stage 2 on: no rank has room for a whole gradient. Frozen weights that
-a checkpoint holds are stored as they compute, which in 16 bits is rounded. No kernel of DeepSpeed's is compiled:
-that would take a minute, and a compiler, at the first start on a machine.
+From stage 2 on, each micro-batch's gradients are reduced, because no rank has room for a whole gradient. Frozen weights
+in a checkpoint are stored as they compute, in 16 bits rounded. No DeepSpeed kernel is compiled: that would need a
+compiler and a minute at the first start on a machine.
 """
 
 import logging
@@ -46,7 +46,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Why it cannot run here as asked. Raises DataError, ConfigError for a DeepSpeed file that does not fit the job."""
+    """Why it cannot run here. Raises DataError, ConfigError for a DeepSpeed file that does not fit the job."""
     if find_spec("deepspeed") is None:
         return "the library 'deepspeed' is not installed: pip install 'torchlake[deepspeed]'"
     if not torch.cuda.is_available():
@@ -68,8 +68,8 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """DeepSpeed's engine around the model, and its optimizer, which steps the job's AdamW; needs a process group.
 
-    At stage 3 the weights are shared out in main memory first: no more of them is whole on the device than computes.
-    Raises ConfigError when DeepSpeed does not accept the user's file.
+    At stage 3, the weights are sharded in main memory first, so at most the computing layers are whole on the device.
+    Raises ConfigError when DeepSpeed rejects the user's file.
     """
     library = _library(group.device)
     dtype = optim.autocast_dtype(train.precision, group.device)
@@ -77,13 +77,13 @@ def wrap(
     config = _deepspeed_config.build(
         train, ranks=group.world_size, dtype=None if dtype is None else NAMES[dtype], hidden=hidden
     )
-    # Made first: shared out, a matrix has no rows and columns any more, by which AdamW's groups are told apart.
+    # Before sharding, which flattens matrices: AdamW's groups depend on the number of dimensions.
     optimizer = make_optimizer(model)
-    # DeepSpeed makes the fp32 copy from what it has rounded to 16 bits.
+    # DeepSpeed would make the fp32 copy from weights rounded to 16 bits.
     exact = {each: each.detach() for each in model.parameters() if dtype is not None and each.requires_grad}
     try:
         if train.deepspeed.stage == 3:
-            _share_weights(library, model, config, dtype, group.device)
+            _shard_weights(library, model, config, dtype, group.device)
         engine, zero, _, _ = library.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -108,7 +108,7 @@ def _without_step(engine: Any) -> Iterator[None]:
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Gradients add up: on each rank, whole (stage 1), or sent and shared out (stages 2 and 3)."""
+    """Gradients accumulate: on each rank, whole (stage 1), or reduced and sharded (stages 2 and 3)."""
     return _without_step(module)
 
 
@@ -118,30 +118,30 @@ def backward(module: nn.Module, loss: torch.Tensor) -> None:
 
 
 def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
-    """Note `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients as it steps; their norm between
-    the two, equal on all ranks; infinite where it is not finite.
+    """Set `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients in its step; their norm before
+    clipping, equal on all ranks; infinite if not finite.
     """
     zero = cast(Any, module).optimizer
     zero.clip_grad = 0.0 if max_norm == math.inf else max_norm
     if scale != 1:
         zero.override_loss_scale(scale)
-    groups = zero._get_norm_groups() if _shares_weights(zero) else [zero.scaled_global_norm()]
-    # What is not finite has the norm -1 in one of DeepSpeed's stages.
+    groups = zero._get_norm_groups() if _is_stage3(zero) else [zero.scaled_global_norm()]
+    # One of DeepSpeed's stages reports a non-finite norm as -1.
     norms = [float(norm) if norm >= 0 else math.inf for norm in groups]
     return math.hypot(*norms) / scale
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer step; then the gradients are gone."""
+    """One optimizer step; clears the gradients."""
     cast(Any, module).step()
     _unscale(optimizer)
 
 
 def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The gradients are gone: what DeepSpeed does itself where it finds an overflow."""
+    """Clear the gradients, as DeepSpeed does after an overflow."""
     zero: Any = optimizer
     zero.zero_grad(set_to_none=True)
-    if _shares_weights(zero):
+    if _is_stage3(zero):
         zero._overflow_clean_up(zero.loss_scale)
     else:
         zero.micro_step_id = -1
@@ -153,7 +153,7 @@ def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
-    """Whole tensors, dealt out between the ranks; each is gathered in fp32 and dropped again where it is not kept."""
+    """Whole tensors, divided among the ranks; each is gathered in fp32, and freed on the ranks that do not store it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     held = {name: each for name, each in _untied(model).items() if name in wanted}
@@ -170,7 +170,7 @@ def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
 
 
 def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], group: Group) -> Pieces:
-    """The moments, dealt out in the same way."""
+    """The moments, divided in the same way."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     held = _untied(model)
@@ -188,7 +188,7 @@ def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: l
 
 
 def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) -> None:
-    """Put the moments back, on this rank its part of them. Raises DataError for another model's."""
+    """Load the moments, this rank's part of them. Raises DataError for another model's."""
     if not stored.shapes:
         return
     zero: Any = optimizer
@@ -196,7 +196,7 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) 
     unknown = sorted({key.rpartition("|")[0] for key in stored.shapes} - set(names))
     if unknown:
         raise DataError(f"{OPTIMIZER}*.safetensors: the model has no parameter {unknown[0]!r}")
-    for state in zero.state.values():  # of several parameters each, which are stepped together
+    for state in zero.state.values():  # each covers several parameters
         state[STEP].copy_(stored.read(f"{names[0]}|{STEP}"))
     for name in names:
         for field in MOMENTS:
@@ -204,8 +204,8 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) 
 
 
 def _make_moments(zero: Any) -> None:
-    """Make what AdamW would make at its first step: DeepSpeed finds a parameter's part of it only when all is there."""
-    stage3 = _shares_weights(zero)
+    """Create AdamW's state before its first step: DeepSpeed's accessors need all of it."""
+    stage3 = _is_stage3(zero)
     for flat in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
         steps = torch.zeros((), dtype=torch.float32, device=flat.device)
         zero.state[flat] = {STEP: steps, **{field: torch.zeros_like(flat) for field in MOMENTS}}
@@ -214,10 +214,10 @@ def _make_moments(zero: Any) -> None:
 
 
 def _library(device: torch.device) -> ModuleType:
-    """DeepSpeed, on the device and the process group that there are, silent but for warnings.
+    """DeepSpeed, on the existing device and process group, logging only warnings.
 
-    It speaks on stdout otherwise, imports MLflow where that is installed, and on CPUs compiles a way through shared
-    memory that training does not take.
+    By default it writes to stdout, imports MLflow if installed, and compiles a shared-memory extension on CPUs that
+    training does not use.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -227,16 +227,16 @@ def _library(device: torch.device) -> ModuleType:
     logger.handlers.clear()
     logger.parent, logger.propagate = logging.getLogger("torchlake"), True
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It calls torch by names that torch 2.13 has replaced.
+    # It uses names that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     deepspeed.init_distributed()
     return cast(ModuleType, deepspeed)
 
 
-def _share_weights(
+def _shard_weights(
     library: ModuleType, model: nn.Module, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """Move the weights to the device one after the other, each leaving there what this rank holds of it."""
+    """Move the weights to the device one by one, keeping only the shard of this rank."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)
     for buffer in model.buffers():
@@ -245,14 +245,14 @@ def _share_weights(
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors by name; tied weights, which are stored once, under the first of theirs."""
+    """The tensors of the model by name; tied weights only under their first name."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     first = {id(each): name for name, each in reversed(state.items())}
     return {name: each for name, each in state.items() if first[id(each)] == name}
 
 
 def _gather_shard(like: dict[str, torch.Tensor], gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:
-    """Of the tensors that `like` describes those that fall to this rank; all ranks gather all of them, in one order."""
+    """The tensors described by `like` that this rank stores; all ranks gather all of them, in the same order."""
     mine = shards.local_shard(like, rank=group.rank, world_size=group.world_size)
     pieces = {}
     for name in like:
@@ -263,12 +263,12 @@ def _gather_shard(like: dict[str, torch.Tensor], gather: Callable[[str], torch.T
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's whole shape, without memory."""
+    """A tensor's whole shape, on the meta device."""
     return torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta")
 
 
 def _frozen(parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter that does not learn, whole, in fp32."""
+    """A frozen parameter, whole, in fp32."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -277,7 +277,7 @@ def _frozen(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _set(parameter: nn.Parameter, value: torch.Tensor, field: str | None = None) -> None:
-    """Put into the fp32 copy of a parameter, or into one of its moments, what this rank holds of `value`."""
+    """Write this rank's part of `value` into the fp32 copy of a parameter, or into one of its moments."""
     from deepspeed import utils
 
     if not hasattr(parameter, "ds_id"):
@@ -286,7 +286,7 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, field: str | None = None)
         else:
             utils.safe_set_full_optimizer_state(parameter, value, field)
         return
-    # The local functions, because the others cut the last rank's part without the zeros that fill it up.
+    # The local functions, because the others ignore the padding of the last rank's part.
     held = cast(Any, parameter).ds_tensor.numel()
     local = torch.zeros(held, dtype=torch.float32)
     part = value.flatten()[held * torch.distributed.get_rank() :][:held]
@@ -297,13 +297,13 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, field: str | None = None)
         utils.safe_set_local_optimizer_state(parameter, local, field)
 
 
-def _shares_weights(zero: Any) -> bool:
+def _is_stage3(zero: Any) -> bool:
     """Whether this is the optimizer of stage 3."""
     return hasattr(zero, "fp16_groups")
 
 
 def _unscale(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the scale of the step's loss: the loop applies it, and DeepSpeed would do so again."""
+    """Reset the loss scale after the step: the loop applies it, and DeepSpeed would apply it again."""
     zero: Any = optimizer
     if zero.custom_loss_scaler:
         zero.override_loss_scale(1.0)

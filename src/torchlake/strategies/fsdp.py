@@ -1,13 +1,13 @@
-"""Every rank holds a part of each weight, its gradient and its moments; a layer is whole only while it computes.
+"""Every rank holds a part of each weight, gradient and moment; a layer is whole only while it computes.
 
 `fully_shard` (FSDP2; Zhao et al. 2023, after ZeRO of Rajbhandari et al. 2020) over each transformer layer, then over
-what is left. With `train.fsdp.reshard` a layer's weights are given back after its forward pass and gathered again for
-its backward pass (ZeRO-3): half as much again to send as `ddp`, for the least memory. Without, they stay in between
-(ZeRO-2). With `train.fsdp.shard_ranks` neighbouring ranks share one copy, and copies average their gradients (hybrid
-sharding): what is gathered stays inside a machine.
+the rest. With `train.fsdp.reshard`, a layer's weights are freed after its forward pass and gathered again for its
+backward pass (ZeRO-3): 1.5 times the communication of `ddp`, for the least memory. Without, they stay (ZeRO-2). With
+`train.fsdp.shard_ranks`, neighboring ranks share one copy, and copies average their gradients (hybrid sharding), so
+gathering stays inside a machine.
 
-In bf16 and fp16 weights are gathered in 16 bits, which halves what is sent; gradients are summed in fp32, and the
-weights that learn stay in fp32.
+In bf16 and fp16, weights are gathered in 16 bits, which halves the communication; gradients are summed in fp32, and the
+trained weights stay in fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Why it cannot run here as asked: weights are offloaded from GPUs only."""
+    """Why it cannot run here: only weights on GPUs can be offloaded."""
     if train.fsdp.cpu_offload and not torch.cuda.is_available():
         return "train.fsdp.cpu_offload moves weights from a GPU to main memory, and there is no GPU here"
     return None
@@ -43,7 +43,7 @@ def refusal(train: TrainConfig) -> str | None:
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model with its parameters sharded, layer after layer: no more than one layer is whole on the device."""
+    """The model with its parameters sharded layer by layer: at most one layer is whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
     dtype = optim.autocast_dtype(train.precision, group.device)
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
@@ -65,13 +65,13 @@ def _without_sync(module: FSDPModule) -> Iterator[None]:
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Gradients add up whole on each rank and are not sent: faster, at the price of a whole gradient's memory."""
+    """Gradients accumulate whole on each rank and are not reduced: faster, but needs memory for a whole gradient."""
     assert isinstance(module, FSDPModule), "wrap() was not called"
     return _without_sync(module)
 
 
 def _mesh(group: Group, shard_ranks: int | None) -> DeviceMesh:
-    """All ranks in a row or, for hybrid sharding, in rows of `shard_ranks` that share one copy each."""
+    """A 1-D mesh of all ranks or, for hybrid sharding, a 2-D mesh with rows of `shard_ranks`."""
     if shard_ranks is None or shard_ranks == group.world_size:
         return init_device_mesh(group.device.type, (group.world_size,), mesh_dim_names=("shard",))
     if group.world_size % shard_ranks:

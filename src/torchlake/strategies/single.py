@@ -27,5 +27,5 @@ def wrap(
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Nothing is shared, so nothing is held back."""
+    """There is nothing to synchronize."""
     return nullcontext()

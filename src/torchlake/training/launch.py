@@ -1,11 +1,11 @@
-"""launch: the user's own torch code as N ranks, on any engine. What torchrun starts, this starts.
+"""launch: the user's own torch code as N ranks, on any engine; the equivalent of torchrun.
 
-    launch(train, 1e-3, processes=2)                          a function; rank 0's value comes back
+    launch(train, 1e-3, processes=2)                          a function; returns rank 0's value
     launch_script("train.py", ["--lr", "0.1"], processes=2)   a script, run as `python train.py --lr 0.1` in every rank
-    launch_script("package.module:function", ["0.1"])         a function found by name, called with the words as strings
+    launch_script("package.module:function", ["0.1"])         a function by name, called with the arguments as strings
 
-Each rank finds RANK, WORLD_SIZE, MASTER_ADDR and the others in its environment, so that
-`torch.distributed.init_process_group()` needs no arguments.
+RANK, WORLD_SIZE, MASTER_ADDR and the others are set in each rank, so `torch.distributed.init_process_group()` needs no
+arguments.
 """
 
 import functools
@@ -36,12 +36,12 @@ def launch(
     processes: Span | None = None,
     gpus_per_process: int = 0,
 ) -> Any:
-    """Run `target(*args)` as that many ranks at the same time and return rank 0's value.
+    """Run `target(*args)` as `processes` ranks at the same time and return rank 0's value.
 
-    Of a range of `processes` (fewest, most) as many start as there is room for now.
+    `processes` may be a range (fewest, most): as many ranks start as there is capacity for.
 
-    Every engine's `launch` (see `Engine.launch`) says what this raises: RankFailed with the first failing rank's
-    traceback, a rank's own TorchlakeError, Interrupted, UsageError.
+    Raises, as `Engine.launch` documents: RankFailed with the first failing rank's traceback, a rank's own
+    TorchlakeError, Interrupted, UsageError.
     """
     if not callable(target):
         raise UsageError(f"launch takes a function, not {target!r}; for a script or a name, use launch_script.")
@@ -57,11 +57,11 @@ def launch_script(
     gpus_per_process: int = 0,
     stdout_to_stderr: bool = False,
 ) -> Any:
-    """Run "script.py" or "package.module:function" as that many ranks; the value of rank 0's function, None of scripts.
+    """Run "script.py" or "package.module:function" as N ranks; returns rank 0's value, None for scripts.
 
-    `stdout_to_stderr` is the default engine's; an engine that is given was told when it was made.
-    A script that ends with sys.exit(0) succeeded; another status is a RankFailed naming the rank. Raises UsageError
-    when there is no such script, module or function, and what `launch` raises.
+    `stdout_to_stderr` applies to the default engine only. A script that calls sys.exit(0) succeeds; another status is a
+    RankFailed naming the rank. Raises UsageError when there is no such script, module or function, and what `launch`
+    raises.
     """
     module, colon, function = target.partition(":")
     if colon and module and function and not os.path.exists(target):
@@ -91,9 +91,9 @@ def _check_module(name: str) -> None:
 
 
 def _run_script(path: str, source: bytes, *args: str) -> None:
-    """In a rank: run `path` as `python path *args` would, but for its exit.
+    """In a rank: run `path` as `python path *args` would, but without exiting.
 
-    `source` is what runs, on every rank, whatever another machine has under that path.
+    `source` is what runs on every rank, even if another machine has a different file at that path.
     """
     folder = os.path.dirname(os.path.realpath(path))
     sys.argv = [path, *args]
@@ -107,11 +107,11 @@ def _run_script(path: str, source: bytes, *args: str) -> None:
         copy.write_bytes(source)
         main = ModuleType("__main__")
         main.__file__ = path if os.path.isdir(folder) else str(copy)
-        # Processes that the script spawns import it again: by this name, and not from its path.
+        # Processes that the script spawns import it again by this name.
         main.__spec__ = spec_from_file_location(name, copy)
         main.__package__ = ""
         sys.path.append(copies)
-        # Tracebacks and `inspect` show what runs; without a time of change the path is not read again.
+        # For tracebacks and `inspect`; without an mtime linecache does not read the path again.
         linecache.cache[path] = (len(source), None, decode_source(source).splitlines(keepends=True), path)
         before = sys.modules["__main__"]
         sys.modules["__main__"] = main

@@ -1,16 +1,15 @@
-"""The training loop: what one rank does from its first line to the model folder.
+"""The training loop: what one rank does from start to the model folder.
 
     rows and model -> [validate | save | step] ... -> the best model's folder
 
-Everything that varies is decided by the step's number: which rows, which learning rate, which dropout. So a checkpoint
-is weights, the optimizer's tensors and a few numbers, and it continues on any number of ranks. `saving.py` writes it.
+Rows, learning rate and dropout are functions of the step's number. So a checkpoint is the weights, the optimizer's
+tensors and a few numbers, and training continues from it on any number of ranks. `saving.py` writes it.
 
-The loss of a step is the sum over all targets of all ranks divided by their number, which every rank knows beforehand
-from the plan. It is never a mean of means, so how rows fall to ranks and micro-batches changes no result.
+The loss of a step is the sum over all targets of all ranks divided by their number, which every rank knows from the
+plan. It is never a mean of means, so the assignment of rows to ranks and micro-batches changes no result.
 
-Beside the gradients ranks exchange one vector a step: the loss, whether one was told to stop, whether a checkpoint is
-overdue, how many have written the last one. So all of them stop, save and give up at the same step. Price: one wait for
-the device per step.
+Beside the gradients, ranks reduce one vector per step: the loss, and flags (stop requested, checkpoint overdue, shard
+written). So all ranks stop, save and fail at the same step. Cost: one wait for the device per step.
 """
 
 import logging
@@ -43,14 +42,14 @@ log = logging.getLogger(__name__)
 
 MAX_NON_FINITE_STEPS = 3
 LOSS_SCALE_GROWTH_INTERVAL = 2_000
-"Steps with finite gradients after which fp16's loss is scaled by twice as much (Micikevicius et al. 2018)."
+"Steps with finite gradients after which the fp16 loss scale doubles (Micikevicius et al. 2018)."
 LOSS = saving.LOSS
 
 WriteLine = Callable[[metrics_log.Line], None]
 
 
 def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
-    """Train as one rank of the launch whose variables are in the environment; rank 0 writes the run folder.
+    """Train as the rank that the environment variables define; rank 0 writes the run folder.
 
     Returns rank 0's summary: the run's steps, the last or best metrics. Raises Interrupted once `stop_requested` on
     any rank, after a checkpoint; Diverged after three steps in a row without a finite gradient; StorageError when a
@@ -69,7 +68,7 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
 def _run(
     group: distributed.Group, settings: RankSettings, stop_requested: Callable[[], bool]
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """Train; the summary, and a function that writes the model folder. Nothing that is returned refers to the group."""
+    """Train; returns the summary and a function that writes the model folder. Neither refers to the process group."""
     training, validation = load_rows(settings, group)
     state, progress = make_train_state(settings, group)
     state.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
@@ -97,16 +96,18 @@ def train_loop(
     stop_requested: Callable[[], bool],
     writer: CheckpointWriter,
 ) -> None:
-    """Go on from `position`, which moves along, to the last step; the last checkpoint may be unfinished then."""
+    """Train from `progress`, which is updated in place, to the last step; the last checkpoint may still be writing."""
     train, group = settings.job.train, state.group
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
-    saved = -1 if settings.checkpoint is None else progress.step
+    saved_step = -1 if settings.checkpoint is None else progress.step
     began, saved_at = time.monotonic() - progress.seconds, time.monotonic()
     overdue = False
 
-    def votes(late: bool) -> list[bool]:
+    def flags() -> list[bool]:
+        every_s = train.checkpoint_every.seconds
+        late = group.rank == 0 and every_s is not None and time.monotonic() - saved_at >= every_s
         return [stop_requested(), late, writer.shard_written()]
 
     stop = distributed.any_rank(group, stop_requested(), "starting")
@@ -117,28 +118,25 @@ def train_loop(
         while True:
             step = progress.step
             at_end = step == total
-            to_validate = (
-                validation is not None
-                and progress.validated < step
-                and (at_end or _is_due(train.validate_every, step, per_epoch))
-            )
-            if to_validate and validation is not None and not stop:
-                outcome = validate(state, validation, stop_requested)
-                stop = outcome is None
-                if outcome is not None:
-                    to_validate = False
+            validate_now = progress.validated < step and (at_end or _is_due(train.validate_every, step, per_epoch))
+            not_validated = False
+            if validation is not None and validate_now:
+                outcome = None if stop else validate(state, validation, stop_requested)
+                if outcome is None:
+                    stop = not_validated = True
+                else:
                     write_line(
-                        {"step": step, **{metrics_log.VALIDATION + name: value for name, value in outcome.items()}}
+                        {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
                     )
                     saving.save_if_best(settings, state, progress, outcome, writer)
                     show(0, outcome)
             progress.seconds = time.monotonic() - began
-            exhausted = train.patience is not None and progress.stale >= train.patience
-            finished = not to_validate and (at_end or exhausted)
+            out_of_patience = train.patience is not None and progress.stale >= train.patience
+            finished = (at_end or out_of_patience) and not not_validated
             due = step > 0 and (step % per_epoch == 0 or _is_due(train.checkpoint_every, step, per_epoch))
-            if step != saved and (due or overdue or stop or finished):
+            if step != saved_step and (due or overdue or stop or finished):
                 saving.save(settings, state, progress, per_epoch, writer)
-                saved, saved_at = step, time.monotonic()
+                saved_step, saved_at = step, time.monotonic()
             if finished:
                 break
             if stop:
@@ -146,23 +144,22 @@ def train_loop(
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            every_s = train.checkpoint_every.seconds
-            clock_says = every_s is not None and time.monotonic() - saved_at >= every_s
-            flags = partial(votes, clock_says and group.rank == 0)
-            line, (stops, overdue_says, shard_written) = train_step(
-                state, *next(batches), progress, train, total, flags
-            )
-            stop, overdue = stops > 0, overdue_says > 0
-            if shard_written == group.world_size:
+            line, votes = train_step(state, *next(batches), progress, train, total, flags)
+            stop, overdue = votes[0] > 0, votes[1] > 0
+            if votes[2] == group.world_size:
                 writer.commit_oldest()
             write_line(line)
             show(1)
-            if progress.non_finite == MAX_NON_FINITE_STEPS:
-                raise Diverged(
-                    f"step {progress.step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in "
-                    f"a row, on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
-                    "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
-                )
+            _check_divergence(settings, progress)
+
+
+def _check_divergence(settings: RankSettings, progress: TrainProgress) -> None:
+    if progress.non_finite == MAX_NON_FINITE_STEPS:
+        raise Diverged(
+            f"step {progress.step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in a row, "
+            f"on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
+            "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
+        )
 
 
 def train_step(
@@ -174,11 +171,11 @@ def train_step(
     total: int,
     flags: Callable[[], list[bool]],
 ) -> tuple[metrics_log.Line, list[float]]:
-    """One optimizer step over the rows of all ranks; returns its line, and how many ranks said yes to each flag.
+    """One optimizer step over the rows of all ranks; returns its metrics line and the number of ranks that set each
+    flag.
 
-    `flags` is asked once the gradients are there.
-
-    A step whose loss or gradient is not finite is counted, told and not applied.
+    `flags` is called once the gradients are computed. A step with a non-finite loss or gradient is counted and logged,
+    but not applied.
     """
     group, module, strategy = state.group, state.module, state.strategy
     began, doing = time.perf_counter(), f"working on step {progress.step + 1:,}"
@@ -189,9 +186,9 @@ def train_step(
     scale = progress.loss_scale if state.dtype is torch.float16 else 1.0
     with distributed.explain_lost_peers(group, doing):
         seed = optim.step_seed(train.seed, progress.step, group.rank)
-        # Gradients are averaged over the ranks; what is wanted is their sum over the targets of all.
+        # Strategies average gradients over the ranks; this makes it the sum over all targets.
         loss_sum, padded = add_gradients(state, rows, factor=scale * group.world_size / targets, seed=seed)
-    # From here on gradients are scaled and weights half updated: what fails begins again at the last checkpoint.
+    # From here on gradients are rescaled and weights partly updated: a failure restarts from the last checkpoint.
     with state.restart_on_out_of_memory(rows, doing):
         with distributed.explain_lost_peers(group, doing):
             norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
@@ -219,8 +216,8 @@ def train_step(
 def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) -> tuple[float, int]:
     """Add up the gradients of this rank's share of the rows, each loss times `factor`.
 
-    Returns the sum of the losses and the tokens that all ranks computed. Where memory runs out the learner's
-    micro-batches are halved: on one rank here and now; of several others wait in collectives, so all start again.
+    Returns the sum of the losses and the tokens that all ranks computed, padding included. When memory runs out, the
+    micro-batches are halved: on one rank at once; with several, the others wait in collectives, so all ranks restart.
     """
     module, strategy = state.module, state.strategy
     while True:
@@ -234,16 +231,15 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
             return loss_sum.item(), padded
         except (RuntimeError, MemoryError) as error:
             state.shrink_micro_batches(error, rows, "computing gradients")
-        # The error is gone, and with it the tensors that it held.
+        # Outside the handler: the error kept tensors alive.
         strategy.discard_gradients(module, state.optimizer)
         state.release_memory()
 
 
 def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
-    """The sum of the losses of one micro-batch, () fp32, its gradients added.
+    """The sum of the losses of one micro-batch, () fp32, after its backward pass.
 
-    A function of its own, so that the logits are gone before the next forward pass makes others: of a language model
-    they are the largest tensor there is.
+    A separate function, so that the logits (a language model's largest tensor) are freed before the next forward pass.
     """
     _, loss = state.forward(rows, positions)
     state.strategy.backward(state.module, loss * factor)
@@ -251,9 +247,9 @@ def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, fact
 
 
 def record_outcome(progress: TrainProgress, loss: float, norm: float, *, finite: bool, scaled: bool) -> None:
-    """Note in `position` what came of its step; `scaled` says whether its loss was scaled up for fp16.
+    """Update `progress` after a step; `scaled`: its loss was scaled up for fp16.
 
-    Gradients that overflow in fp16 are expected: the scale is halved, and nothing is wrong with the run.
+    Overflowing fp16 gradients are expected: the scale is halved, and the step does not count as non-finite.
     """
     if finite:
         progress.non_finite, progress.loss = 0, loss
@@ -271,9 +267,9 @@ def record_outcome(progress: TrainProgress, loss: float, norm: float, *, finite:
 
 
 def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
-    """The loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was told to stop.
+    """The loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was asked to stop.
 
-    Where memory runs out it begins again with smaller micro-batches.
+    When memory runs out, it starts again with smaller micro-batches.
     """
     group, task, labels = state.group, state.task, rows.table.targets
     doing = "validating"
@@ -294,7 +290,7 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
     mean = loss_sum / state.num_targets(rows)
     if labels is None:
         return {LOSS: mean, **task.loss_metrics(mean)}
-    # Each row was filled by one rank and is zero on the others.
+    # Each row is filled on one rank and zero on the others.
     logits = distributed.all_sum_array(group, logits, doing)
     targets = np.asarray(labels[rows.numbers])
     return {LOSS: mean, **task.metrics(task.probabilities(logits, state.spec), targets, state.spec)}
@@ -303,9 +299,9 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
 def _validation_pass(
     state: TrainState, rows: Rows, logits: np.ndarray, stop_requested: Callable[[], bool]
 ) -> float | None:
-    """The summed loss of this rank's share of the rows; its logits are put into `logits` (N, C), of a task with labels.
+    """The summed loss of this rank's share of the rows; writes their logits into `logits` (N, C), if it has rows.
 
-    Ranks run as many batches, in step, so that all of them stop after the same one; None when one was told to stop.
+    Every rank runs the same number of batches and all stop after the same one; None when one was asked to stop.
     """
     group, loss_sum = state.group, 0.0
     for positions in state.micro_batches(rows)[0]:
@@ -314,7 +310,7 @@ def _validation_pass(
         if len(logits):
             logits[positions] = out.float().cpu().numpy()
         loss_sum += loss.item()
-        del out, loss  # before the next forward pass makes others
+        del out, loss  # free them before the next forward pass
         failpoint(f"rank{group.rank}.validate")
         if distributed.any_rank(group, stop_requested(), "validating"):
             return None
@@ -330,7 +326,7 @@ def _is_due(every: Every, step: int, per_epoch: int) -> bool:
 
 @contextmanager
 def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: TrainProgress) -> Iterator[WriteLine]:
-    """A function that appends a line to metrics.jsonl, cut back to `position`; on other ranks it does nothing."""
+    """A function that appends a line to metrics.jsonl, truncated to `progress` first; a no-op on other ranks."""
     if group.rank != 0:
         yield lambda line: None
         return

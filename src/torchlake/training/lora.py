@@ -1,9 +1,8 @@
-"""Low-rank adaptation by peft: small matrices are trained beside the frozen ones of the base (Hu et al. 2021).
+"""Low-rank adaptation with peft: small matrices are trained beside the frozen ones of the base (Hu et al. 2021).
 
-Every linear layer of the transformer's layers gets a pair of them, or those that `model.lora.targets` names; a head
-that is new is trained as it is, a language model's stays frozen with the rest. Gradients, moments and checkpoints then
-hold the small matrices and the head alone; the base's weights stay in the file, mapped into memory, where processes
-share them until a device needs them.
+Every linear layer of the transformer's layers gets a pair of them, or the layers in `model.lora.targets`. A new head is
+trained in full, a language model's head stays frozen. Gradients, moments and checkpoints hold only the small matrices
+and the head; the base's weights stay memory-mapped and shared by the processes until a device needs them.
 """
 
 import warnings
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 ADAPTER = "adapter"
-"The folder, inside the model folder, that holds the small matrices alone, as peft loads them."
+"The folder in the model folder that holds the adapter alone, as peft loads it."
 
 
 def check_installed() -> None:
@@ -31,10 +30,10 @@ def check_installed() -> None:
 
 
 def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
-    """The model with matrices beside its linear layers, everything else but the head frozen.
+    """The model with adapters beside its linear layers; everything else but the head is frozen.
 
-    torch's global generator decides what A begins with; B begins with zeros. Raises MissingExtra without peft,
-    ConfigError when `targets` names no layer.
+    torch's global generator initializes A; B starts at zero. Raises MissingExtra without peft, ConfigError when
+    `targets` matches no layer.
     """
     check_installed()
     import peft
@@ -50,7 +49,7 @@ def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
     with warnings.catch_warnings():
-        # peft asks transformers for a property under its older name.
+        # peft uses a deprecated name of a transformers property.
         warnings.simplefilter("ignore", FutureWarning)
         wrapped: nn.Module = peft.get_peft_model(model, config)
     return wrapped
@@ -59,9 +58,9 @@ def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
 def merge_adapters(
     model: "nn.Module", options: LoraOptions, trained: "Mapping[str, torch.Tensor]", folder: Path
 ) -> "dict[str, torch.Tensor]":
-    """The base's state with what was trained added in; the adapter alone is written to `folder`.
+    """The base's state with the trained adapters merged in; the adapter alone is written to `folder`.
 
-    `model` is the base with a head, `trained` the tensors of `adapted(model, options)` that learned, by name.
+    `model` is the base with a head, `trained` the trained tensors of `add_adapters(model, options)`, by name.
     """
     wrapped: Any = add_adapters(model, options)
     state = wrapped.state_dict()
@@ -73,7 +72,7 @@ def merge_adapters(
 
 
 def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
-    """The full names of the linear layers inside the transformer's layers, or of those that `wanted` names."""
+    """The full names of the linear layers inside the transformer's layers, or of the ones that `wanted` names."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its matrix transposed
 
@@ -91,10 +90,10 @@ def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
 
 
 def _head(model: "nn.Module") -> list[str]:
-    """What is trained as it is: the modules beside the encoder, and its pooler, which may be as new as they are."""
+    """The modules trained in full: those beside the encoder, and its pooler, which may be new too."""
     body = getattr(model, "base_model_prefix", "")
-    words = getattr(model, "get_output_embeddings", lambda: None)()
-    children = [(name, child) for name, child in model.named_children() if name != body and child is not words]
+    lm_head = getattr(model, "get_output_embeddings", lambda: None)()
+    children = [(name, child) for name, child in model.named_children() if name != body and child is not lm_head]
     beside = [name for name, child in children if any(True for _ in child.parameters())]
     pooler = getattr(getattr(model, body, None), "pooler", None)
     return [*beside, *(["pooler"] if pooler is not None else [])]

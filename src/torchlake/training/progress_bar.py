@@ -1,4 +1,4 @@
-"""What a training shows while it runs: steps, loss, the last validation and the best step. Rank 0 shows it alone."""
+"""The progress bar of a training: steps, loss, the last validation and the best step; on rank 0 only."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +11,15 @@ from torchlake.training.state import TrainProgress
 
 
 class Show(Protocol):
-    """What `training_bar` yields."""
+    """The function that `training_bar` yields."""
 
     def __call__(self, steps: int, outcome: metrics_log.Line | None = None) -> None:
-        """Show so many more steps and, after a validation, its outcome."""
+        """Advance by `steps` and, after a validation, show its outcome."""
 
 
 @contextmanager
 def training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -> Iterator[Show]:
-    """A function that shows the progress of `position`, which moves along, up to step `total`.
-
-    `metric` is the one that chooses the best model.
-    """
+    """A function that shows `progress` (updated in place) up to step `total`; `metric` chooses the best model."""
     if rank != 0:
         yield lambda steps, outcome=None: None
         return
@@ -42,5 +39,5 @@ def training_bar(rank: int, progress: TrainProgress, total: int, metric: str) ->
 
 
 def _short(value: float) -> str:
-    """A number in six characters or so."""
+    """A number in about six characters."""
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"

@@ -1,12 +1,12 @@
-"""The ranks of a training, started again until it is finished.
+"""Launch the ranks of a training, and restart them until it is finished.
 
-    a rank was killed, hung or failed    from the newest whole checkpoint, `train.max_restarts` times at most
+    a rank was killed, hung or failed    from the newest complete checkpoint, at most `train.max_restarts` times
     memory ran out on a rank             with smaller micro-batches
-    there is room for more ranks         saved, and from there on as many as there is room for (processes: [2, 8])
+    capacity for more ranks              saved, then continued on as many as there is capacity for (processes: [2, 8])
 
-The number of ranks decides no result but the order of sums: a step has the same rows on any number (to 1e-5 in its
-loss). Price of a restart: the start of processes, some seconds, and the steps since the last checkpoint, of which there
-are none where the ranks were asked to stop.
+The number of ranks only changes the order of sums: a step has the same rows on any number (losses agree to 1e-5). Cost
+of a restart: some seconds to start processes, and the steps since the last checkpoint (none if ranks were asked to
+stop).
 """
 
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 SAVING = "Saving a checkpoint; press Ctrl-C again to abort."
 POLL_INTERVAL_S = 30.0
-"Between two looks for room for more ranks: it costs a question to the cluster, and finding some costs a restart."
+"Seconds between two checks for more capacity: a check queries the cluster, and a success costs a restart."
 
 
 def run_with_restarts(
@@ -43,12 +43,12 @@ def run_with_restarts(
     store: CheckpointStore,
     identity: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Launch the ranks until they are through; rank 0's summary, its `world_size`, and the `steps` of this call.
+    """Launch the ranks until they finish; returns rank 0's summary, its `world_size`, and the `steps` of this call.
 
-    `settings` are the fields of `RankSettings` but for those that differ between attempts; `strategy_for` names the
-    strategy for a number of ranks. Checkpoints lie in `place`, and `belongs` tells whose they are. Raises RankFailed
-    telling of every attempt when they are used up, FingerprintError when `place` belongs to another run, LeaseLost when
-    another launch has taken it over.
+    `settings` are the fields of `RankSettings` that all attempts share; `strategy_for` gives the strategy for a number
+    of ranks. Checkpoints are in `store`; `identity` says which run they belong to. Raises RankFailed listing every
+    attempt when all are used up, FingerprintError when `store` belongs to another run, LeaseLost when another launch
+    took it over.
     """
     from torchlake.checkpoints import format
 
@@ -57,7 +57,7 @@ def run_with_restarts(
     first: int | None = None
     launch = ""
     while True:
-        if launch:  # who was taken over in the meantime does not take it back
+        if launch:  # a launch that was replaced must not take the store back
             location.check_owner(store, launch)
         launch = secrets.token_hex(6)
         location.claim(store, identity, launch)
@@ -86,8 +86,8 @@ def run_with_restarts(
                     stop_file=str(run / folder.INTERRUPTED),
                 )
             return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
-        except MoreRoom as asked:
-            log.info("%s", asked)
+        except MoreRoom as request:
+            log.info("%s", request)
         except OutOfMemory as error:
             log.warning("%s", error)
         except RankFailed as error:
@@ -100,8 +100,8 @@ def run_with_restarts(
 def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """One rank of the launch: what `engine.launch` runs. `settings` are the fields of `RankSettings`.
 
-    SIGTERM sets a flag and nothing else; the loop looks at it, and for the files in the run folder that ask for a stop,
-    where it can save. That has to be so before torch is imported, which takes seconds.
+    SIGTERM only sets a flag; the loop checks it, and the stop files in the run folder, where it can save. The handler
+    must be in place before torch is imported, which takes seconds.
     """
     terminated = threading.Event()
     run = Path(settings["run"])
@@ -109,7 +109,7 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     interrupted = run / folder.INTERRUPTED
     before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
 
-    def asked_to_stop() -> bool:
+    def stop_requested() -> bool:
         return terminated.is_set() or interrupted.exists() or any(file.exists() for file in reasons)
 
     from torchlake.training.loop import run_rank
@@ -119,7 +119,7 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     with metrics_log.log_file(run / "logs" / f"rank_{rank}.jsonl", rank=rank):
         try:
             failpoint(f"rank{rank}.start")
-            return run_rank(RankSettings(**settings), asked_to_stop)
+            return run_rank(RankSettings(**settings), stop_requested)
         except Interrupted as error:
             log.info("rank %d stopped: %s", rank, error)
             reason = next((reason for file, reason in reasons.items() if file.exists()), None)
@@ -135,38 +135,39 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def _watching_capacity(engine: Engine, processes: Span, number: int, run: Path) -> Iterator[None]:
-    """While `number` ranks train, ask them to stop as soon as more of them would find room."""
-    asking, done = run / folder.MORE_ROOM, threading.Event()
-    atomic_io.remove([asking, run / folder.INTERRUPTED])  # what a launcher left that was killed
+    """While `number` ranks train, ask them to stop as soon as there is capacity for more."""
+    stop_file, done = run / folder.MORE_ROOM, threading.Event()
+    atomic_io.remove([stop_file, run / folder.INTERRUPTED])  # left by a killed launcher
     if number == bounds(processes)[1]:
         yield
         return
 
-    def look() -> None:
+    def poll() -> None:
         while not done.wait(POLL_INTERVAL_S):
             try:
                 found = engine.ranks(processes, None, held=number)
-            except Exception as error:  # whatever an engine's library raises: training goes on as it is
+            except Exception as error:  # any library's error; training continues
                 log.warning("cannot tell whether there is room for more ranks: %s", error)
                 continue
             if found > number:
                 log.info("there is room for %d ranks, %d are training: they save and start again", found, number)
-                asking.touch()
+                stop_file.touch()
                 return
 
-    looking = threading.Thread(target=look, name="room for ranks", daemon=True)
-    looking.start()
+    thread = threading.Thread(target=poll, name="capacity", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         done.set()
-        looking.join()
-        atomic_io.remove([asking])
+        thread.join()
+        atomic_io.remove([stop_file])
 
 
 def _out_of_restarts(
     attempts: list[str], max_restarts: int, store: CheckpointStore, run: Path, last: RankFailed
 ) -> RankFailed:
+    """The RankFailed that lists every attempt."""
     times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
     message = "\n".join(
         [

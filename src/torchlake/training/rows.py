@@ -1,14 +1,12 @@
-"""The rows that ranks train on: out of prepared storage, packed where the task packs, in the batches of every step.
+"""The rows that ranks train on: read from prepared storage, packed if the task packs, in the batch of each step.
 
     prepared tokens -> Rows -> planned batches
 
-A task that packs has blocks where another has rows: texts are laid end to end (packing.py), conversations of which
-answers alone are learned are packed whole (bins.py), for every epoch in an order of its own. A "row" of what follows is
-then a block.
+A task that packs trains on blocks: texts concatenated (packing.py), or, when only answers are learned, whole
+conversations (bins.py), in a new order each epoch. A "row" below is then a block.
 
-`planned` says which rows make the batch of every step (order.py); each rank computes all of it. Rows are cut out of the
-memory map when the model wants them, without a thread that would fetch them ahead: a batch of 64 rows takes 0.03 ms, a
-step of the smallest model some 10 ms.
+Every rank computes the rows of every batch (order.py). They are read from the memory map when needed, without a
+prefetch thread: a batch of 64 rows takes 0.03 ms, a step of the smallest model about 10 ms.
 """
 
 import math
@@ -27,7 +25,7 @@ from torchlake.models.load import TaskSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """What every rank is told; plain values, so that any engine can carry it."""
+    """The settings of every rank; plain values, so that any engine can send them."""
 
     job: Job
     spec: TaskSpec
@@ -36,16 +34,16 @@ class RankSettings:
     tokens: str
     "Token Parquet of the training table."
     validation_tokens: str | None
-    "Token Parquet of the validation table; None where the validation is a share of `tokens`, or there is none."
+    "Token Parquet of the validation table; None: the validation is a share of `tokens`, or there is none."
     strategy: str
     metric: str
     "The validation metric that chooses the best model."
     checkpoint: str | None
     "The checkpoint to continue from; None: from the base model."
     attempt: str
-    "The name of this launch, which no other one has."
+    "Unique name of this launch."
     lease: tuple[str, str]
-    "Where the run folder's lease lies, and the token that must stand in it while this run may write."
+    "The folder of the run's lease, and the token that has to be in it while this run may write."
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,9 @@ class Rows:
 
 
 def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
-    """The rows to train on and those to validate on, mapped into memory; one rank of each machine builds the caches.
+    """The training and the validation rows, memory-mapped; one rank of each machine builds the caches.
 
-    Where rows are packed, those to validate on are blocks already, in the order of the table.
+    Validation rows of a task that packs are blocks, in the order of the table.
     """
     folders = [Path(folder) for folder in (settings.tokens, settings.validation_tokens) if folder is not None]
     caches = [Path(settings.run) / "cache" / folder.name for folder in folders]
@@ -88,7 +86,7 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
 
 
 def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:
-    """The rows in their order, packed into blocks; the rows as they are where the task does not pack."""
+    """The rows packed into blocks, in their order; unchanged for a task that does not pack."""
     if not plugins.load("tasks", spec.task).PACKED:
         return rows
     tokens = rows.table.tokens
@@ -106,12 +104,12 @@ def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: Task
         if step // per_epoch != epoch:
             epoch = step // per_epoch
             if plugins.load("tasks", spec.task).PACKED:
-                laid = order.shuffled(training.numbers, seed=train.seed, epoch=epoch)
-                rows = pack_rows(Rows(training.table, laid), spec)
+                shuffled = order.shuffled(training.numbers, seed=train.seed, epoch=epoch)
+                rows = pack_rows(Rows(training.table, shuffled), spec)
             batches = order.epoch_batches(rows.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
         yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]])
 
 
 def steps_per_epoch(training: Rows, train: TrainConfig, spec: TaskSpec) -> int:
-    """Optimizer steps of one pass over the rows, the short one counted; equal in all epochs."""
+    """Optimizer steps of one pass over the rows, the short last one included; equal in all epochs."""
     return math.ceil(len(pack_rows(training, spec).numbers) / train.batch_size)

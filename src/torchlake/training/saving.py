@@ -1,8 +1,8 @@
-"""What a training run stores: its checkpoints, its best model, and at the end the model folder.
+"""What a training run writes: its checkpoints, its best model, and at the end the model folder.
 
-Each of it goes through the run folder's lease: a run whose launcher slept longer than that may be taken for dead, and
-must not write beside its successor. The model folder is made from what is stored, by rank 0 alone, in main memory: no
-rank gathers a model that is shared out on its GPU.
+All writes are fenced by the run folder's lease: a launcher that was suspended for longer may have been replaced, and
+must not write beside its successor. Rank 0 alone builds the model folder from stored checkpoints, in main memory, so no
+rank gathers a sharded model on its GPU.
 """
 
 import logging
@@ -36,13 +36,13 @@ LOSS = "loss"
 def save(
     settings: RankSettings, state: TrainState, progress: TrainProgress, per_epoch: int, writer: CheckpointWriter
 ) -> None:
-    """Begin a checkpoint of this very moment. Raises StorageError, LeaseLost of an earlier one."""
+    """Start a checkpoint of the current state. Raises StorageError and LeaseLost, possibly of an earlier checkpoint."""
     if state.group.rank == 0:
         with fenced(settings):
             metrics_log.sync(Path(settings.run) / metrics_log.METRICS)
     epoch, batch = divmod(progress.step, per_epoch)
     writer.begin(
-        format.step_draft(checkpoints(settings), progress.step, **_who(settings, state)),
+        format.step_draft(checkpoints(settings), progress.step, **_writer_fields(settings, state)),
         {format.MODEL: state.model_shard(), format.OPTIMIZER: state.optimizer_shard()},
         background=settings.job.train.checkpoint_in_background,
         keep=settings.job.train.keep_checkpoints,
@@ -64,7 +64,7 @@ def save_if_best(
     outcome: metrics_log.Line,
     writer: CheckpointWriter,
 ) -> None:
-    """Note a validation in `position`; where it beats all before it, keep the model."""
+    """Record a validation in `progress`; if it is the best so far, save the model."""
     value = outcome[settings.metric]
     sign = -1 if lower_is_better(settings.metric, state.task.DIRECTIONS) else 1
     before = progress.best
@@ -73,7 +73,7 @@ def save_if_best(
         progress.stale += 1
         return
     progress.stale, progress.best = 0, {"step": progress.step, "metrics": outcome}
-    draft = format.best_draft(checkpoints(settings), progress.step, **_who(settings, state))
+    draft = format.best_draft(checkpoints(settings), progress.step, **_writer_fields(settings, state))
     background = settings.job.train.checkpoint_in_background
     writer.begin(draft, {format.MODEL: state.model_shard()}, background=background, metrics=outcome)
 
@@ -81,9 +81,9 @@ def save_if_best(
 def model_exporter(
     settings: RankSettings, state: TrainState, progress: TrainProgress, card: dict[str, Any]
 ) -> Callable[[Path], None]:
-    """A function that writes the best model, from what is stored of it, as a model folder; it needs no other rank.
+    """A function that writes the best model (without validation, the last) as a model folder; it needs no other rank.
 
-    Where there was no validation the best model is the last. Raises DataError when what is stored is damaged.
+    Raises DataError when what is stored is damaged.
     """
     store = checkpoints(settings)
     if progress.best is None:
@@ -109,7 +109,7 @@ def model_exporter(
 
 @contextmanager
 def fenced(settings: RankSettings) -> Iterator[None]:
-    """Hold the run folder's lock while writing into it. Raises LeaseLost when another trainer has taken it over."""
+    """Hold the run folder's lock while writing to it. Raises LeaseLost when another trainer has taken it over."""
     folder, token = settings.lease
     with lease.locked(Path(folder)):
         if atomic_io.read_json(Path(folder) / "lease.json")["token"] != token:
@@ -118,13 +118,9 @@ def fenced(settings: RankSettings) -> Iterator[None]:
 
 
 def checkpoints(settings: RankSettings) -> CheckpointStore:
-    """Where the run's checkpoints are."""
+    """The store of the run's checkpoints."""
     return location.find_store(settings.job.train.checkpoint_folder, Path(settings.run))
 
 
-def _who(settings: RankSettings, state: TrainState) -> dict[str, Any]:
-    return {
-        "attempt": settings.attempt,
-        "rank": state.group.rank,
-        "world_size": state.group.world_size,
-    }
+def _writer_fields(settings: RankSettings, state: TrainState) -> dict[str, Any]:
+    return {"attempt": settings.attempt, "rank": state.group.rank, "world_size": state.group.world_size}

@@ -1,9 +1,9 @@
-"""What the training loop works with: the model and what moves it, and how far it is.
+"""The state of a training: the model, its optimizer and the progress.
 
-    base model or checkpoint -> wrap -> optimizer = Learner
+    base model or checkpoint -> strategy.wrap -> optimizer = TrainState
 
-`rows.py` says which rows make the batch of every step, `Learner.cut` how the ranks share them (batching.py);
-each rank computes both.
+`rows.py` gives the rows of every batch, `TrainState.micro_batches` divides them among the ranks; each rank computes
+both.
 """
 
 import logging
@@ -22,6 +22,7 @@ from torchlake import atomic_io, optim, plugins
 from torchlake.checkpoints import format
 from torchlake.checkpoints.shards import Pieces
 from torchlake.checkpoints.store import STATE
+from torchlake.config.job import TrainConfig
 from torchlake.data import batching, bins, packing
 from torchlake.distributed import Group
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
@@ -38,73 +39,73 @@ MICRO_BATCH = "micro_batch.json"
 
 @dataclass(kw_only=True)
 class TrainProgress:
-    """How far a run is: what a checkpoint stores beside its tensors."""
+    """The progress of a run: what a checkpoint stores beside tensors. Its field names are stored."""
 
     step: int = 0
     "Optimizer steps done."
     validated: int = 0
     "The step of the last validation."
     best: dict[str, Any] | None = None
-    "The best validation so far: its step and metrics. Of equals the earlier."
+    "The best validation so far: its step and metrics. The earlier of equals."
     stale: int = 0
-    "Validations since then."
+    "Validations since the best."
     non_finite: int = 0
     "Steps in a row that were not applied."
     loss: float | None = None
-    "Of the last step that was applied."
+    "Of the last applied step."
     loss_scale: float = 65536.0
-    "What the loss is multiplied by in fp16, so that small gradients are not rounded to zero."
+    "Factor of the loss in fp16, so that small gradients are not rounded to zero."
     calm: int = 0
-    "Steps in a row whose gradients were finite at this scale."
+    "Steps in a row with finite gradients at this loss scale."
     seconds: float = 0.0
-    "Spent in this loop, over all its interruptions."
+    "Time in the training loop, over all restarts."
 
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The model and what moves it, on this rank."""
+    """The model and everything that updates it, on this rank."""
 
     group: Group
     task: ModuleType
     strategy: ModuleType
     spec: TaskSpec
     model: nn.Module
-    "Its tensors may be shared out, their names are its own."
+    "Its tensors may be sharded; their names are the unwrapped ones."
     module: nn.Module
     "The model as the strategy wrapped it."
     config: Any
-    "The model's own configuration, for its folder."
+    "The model's configuration, for the model folder."
     tokenizer: Any
     optimizer: torch.optim.Optimizer
     names: list[str]
-    "The optimizer's parameters."
+    "Names of the optimizer's parameters."
     stored: dict[str, torch.Tensor]
-    "The model's tensors that a checkpoint holds, all or those that LoRA trains: their shapes, on the device meta."
+    "The tensors of the model that a checkpoint stores (all, or the ones LoRA trains), on the meta device."
     dtype: torch.dtype | None
-    "What the forward pass computes in beside fp32."
+    "Autocast dtype; None: fp32."
     requested_tokens: int
-    "Tokens, padding counted, that this rank may hold at once, as the job says."
+    "train.micro_batch_tokens: tokens, padding included, that this rank may process at once."
     micro_batch_tokens: int
-    "The same, as far as memory has shown to reach."
+    "The same, lowered after running out of memory."
     limit_file: Path
-    "Where it is noted, so that a run that goes on does not have to find it again."
+    "Where it is stored, so that a restarted run uses it at once."
     filler: np.ndarray
-    "(L,) int64, a row for ranks that have none."
+    "(L,) int64, the row that ranks without rows process."
     objective: Objective = UNWEIGHTED
-    "How the loss weighs classes."
+    "Class weights and label smoothing of the loss."
     isolates: bool
-    "Whether the model keeps rows apart whose positions begin again; a block's rows are lines of their own otherwise."
+    "Whether attention stays within rows whose position ids restart; else the rows of a block are unpacked."
     equal_lengths: bool
-    "Whether rows of one length alone go through the model together, because padding would change their logits."
+    "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
 
     def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (B, C), or (B, L, V), of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
+        """Logits (B, C) or (B, L, V) of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
 
-        A rank without rows runs the filler, so that it takes part in every collective; it adds nothing.
+        A rank without rows processes the filler, to take part in every collective; its loss is 0.
         """
         device = self.group.device
         numbers, tokens = rows.numbers[positions], rows.table.tokens
-        places: dict[str, torch.Tensor] = {}
+        position_ids: dict[str, torch.Tensor] = {}
         if not len(numbers):
             ids, mask = self.filler[None], np.ones((1, len(self.filler)), dtype=np.int64)
         elif isinstance(tokens, bins.Bins) and not self.isolates:
@@ -113,14 +114,14 @@ class TrainState:
             ids, mask = tokens.padded(numbers, self.tokenizer.pad_token_id)
         seen = mask
         if isinstance(tokens, bins.Bins) and self.isolates and len(numbers):
-            # Positions that begin again keep rows apart, padding too; a mask beside them would not.
-            places["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
+            # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
+            position_ids["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
             seen = np.ones_like(mask)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.module(
                 input_ids=torch.from_numpy(packing.input_ids_of(ids)).to(device),
                 attention_mask=None if seen.all() else torch.from_numpy(seen).to(device),
-                **places,
+                **position_ids,
                 **self.task.FORWARD,
             ).logits
         if not len(numbers):
@@ -133,7 +134,7 @@ class TrainState:
         return logits, self.task.loss_sum(logits, following, self.spec)
 
     def num_targets(self, rows: Rows) -> float:
-        """What the summed loss of the rows, over all ranks, is divided by: their targets, or the weights of these."""
+        """The divisor of the loss summed over the rows of all ranks: their targets, or the sum of their weights."""
         labels = rows.table.targets
         if labels is not None:
             divisor: float = self.task.divisor(labels[rows.numbers], self.spec, self.objective)
@@ -141,8 +142,8 @@ class TrainState:
         if self.spec.problem == "next_answer_token":
             tokens = rows.table.tokens
             assert isinstance(tokens, bins.Bins), "conversations are packed whole"
-            # A batch may hold nothing but questions: its loss is 0 then, of one target.
-            return max(1, int(tokens.target_counts(rows.numbers).sum()))
+            # A batch may hold questions only: its loss is then 0 of one target.
+            return max(1, int(packing.target_counts(tokens, rows.numbers).sum()))
         number: int = self.task.num_targets(rows.lengths, self.spec)
         return number
 
@@ -152,15 +153,15 @@ class TrainState:
         return pieces
 
     def optimizer_shard(self) -> Pieces:
-        """What this rank stores of its optimizer; every rank calls it."""
+        """What this rank stores of the optimizer; every rank calls it."""
         pieces: Pieces = self.strategy.optimizer_shard(self.model, self.optimizer, self.names, self.group)
         return pieces
 
     def shrink_micro_batches(self, error: Exception, rows: Rows, doing: str, *, repeatable: bool = True) -> None:
-        """Halve the micro-batches when `error` says that memory ran out over `rows`; any other error is raised again.
+        """Halve the micro-batches when `error` means that memory ran out over `rows`; re-raise any other error.
 
-        Raises OutOfMemory when ranks have to begin again at the last checkpoint: several of them, and one that cannot
-        repeat what it was `doing`. Raises UsageError when micro-batches of one row are too much.
+        Raises OutOfMemory when ranks have to restart from the last checkpoint: if there are several, or if the work
+        (`doing`) is not `repeatable`. Raises UsageError when micro-batches have one row already.
         """
         if not ran_out_of_memory(error):
             raise error
@@ -169,7 +170,7 @@ class TrainState:
             raise UsageError(
                 f"the memory of {self.group.device} ran out while {doing} with a single row at a time, of "
                 f"{int(lengths.max()):,} tokens at most. Lower model.max_length, set "
-                "train.activation_checkpointing=true, train fewer parameters (model.lora), or share the model out: "
+                "train.activation_checkpointing=true, train fewer parameters (model.lora), or shard the model: "
                 "train.strategy=fsdp."
             ) from error
         largest = max(len(each) * int(lengths[each].max(initial=0)) for each in share)
@@ -185,21 +186,21 @@ class TrainState:
 
     @contextmanager
     def restart_on_out_of_memory(self, rows: Rows, doing: str) -> Iterator[None]:
-        """Raise OutOfMemory, for a start from the last checkpoint, when memory runs out inside; as `take_less` does."""
+        """When memory runs out inside, raise OutOfMemory for a restart from the last checkpoint."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             self.shrink_micro_batches(error, rows, doing, repeatable=False)
 
     def release_memory(self) -> None:
-        """Give the device's memory that no tensor holds back, so that it can be cut in another way."""
+        """Return the device's cached memory, so that it can be divided differently."""
         if self.group.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def micro_batches(self, rows: Rows) -> tuple[list[np.ndarray], int]:
-        """This rank's micro-batches of the rows, as positions among them, and the tokens that all ranks compute.
+        """This rank's micro-batches, as positions in `rows`, and the tokens that all ranks compute, padding included.
 
-        Every rank has as many; some of the last may be empty. Padding is counted.
+        Every rank has the same number; the last ones may be empty.
         """
         lengths = rows.lengths
         shares = batching.micro_batches(
@@ -213,7 +214,7 @@ class TrainState:
 
 
 def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, TrainProgress]:
-    """The model, from the base or the checkpoint, wrapped by the strategy, with its optimizer."""
+    """Load the model from the base or the checkpoint, wrap it with the strategy, and make its optimizer."""
     job, spec, train = settings.job, settings.spec, settings.job.train
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
     torch.manual_seed(train.seed)
@@ -223,35 +224,16 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     probe = probes.rows(task, tokenizer, spec)
     probes.freeze_unreached(model, probe[1], task.FORWARD)
     names = optim.trainable_names(model)
-    weights = model.state_dict()
-    kept = weights if job.model.lora is None else {name: weights[name] for name in names}
-    wanted = format.untied(kept)
-    # Noted now: a strategy may leave nothing of a tensor in its place.
-    stored = {name: tensor.to("meta") for name, tensor in wanted.items()}
-    progress = TrainProgress()
     saved = None if settings.checkpoint is None else Path(settings.checkpoint)
-    if saved is not None:
-        for name, tensor in format.load_model(saved, wanted).items():
-            weights[name].copy_(tensor)
-        progress = TrainProgress(**atomic_io.read_json(saved / STATE)["position"])
+    stored, progress = _load_weights(model, None if job.model.lora is None else names, saved)
     equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
     if train.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if train.compile:
-        # In place: a wrapper would give the tensors other names.
+        # In place: a wrapper would rename the tensors.
         model.compile(dynamic=True)
-    try:
-        module, optimizer = strategy.wrap(
-            model, lambda shared: optim.make_optimizer(shared, train), group=group, train=train
-        )
-    except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"the model alone does not fit into the memory of {group.device}. Share it out (train.strategy=fsdp, or "
-            "deepspeed with stage 3), train it in part (model.lora), or take a smaller one."
-        ) from error
+    module, optimizer = _wrap(strategy, model, group, train)
     if saved is not None:
         with format.open_tensors(saved, format.OPTIMIZER) as tensors:
             strategy.restore(optimizer, names, tensors)
@@ -278,7 +260,42 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     ), progress
 
 
+def _load_weights(
+    model: nn.Module, trained: list[str] | None, checkpoint: Path | None
+) -> tuple[dict[str, torch.Tensor], TrainProgress]:
+    """Load a checkpoint's weights into the model, if there is one; returns what checkpoints store, and the progress.
+
+    `trained` names the tensors to store; None: all. They are returned on the meta device: a strategy may free them.
+    """
+    weights = model.state_dict()
+    wanted = format.untied(weights if trained is None else {name: weights[name] for name in trained})
+    stored = {name: tensor.to("meta") for name, tensor in wanted.items()}
+    if checkpoint is None:
+        return stored, TrainProgress()
+    for name, tensor in format.load_model(checkpoint, wanted).items():
+        weights[name].copy_(tensor)
+    return stored, TrainProgress(**atomic_io.read_json(checkpoint / STATE)["position"])
+
+
+def _wrap(
+    strategy: ModuleType, model: nn.Module, group: Group, train: TrainConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The wrapped model and its optimizer. Raises UsageError when the model does not fit into the device's memory."""
+    try:
+        wrapped: tuple[nn.Module, torch.optim.Optimizer] = strategy.wrap(
+            model, lambda sharded: optim.make_optimizer(sharded, train), group=group, train=train
+        )
+        return wrapped
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"the model alone does not fit into the memory of {group.device}. Shard it (train.strategy=fsdp, or "
+            "deepspeed with stage 3), train part of it (model.lora), or use a smaller one."
+        ) from error
+
+
 def _tokens_that_fit(limit_file: Path, requested_tokens: int) -> int:
-    """`asked`, or what an earlier attempt that asked for as much found to fit."""
+    """`requested_tokens`, or what an earlier attempt with the same request found to fit."""
     noted = atomic_io.read_json(limit_file) if limit_file.exists() else {}
     return min(requested_tokens, int(noted["tokens"])) if noted.get("asked") == requested_tokens else requested_tokens

@@ -1,9 +1,9 @@
-"""`train`: a table and an encoder in, a model folder out; run again after anything, it continues.
+"""`train`: a table and a base model in, a model folder out; the same call again resumes an interrupted run.
 
     open the tables -> find the labels -> prepare (token Parquet) -> launch the ranks -> model folder, report
 
-This half runs in the caller's process. It decides everything once and keeps a second trainer out of the run folder;
-`restarts.py` starts the ranks, as often as it takes, and `loop.py` is what a rank does.
+This is the driver, in the caller's process: it makes all decisions once and locks the run folder. `restarts.py`
+launches the ranks, and `loop.py` is what each rank runs.
 """
 
 import logging
@@ -55,13 +55,13 @@ class Run:
     model: Path
     "The model folder in it."
     steps: int
-    "Optimizer steps that this call added: fewer than the run has when it continued one."
+    "Optimizer steps of this call: fewer than the whole run when it was resumed."
     seconds: float
     "Of this call."
     metrics: dict[str, float]
-    "The best validation's; the last step's loss where there is no validation."
+    "The best validation's; without validation, the last step's loss."
     complete: bool
-    "Whether the run had been finished before, so that nothing was left to do."
+    "Whether the run was finished before this call."
 
 
 def train(
@@ -74,16 +74,16 @@ def train(
 ) -> Run:
     """Fine-tune a model as `job` says: a job file, a Job, or sections (`data={...}`, `model={...}`, `train={...}`).
 
-    Sections and then `overrides` ("train.epochs=5") are laid over the job. `data.train` and `data.validation` may be
-    frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, those of Spark and Ray
-    by their own engine, once in a run. `run` is the run folder, by default runs/ and the job file's name. The same call
-    again continues an interrupted run, and returns a finished one.
+    Sections and then `overrides` ("train.epochs=5") replace values of the job. `data.train` and `data.validation` may
+    be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, Spark and Ray frames
+    by their own engine, once per run. `run` is the run folder, by default runs/ and the job file's name. The same call
+    again resumes an interrupted run, and returns a finished one.
 
-    Raises ConfigError for a wrong job, DataError for tables, labels, models or checkpoints that cannot be used,
-    FingerprintError when the run folder, or the checkpoints' own, holds another job or the input has changed, Locked
-    when another process trains in it, Interrupted when told to stop (after a checkpoint; StopAsked by a file `stop` in
-    the run folder), Diverged when the loss stays non-finite, StorageError when the disk is full or a storage cannot be
-    reached, RankFailed with all attempts when the ranks failed more often than `max_restarts`.
+    Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
+    when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
+    trains in it, Interrupted when stopped (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
+    when the loss stays non-finite, StorageError when the disk is full or a storage cannot be reached, RankFailed with
+    all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
     folder = run_folder.find(job, run)
@@ -106,7 +106,7 @@ def train(
         if finished is not None:
             _refuse_changed_input(wanted, folder)
             log.info("%s: already complete, %d steps", folder, finished["steps"])
-            with tracking.tracked(wanted, folder):  # what was not told while it ran
+            with tracking.tracked(wanted, folder):  # send what the trackers missed
                 pass
             return _as_run(folder, finished, steps=0, began=began, complete=True)
         _check_columns(wanted)
@@ -143,24 +143,25 @@ def train(
 
 
 def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
-    """Keep a frame in the run folder; one of Spark or Ray is written there by its own engine, once."""
-    home = engine_of(frame)
-    if home is None:
+    """Store a frame in the run folder; a Spark or Ray frame is written there by its own engine, once."""
+    native_engine = engine_of(frame)
+    if native_engine is None:
         run_folder.store_frame(frame, path)
     elif path.exists():
-        # Computing such a frame again may take hours and may give its rows in another order.
+        # Computing the frame again may take hours and may reorder its rows.
         log.info("%s: the rows that the run began with are used", path)
     else:
-        own = engine if type(engine).__name__.lower() == home else make_engine(home, None)
-        being_written = path.with_name(f".{path.name}.spool")
-        atomic_io.remove([being_written])
+        if type(engine).__name__.lower() != native_engine:
+            engine = make_engine(native_engine, None)
+        temporary = path.with_name(f".{path.name}.spool")
+        atomic_io.remove([temporary])
         path.parent.mkdir(parents=True, exist_ok=True)
-        own.spool(frame, str(being_written))
-        being_written.rename(path)
+        engine.spool(frame, str(temporary))
+        temporary.rename(path)
 
 
 def choose_strategy(job: Job, processes: int) -> str:
-    """The strategy's name, "auto" resolved. Raises UsageError when it cannot run that task or so many ranks."""
+    """The strategy's name, "auto" resolved. Raises UsageError when it cannot run the task or that number of ranks."""
     name = job.train.strategy
     if name == "auto":
         return "single" if processes == 1 else "ddp"
@@ -184,7 +185,7 @@ def choose_strategy(job: Job, processes: int) -> str:
 
 
 def choose_metric(job: Job, spec: TaskSpec) -> str:
-    """The metric that picks the best model. Raises ConfigError listing the choices for one that there is not."""
+    """The metric that selects the best model. Raises ConfigError listing the choices for an unknown one."""
     task = plugins.load("tasks", spec.task)
     wanted = job.train.metric
     if job.data.validation is None and (wanted is not None or job.train.patience is not None):
@@ -198,7 +199,7 @@ def choose_metric(job: Job, spec: TaskSpec) -> str:
 
 
 def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
-    """The names of the task's metrics, found by computing them over two rows."""
+    """The names of the task's metrics, found by computing them on two rows."""
     if task.PACKED:
         return list(task.loss_metrics(1.0))
     classes = max(1, len(spec.labels))
@@ -223,7 +224,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 
 
 def _check_columns(job: Job) -> None:
-    """Raise TableError for a table that is not there or lacks a column, before a model is fetched or rows are read."""
+    """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
     data = job.data
     named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
     for name, table in run_folder.stored_tables(job).items():
@@ -234,7 +235,7 @@ def _check_columns(job: Job) -> None:
 
 
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
-    """Tokenise the training table, and the validation table where there is one; the folders of token Parquet."""
+    """Tokenize the training table and the validation table, if any; returns the folders of token Parquet."""
     folders = []
     for name, table in run_folder.stored_tables(job).items():
         output = folder / "prepared" / name
@@ -254,7 +255,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
             )
         except FingerprintError as error:
             lines = str(error).splitlines()
-            different = "\n".join(lines[:-1] or lines)  # the last line offers what an output may do
+            different = "\n".join(lines[:-1] or lines)  # without the last line, which is advice for outputs
             raise FingerprintError(
                 f"{different}\nThe training in {folder} cannot go on with another {name} table than it began with: "
                 "give the earlier table, or a new run folder (--run)."
@@ -268,7 +269,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
 
 
 def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path) -> None:
-    """Say what the data is, and keep it in the run folder."""
+    """Log what the data is, and store it in the run folder."""
     facts = summary.summarize(job, spec, prepared)
     atomic_io.write_json(folder / summary.FILE, facts, site="run.data")
     for line in summary.summary_lines(facts):
@@ -276,7 +277,7 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
 
 
 def _refuse_changed_input(job: Job, folder: Path) -> None:
-    """Raise FingerprintError when a table of a finished run is another one now; a table that is gone is not."""
+    """Raise FingerprintError when a table of a finished run has changed; a deleted table is accepted."""
     for name, table in run_folder.stored_tables(job).items():
         planned = {one.name: one for one in planned_inputs(folder / "prepared" / name)}
         try:

@@ -1,10 +1,10 @@
-"""The space of a tuning: which settings of a job are searched, and among which values.
+"""The search space of a tuning: which settings of a job to search, and over which values.
 
     train.learning_rate: {low: 1.0e-5, high: 5.0e-4, log: true}
     train.batch_size: {choices: [32, 64, 128]}
 
-Keys are a job's own dotted names. A job is loaded with both ends of every range and with every choice, so that a value
-which no job may have is named by its line before anything is trained. Price: milliseconds.
+Keys are a job's dotted names. Both ends of every range and every choice are validated as a job, so that a bad value is
+reported with its line before anything is trained. Cost: milliseconds.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from torchlake.config.types import STRICT, Float
 from torchlake.config.yaml import Location, quote, read_text, read_yaml, shape
 from torchlake.errors import ConfigError
 
-# With another value of these, trials would be measured by different rulers, or not differ at all.
+# Trials with other values of these could not be compared, or would not differ.
 FIXED = ("data.validation", "data.label", "data.learn", "model.task", "train.metric", "engine", "track")
 EXAMPLE = "{low: 1.0e-5, high: 5.0e-4, log: true} or {choices: [32, 64]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Every number from `low` to `high`; whole numbers where both are int. `log`: even on a logarithmic scale."""
+    """Every number from `low` to `high`; integers if both are int. `log`: sampled on a logarithmic scale."""
 
     low: float
     high: float
@@ -71,9 +71,10 @@ class Searched(BaseModel):
 
 
 def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
-    """The space in a file, or in a mapping of the same shape, for trials of `job`.
+    """The space in a file, or in an equivalent mapping, for trials of `job`.
 
-    Raises ConfigError naming every mistake with its file and line, UnsafeError for a tag that would build an object.
+    Raises ConfigError naming every mistake with its file and line, UnsafeError for a YAML tag that would build an
+    object.
     """
     lines: dict[Location, int] = {}
     if isinstance(space, Mapping):

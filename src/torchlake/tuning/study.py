@@ -1,7 +1,7 @@
-"""A tuning's study: what was tried and what came of it, kept by Optuna in one SQLite file, `study.db`.
+"""The study of a tuning: its trials and their results, stored by Optuna in one SQLite file, `study.db`.
 
-Every trial's sampler has a seed of its own, made from the tuning's and the trial's number. So a tuning that was
-interrupted suggests what it would have suggested. Price: some tens of milliseconds per trial; Optuna loads in a second.
+Each trial's sampler is seeded from the tuning's seed and the trial's number, so a resumed tuning suggests the same
+settings. Cost: some tens of milliseconds per trial; importing Optuna takes a second.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 FILE = "study.db"
 TRIALS = "trials"
 STARTUP_TRIALS = 5
-"Trials that run to their end before others are held against them."
+"Trials that finish before pruning starts."
 SQLITE_TIMEOUT_S = 60.0
-"Seconds to wait for another reader of the study's file, such as a dashboard."
+"Seconds to wait while another process, such as a dashboard, holds the file."
 
 State = Literal["complete", "pruned", "failed"]
 STATES: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
@@ -41,17 +41,17 @@ class Trial:
     value: float | None
     "The metric of its best validation; of a pruned trial, of its last one."
     settings: dict[str, Any]
-    "What was searched, by dotted name."
+    "The searched settings, by dotted name."
     steps: int
-    "Optimizer steps that it took."
+    "Its optimizer steps."
     folder: Path
     "Its run folder."
     why: str
-    "Why it failed; empty when it did not."
+    "Why it failed; else empty."
 
 
 def load_optuna() -> ModuleType:
-    """Optuna, which says warnings only. Raises MissingExtra with the pip line when it is not installed."""
+    """Optuna, with only warnings logged. Raises MissingExtra with the pip line when it is not installed."""
     try:
         import optuna
     except ModuleNotFoundError as error:
@@ -64,7 +64,7 @@ def load_optuna() -> ModuleType:
 
 @contextmanager
 def open_study(folder: Path, *, minimize: bool, prune: bool) -> "Iterator[optuna.Study]":
-    """The study in the folder's SQLite file, made when there is none."""
+    """The study in the folder's SQLite file; created if missing."""
     package = load_optuna()
     storage = package.storages.RDBStorage(
         f"sqlite:///{(folder / FILE).absolute()}", engine_kwargs={"connect_args": {"timeout": SQLITE_TIMEOUT_S}}
@@ -84,7 +84,7 @@ def open_study(folder: Path, *, minimize: bool, prune: bool) -> "Iterator[optuna
 
 
 def next_trial(study: "optuna.Study", space: Space, trials: int, seed: int) -> "optuna.trial.Trial | None":
-    """The trial that a killed tuner left running, else a new one, with all its settings; None when there are enough."""
+    """The trial that a killed tuner left running, else a new one, with all its settings; None when `trials` exist."""
     package = load_optuna()
     known = study.get_trials(deepcopy=False)
     left = next((one for one in known if not one.state.is_finished()), None)
@@ -94,7 +94,7 @@ def next_trial(study: "optuna.Study", space: Space, trials: int, seed: int) -> "
     sampler_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     study.sampler = package.samplers.TPESampler(seed=sampler_seed)
     trial: optuna.trial.Trial = study.ask() if left is None else package.trial.Trial(study, left._trial_id)
-    for name, searched in space.items():  # what a trial has been given already stays
+    for name, searched in space.items():  # a resumed trial keeps its values
         if not isinstance(searched, Range):
             trial.suggest_categorical(name, searched)
         elif isinstance(searched.low, int) and isinstance(searched.high, int):
@@ -110,7 +110,7 @@ def trial_folder(folder: Path, number: int) -> Path:
 
 
 def ended_trials(study: "optuna.Study", folder: Path) -> tuple[Trial, ...]:
-    """The trials that came to an end, in their order."""
+    """The finished trials, in order."""
     table = []
     for one in study.get_trials(deepcopy=False):
         if one.state.is_finished():
@@ -131,7 +131,7 @@ def ended_trials(study: "optuna.Study", folder: Path) -> tuple[Trial, ...]:
 
 
 def best_trial(trials: tuple[Trial, ...], *, minimize: bool) -> Trial | None:
-    """The trial with the best value, of equals the earliest; None while none has ended well."""
+    """The complete trial with the best value, the earliest of equals; None without one."""
     values = {one.number: one.value for one in trials if one.state == "complete" and one.value is not None}
     if not values:
         return None

@@ -1,14 +1,14 @@
-"""`tune`: the settings that give the best validation, found by training again and again.
+"""`tune`: find the settings with the best validation metric, by training repeatedly.
 
-    space -> [suggest -> train in trials/NNNN -> tell] ... -> the best run
+    space -> [suggest -> train in trials/NNNN -> report the result] ... -> the best run
 
-Optuna suggests and keeps the study (`study.py`); everything else is `train`. A trial is an ordinary run in a folder of
-its own, so it goes through any engine and continues after a kill.
+Optuna suggests settings and stores the study (`study.py`). A trial is an ordinary run in its own folder, so it works on
+any engine and resumes after a kill.
 
-A trial is pruned from outside. A thread of this process reads the trial's metrics.jsonl, holds each validation against
-the median of the earlier trials' at the same point, and puts a file `stop` into the run folder, which ranks look for
-where they look for SIGTERM. So no rank opens the study, and a validation costs no rank a wait. Price: the trial goes on
-for some steps after the validation that condemned it. All trials but the best keep their story and lose their weights.
+Pruning happens outside of the ranks. A thread of this process reads the trial's metrics.jsonl, compares each validation
+with the median of the earlier trials' at the same point, and creates the file `stop` in the run folder, which the ranks
+check. Cost: the trial continues for some steps after the validation. Of all trials but the best, weights and tables are
+deleted; logs and metrics stay.
 """
 
 import logging
@@ -62,22 +62,22 @@ log = logging.getLogger(__name__)
 
 SETTINGS = "tuning.json"
 LARGE_FOLDERS = ("checkpoints", "model", "prepared", "cache", "input")
-"What a trial's folder loses unless it is the best one's."
+"Deleted from the folders of all trials but the best."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What `tune` found."""
+    """The result of `tune`."""
 
     folder: Path
     model: Path
     "The best trial's model folder."
     job: Job
-    "The best trial's job; it stands as job.yaml in `folder`."
+    "The best trial's job; also stored as job.yaml in `folder`."
     metric: str
     best: Trial
     trials: tuple[Trial, ...]
-    "In their order."
+    "In order."
 
 
 def tune(
@@ -93,15 +93,15 @@ def tune(
 ) -> Tuning:
     """Train `job` up to `trials` times with settings from `space`, and keep the best run.
 
-    `space` is a file, or a mapping of the same shape: `{"train.epochs": {"low": 2, "high": 5}, "train.batch_size":
-    {"choices": [32, 64]}}`. The best is by the metric that chooses a run's best model (train.metric, else the task's
-    own). `run` is the tuning's folder, by default runs/ and the job file's name with _tuning. The same call again
-    continues an interrupted tuning, the trial that was running too; with more `trials` it goes on. With `prune`, a
-    trial whose validations are worse than the median of the others' is stopped.
+    `space` is a file, or an equivalent mapping: `{"train.epochs": {"low": 2, "high": 5}, "train.batch_size":
+    {"choices": [32, 64]}}`. The best run is chosen by the metric that chooses a run's best model (train.metric, else
+    the task's default). `run` is the tuning's folder, by default runs/ and the job file's name with _tuning. The same
+    call again resumes an interrupted tuning and its trial; with more `trials` it continues. With `prune`, a trial whose
+    validations are worse than the median of the others' is stopped.
 
     Raises ConfigError for a wrong job or space, before any training; FingerprintError when the folder holds another
-    tuning; Locked when another process tunes in it; MissingExtra without optuna; TorchlakeError when no trial ended
-    well; Interrupted and what else `train` raises, but for a trial that diverged or whose ranks failed: it is recorded.
+    tuning; Locked when another process tunes in it; MissingExtra without optuna; TorchlakeError when every trial
+    failed; Interrupted and the other errors of `train`. A trial that diverges or whose ranks fail is recorded instead.
     """
     load_optuna()
     if trials < 1:
@@ -146,7 +146,7 @@ def tune(
 
 @contextmanager
 def _tuning_lease(folder: Path) -> Iterator[lease.Lease]:
-    """Be the one tuner of the folder. Raises Locked naming the process that tunes there."""
+    """Hold the lease of the folder. Raises Locked naming the process that tunes there."""
     mine = lease.acquire(folder / ".tuning.staging", LEASE_S, name=str(folder))
     try:
         yield mine
@@ -155,7 +155,9 @@ def _tuning_lease(folder: Path) -> Iterator[lease.Lease]:
 
 
 def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
-    """Note the tuning in its folder. Raises FingerprintError when it holds another's, or something else."""
+    """Store the settings of the tuning in its folder. Raises FingerprintError when it holds another tuning, or other
+    files.
+    """
     path = folder / SETTINGS
     tables = {name: open_table(table) for name, table in stored_tables(job).items()}
     now: dict[str, Any] = {
@@ -189,7 +191,7 @@ def _train(
     path = trial_folder(folder, trial.number)
     stop = path / STOP
     if stop.exists() and not (path / RESULT).exists():
-        return states.PRUNED, None, ""  # decided by a tuner that was killed before it could say so
+        return states.PRUNED, None, ""  # decided by a tuner that was killed before it recorded it
     known = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
     watch = partial(_prune, trial, metric, stop, set(known))
     try:
@@ -209,9 +211,9 @@ def _train(
 def _prune(
     trial: "optuna.trial.Trial", metric: str, stop: Path, reported: set[int], batches: Iterator[list[metrics_log.Line]]
 ) -> None:
-    """Report each validation to the study, counted from 1, and ask the ranks to stop when the study says so.
+    """Report each validation to the study, numbered from 1, and stop the ranks when the study decides so.
 
-    Steps would not compare: trials with other batch sizes are elsewhere in the data after as many.
+    Validations are numbered because steps are not comparable between trials with different batch sizes.
     """
     number = 0
     for lines in batches:
@@ -224,19 +226,19 @@ def _prune(
 
 
 def _delete_others(best: Trial | None, ended: Sequence[Trial]) -> None:
-    """Delete the weights and tables of the trials that ended, but for the best: also what a kill left of them."""
+    """Delete the weights and tables of all finished trials but the best."""
     for one in ended:
         if one is not best:
             atomic_io.remove(one.folder / name for name in LARGE_FOLDERS)
 
 
 def _log_trial(last: Trial, metric: str, trials: int) -> None:
-    """Say what came of a trial as soon as it is known: the next one may take hours."""
+    """Log the result of a trial."""
     value = "" if last.value is None else f", {metric} {last.value:.4f}"
     settings = ", ".join(f"{name}={shown(setting)}" for name, setting in last.settings.items())
     log.info("trial %d (of %d): %s, %d steps%s; %s", last.number, trials, last.state, last.steps, value, settings)
 
 
 def shown(setting: Any) -> str:
-    """A setting as people read it: a float with four digits, anything else as it is."""
+    """A setting for display: floats with four digits."""
     return f"{setting:.4g}" if isinstance(setting, float) else str(setting)
