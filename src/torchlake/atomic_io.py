@@ -1,8 +1,8 @@
-"""Files that are whole or absent: temporary name, fsync, rename, fsync of the folder; and their sha256.
+"""Write files atomically and durably (temporary file, fsync, rename, fsync of the folder); manifests with sha256.
 
-The order is the one databases use: the bytes reach the disk before the name does, and the name before anything that
-refers to it. A reader never sees half a file; a crash leaves at most a `*.tmp`, which the next run removes. No two
-writers share a temporary name: process ids repeat, on other machines and in containers.
+As in databases, the bytes reach the disk before the name, and the name before anything that refers to it. Readers never
+see a partial file; a crash leaves at most a `*.tmp`, which the next run removes. Temporary names are random, because
+process ids repeat on other machines and in containers.
 """
 
 import errno
@@ -22,32 +22,32 @@ from torchlake.failpoints import failpoint
 
 MANIFEST = "manifest.json"
 WRONG_PATH = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
-"Errors that more room on the disk does not help against."
+"Errors that more disk space does not fix."
 
 
 def temporary_path(path: Path) -> Path:
-    """A hidden name beside `path` that only the caller has, for what will be `path` when it is whole."""
+    """A unique hidden name beside `path`, for a file or folder that is renamed to `path` when complete."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def stale_temporaries(path: Path) -> list[Path]:
-    """What killed writers of `path` left under their temporary names."""
+    """Temporary files and folders that killed writers of `path` left behind."""
     ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
     return [one for one in path.parent.glob(".*.tmp") if ours.fullmatch(one.name)]
 
 
 def write_bytes(path: Path, content: bytes, *, site: str) -> None:
-    """Write `content` to `path` atomically and durably. `site` names the failpoints on the way.
+    """Write `content` to `path` atomically and durably; `site` is the prefix of the failpoints.
 
-    Raises StorageError with the free space left when the disk is full or the folder is gone.
+    Raises StorageError, with the free space, when the disk is full or the folder is gone.
     """
     _write(path, content, os.replace, site=site)
 
 
 def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
-    """The same, where there is no such file yet; False, and nothing written, where there is one.
+    """Like `write_bytes`, but returns False and writes nothing if the file exists.
 
-    On a file system without hard links a file that appears at the same moment is replaced.
+    On a file system without hard links, a file that is created at the same moment is replaced.
     """
     try:
         _write(path, content, _link, site=site)
@@ -56,8 +56,8 @@ def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
     return True
 
 
-def _write(path: Path, content: bytes, place: Callable[[Path, Path], None], *, site: str) -> None:
-    """Write a temporary file and let `place` make it `path`. Raises FileExistsError as `place` does."""
+def _write(path: Path, content: bytes, rename: Callable[[Path, Path], None], *, site: str) -> None:
+    """Write a temporary file and `rename` it to `path`. Raises FileExistsError if `rename` does."""
     building = temporary_path(path)
     try:
         failpoint(f"{site}.write")
@@ -66,7 +66,7 @@ def _write(path: Path, content: bytes, place: Callable[[Path, Path], None], *, s
             file.flush()
             os.fsync(file.fileno())
         failpoint(f"{site}.rename")
-        place(building, path)
+        rename(building, path)
         sync_folder(path.parent)
     except FileExistsError:
         raise
@@ -78,7 +78,7 @@ def _write(path: Path, content: bytes, place: Callable[[Path, Path], None], *, s
 
 
 def _link(building: Path, path: Path) -> None:
-    """Give the file its name. Raises FileExistsError where there is one of that name."""
+    """Rename the file. Raises FileExistsError if the new name exists."""
     try:
         os.link(building, path)
     except FileExistsError:
@@ -90,7 +90,7 @@ def _link(building: Path, path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, durably."""
+    """Create a folder and its parents, durably."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
@@ -103,7 +103,7 @@ def write_json(path: Path, value: Any, *, site: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`. Raises DataError naming the file when it is missing, torn or too deep."""
+    """The JSON value in `path`. Raises DataError naming the file when it is missing, damaged or nested too deeply."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -115,23 +115,23 @@ def read_json(path: Path) -> Any:
 
 
 def set_default_modes(files: Iterable[Path]) -> None:
-    """Give files of one folder the mode that `open` gives a new one: safetensors writes for the owner alone.
+    """Give files of one folder the mode of a newly created file: safetensors creates files for the owner only.
 
-    A new file shows that mode, because the umask cannot be read without changing it for the whole process.
+    The mode is taken from a probe file, because reading the umask would change it for the whole process.
     """
     mode: int | None = None
     for file in files:
         if mode is None:
             probe = temporary_path(file)
-            with open(probe, "xb") as made:
-                mode = stat.S_IMODE(os.fstat(made.fileno()).st_mode)
+            with open(probe, "xb") as created:
+                mode = stat.S_IMODE(os.fstat(created.fileno()).st_mode)
             probe.unlink()
         if stat.S_IMODE(file.stat().st_mode) != mode:
             file.chmod(mode)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
+    """fsync a folder, which makes the names in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,7 +140,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """`error` as a sentence: the path, the cause, and what to do; the bytes needed and free where there is no room."""
+    """An error with the path, the cause, the bytes needed and free, and what to do."""
     again = "run the same command again: finished work is kept."
     if error.errno in WRONG_PATH:
         return StorageError(f"{path}: {error.strerror}. Name another folder, or make this one writable, and {again}")
@@ -160,7 +160,7 @@ def sha256_file(path: Path) -> str:
 
 
 def size_and_sha256(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file: its size and its sha256."""
+    """A file's entry in a manifest."""
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
@@ -177,22 +177,21 @@ def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, *, named: str | None = None) -> dict[str, Any]:
-    """The manifest of `folder`, which messages call `named`. Raises DataError when it is missing or damaged."""
+    """The manifest of `folder`, called `named` in messages. Raises DataError when it is missing or damaged."""
     manifest = read_json(folder / MANIFEST)
     path = f"{named or folder}/{MANIFEST}"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise DataError(f"{path}: not a manifest")
     for name, expected in manifest["files"].items():
         if not isinstance(expected, dict) or not expected.keys() >= {"bytes", "sha256"}:
-            raise DataError(f"{path}: says nothing of the size and sha256 of {name!r}; it is damaged")
+            raise DataError(f"{path}: has no size and sha256 of {name!r}; it is damaged")
     return manifest
 
 
 def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) -> dict[str, Any]:
-    """Hold the files of `folder`, those whose names begin with `kind`, against its manifest; returns the manifest.
+    """Check the files of `folder` whose names begin with `kind` against its manifest; returns the manifest.
 
-    Raises DataError naming the first file that is missing, of another size or of another sha256; messages call the
-    folder `named`.
+    Raises DataError naming the first file that is missing or differs in size or sha256; `folder` is called `named`.
     """
     manifest = read_manifest(folder, named=named)
     for name, expected in manifest["files"].items():
@@ -202,7 +201,7 @@ def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) ->
         if not path.is_file():
             raise DataError(f"{shown}: missing, but listed in {MANIFEST}")
         if path.stat().st_size != expected["bytes"]:
-            raise DataError(f"{shown}: {path.stat().st_size:,} bytes, {MANIFEST} says {expected['bytes']:,}")
+            raise DataError(f"{shown}: {path.stat().st_size:,} bytes, but {expected['bytes']:,} in {MANIFEST}")
         if sha256_file(path) != expected["sha256"]:
             raise DataError(f"{shown}: its sha256 is not the one in {MANIFEST}; the file is corrupt or was edited")
     return manifest
@@ -217,12 +216,12 @@ def safe_join(folder: Path, name: str) -> Path:
 
 
 def fingerprint(value: Any) -> str:
-    """The sha256 of a plain value's canonical JSON, in hexadecimal: equal values, equal fingerprints."""
+    """The sha256 of a value's canonical JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete files and folders, whatever they are; absent ones are fine."""
+    """Delete files and folders, if they exist."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

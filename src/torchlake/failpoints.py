@@ -1,13 +1,13 @@
-"""Named places where a test may break the process: the proof behind "whatever is killed when".
+"""Named places where a test can make the process fail: tests kill it at each of them and check the result.
 
-Every durable step calls `failpoint("commit.rename")`. The environment variable TORCHLAKE_FAILPOINT arms one of them:
+Every durable step calls `failpoint("commit.rename")` or similar. The environment variable TORCHLAKE_FAILPOINT arms one:
 
     TORCHLAKE_FAILPOINT=site:nth:action     action: kill9 | stop | raise | enospc
 
-`nth` counts from 1 within the process. With TORCHLAKE_FAILPOINT_ONCE=FILE the action happens once among all processes
-that name the same file (a replaced worker would else die again and again). With TORCHLAKE_FAILPOINT_LOG=FILE every hit
-is appended to FILE, so that a sweep can first list the sites of a job and then run the job once per hit. Unarmed, a
-failpoint costs two dictionary look-ups.
+`nth` counts from 1 within the process. With TORCHLAKE_FAILPOINT_ONCE=FILE only the first process of those with the same
+FILE acts, so that a replaced worker does not fail again. With TORCHLAKE_FAILPOINT_LOG=FILE every hit is appended to
+FILE, so that a test can list a job's sites first, and then run it once per hit. Unarmed, a failpoint costs two
+dictionary look-ups.
 """
 
 import errno
@@ -18,7 +18,7 @@ _hits: dict[str, int] = {}
 
 
 def failpoint(site: str) -> None:
-    """Break here if the environment says so. Raises OSError (enospc) or RuntimeError (raise); kill9 does not return."""
+    """Fail here if armed. Raises OSError (enospc) or RuntimeError (raise); kill9 does not return."""
     armed = os.environ.get("TORCHLAKE_FAILPOINT")
     log = os.environ.get("TORCHLAKE_FAILPOINT_LOG")
     if armed is None and log is None:
@@ -45,7 +45,7 @@ def failpoint(site: str) -> None:
 
 
 def _is_first() -> bool:
-    """Whether no process acted before; true where TORCHLAKE_FAILPOINT_ONCE names no file."""
+    """Whether no process acted before; always true without TORCHLAKE_FAILPOINT_ONCE."""
     once = os.environ.get("TORCHLAKE_FAILPOINT_ONCE")
     if once is None:
         return True

@@ -1,5 +1,5 @@
-"""Which rows a training step sees, and how they become rectangles of tokens.
+"""The order of training rows, and their batches of padded or packed tokens.
 
-In: token Parquet. Out: for every step and rank, padded or packed arrays, in an order that depends on the seed alone.
+In: token Parquet. Out: padded or packed arrays for every step and rank, in an order that depends on the seed alone.
 Read `order.py` first, then `batching.py`.
 """

@@ -1,7 +1,7 @@
-"""Rows of different lengths made into rectangles with little padding in them.
+"""Batches of rows of similar length, with little padding.
 
-Sorting by length and cutting by a budget of padded tokens is the whole trick: one argsort, then a cut per batch and no
-Python per row. A plan depends on the lengths alone, so every rank computes the same one and none has to be told.
+Rows are sorted by length and cut by a budget of padded tokens: one argsort, and no Python per row. The batches depend
+on the lengths alone, so every rank computes the same ones without communication.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """N rows of token ids, end to end."""
+    """N rows of token ids, concatenated."""
 
     values: np.ndarray
     "(T,) int32, possibly memory-mapped."
@@ -32,33 +32,39 @@ class Ragged:
         return lengths
 
     def padded(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows `numbers` (B,) as `pad` gives them."""
+        """The rows `numbers` (B,), padded; see `pad`."""
         return pad(self, numbers, pad_id)
 
 
 def pad(tokens: Ragged, rows: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows (B,) as token ids (B, L) int64, padded on the right with `pad_id`, and their mask (B, L) int64.
+    """Token ids (B, L) int64 of the rows (B,), padded on the right with `pad_id`, and their mask (B, L) int64.
 
     L is the longest row's length, at least 1.
     """
-    starts = tokens.offsets[rows]
-    lengths = tokens.offsets[rows + 1] - starts
-    longest = int(lengths.max(initial=1))
-    mask = np.arange(longest) < lengths[:, None]
-    # Flat positions of all tokens wanted, row after row: a running count, shifted to where each row begins.
+    lengths = tokens.lengths_of(rows)
+    return rectangle(tokens.values[ranges(tokens.offsets[rows], lengths)], lengths, pad_id)
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The numbers from each start (B,) on, as many as its length (B,), concatenated."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    source = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    return np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def rectangle(values: np.ndarray, lengths: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values (T,) as lines of these lengths (B,), padded on the right: (B, L) int64, and their mask (B, L) int64."""
+    mask = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
     ids = np.full(mask.shape, pad_id, dtype=np.int64)
-    ids[mask] = tokens.values[source]
+    ids[mask] = values
     return ids, mask.astype(np.int64)
 
 
 def length_batches(lengths: np.ndarray, *, batch_tokens: int, max_rows: int) -> list[np.ndarray]:
-    """Cut the rows, longest first, into batches of at most `batch_tokens` padded tokens and `max_rows` rows.
+    """Batches of row numbers, longest rows first, of at most `batch_tokens` padded tokens and `max_rows` rows.
 
-    lengths: (N,). Every row is in exactly one batch; a row longer than the budget is alone. Longest first shows at once
-    whether a batch fits into memory.
+    lengths: (N,). Every row is in exactly one batch; a row longer than the budget is alone. With the longest first, a
+    lack of memory shows at once.
     """
     return _cut(np.asarray(lengths), ranks=1, batch_tokens=batch_tokens, max_rows=max_rows)
 
@@ -66,12 +72,11 @@ def length_batches(lengths: np.ndarray, *, batch_tokens: int, max_rows: int) -> 
 def micro_batches(
     lengths: np.ndarray, *, world_size: int, micro_batch_tokens: int, equal_lengths: bool = False
 ) -> list[list[np.ndarray]]:
-    """Share the rows of one batch among the ranks: `[rank][k]` are positions in the batch, each in exactly one place.
+    """Split one batch among the ranks: `[rank][k]` are the positions in the batch of micro-batch k, each in one place.
 
-    lengths: (B,), of the whole batch. Rows are dealt like cards from the sorted deck, so ranks get about the same work,
-    and the deck is cut for all ranks at once, so all have the same number of micro-batches: each within
-    `micro_batch_tokens` padded tokens (or one row), and with `equal_lengths` without padding. Those of the last cut, or
-    of the last of a length, may be empty.
+    lengths: (B,), of the whole batch. Sorted rows go to the ranks in turn, so that ranks have about the same work, and
+    the same number of micro-batches: each at most `micro_batch_tokens` padded tokens (or one row), and without padding
+    if `equal_lengths`. The last micro-batches, or the last of a length, may be empty.
     """
     lengths = np.asarray(lengths)
     cuts = _cut(
@@ -87,7 +92,7 @@ def micro_batches(
 def _cut(
     lengths: np.ndarray, *, ranks: int, batch_tokens: int, max_rows: int, equal_lengths: bool = False
 ) -> list[np.ndarray]:
-    """Positions sorted by length, longest first, cut so that each of `ranks` equal shares of a cut is within bounds."""
+    """Positions, longest first, in groups; each of the `ranks` equal shares of a group is within the limits."""
     order = np.argsort(-lengths, kind="stable")
     shortness = -lengths[order]
     cuts = []

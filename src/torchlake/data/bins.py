@@ -1,42 +1,40 @@
-"""Conversations packed whole into blocks: what a language model learns from that learns answers alone.
+"""Pack whole conversations into blocks, for training on answers only.
 
-    conversations in some order -> longest first, each into the fullest block that has room for it -> blocks
+    conversations in some order -> longest first, each into the fullest block that has space for it -> blocks
 
-An answer is learned after its own question, and after nothing else: no conversation is cut at the edge of a block, its
-positions begin at 0, and what a token sees is its own conversation (`positions_of`; `models/probes.py` checks
-whether a model keeps to that). The number of blocks depends on the lengths alone, so every epoch has as many; which of
-two equally long conversations goes where depends on the order that is given.
+Conversations are not cut at the edge of a block; positions begin at 0 in each, and its tokens attend only to each other
+(`positions_of`; `models/probes.py` checks whether a model respects this). The number of blocks depends on the lengths
+alone, so every epoch has the same number; equally long conversations are placed in the given order.
 
-Best fit leaves a few percent of a block empty, about as first fit does, and finds the block in one step: blocks are
-listed by the room that they have left, and an integer has a bit for every list that is not empty. Price: some 2
-microseconds for each conversation and epoch.
+Best fit leaves a few percent of a block empty, and finds the block in one step: blocks are listed by their free space,
+and an integer has a bit for every list that is not empty. Cost: about 2 microseconds per conversation and epoch.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from torchlake.data.batching import Ragged
+from torchlake.data.batching import Ragged, ranges, rectangle
 from torchlake.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Some rows of `tokens` in M blocks, whole; a row longer than a block is read to the block's length.
+    """Rows of `tokens` packed whole into M blocks; a row longer than a block is truncated.
 
-    A token that is to be read and not learned is ~id, below zero, in the rows and in what `padded` gives. The first of
-    a row is never learned: nothing of its own row is before it.
+    A token that is no target is stored as ~id, below zero, in the rows and in the result of `padded`. The first token
+    of a row is never a target.
     """
 
     tokens: Ragged
     order: np.ndarray
-    "(N,) int64, the rows block after block."
+    "(N,) int64, the row numbers, block after block."
     starts: np.ndarray
-    "(M + 1,) int64: block b holds the rows order[starts[b]:starts[b + 1]]."
+    "(M + 1,) int64: block b has the rows order[starts[b]:starts[b + 1]]."
     ends: np.ndarray
-    "(N + 1,) int64: tokens of the rows before each place of `order`."
+    "(N + 1,) int64: the cumulative number of tokens of the rows in `order`."
     length: int
-    "Tokens of a block, at most."
+    "Maximum tokens of a block."
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -47,47 +45,36 @@ class Bins:
         return lengths
 
     def padded(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks `numbers` (B,) as token ids (B, L) int64 and their mask (B, L) int64, as `batching.pad` gives."""
-        return _rectangle([self.rows_of(number) for number in numbers], self, pad_id)
+        """The blocks `numbers` (B,), padded: token ids (B, L) int64 and mask (B, L) int64; see `batching.pad`."""
+        return rectangle(self._ids_of(*self._rows_of(numbers)), self.lengths_of(numbers), pad_id)
 
     def unpacked(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same of their rows, each in a line of its own: (R, L) int64 and (R, L) int64."""
-        rows = [row for number in numbers for row in self.rows_of(number)]
-        return _rectangle([np.array([row]) for row in rows], self, pad_id)
+        """Like `padded`, with each of their R rows in a separate line: (R, L) int64 and (R, L) int64."""
+        rows, lengths = self._rows_of(numbers)
+        return rectangle(self._ids_of(rows, lengths), lengths, pad_id)
 
     def positions_of(self, numbers: np.ndarray) -> np.ndarray:
-        """(B, L) int64, each token's place in its own row; those of padding begin at 0 as well."""
+        """(B, L) int64, each token's position in its row; those of padding begin at 0 as well."""
+        _, row_lengths = self._rows_of(numbers)
         lengths = self.lengths_of(numbers)
-        positions = np.zeros((len(numbers), int(lengths.max(initial=1))), dtype=np.int64)
-        for line, number in enumerate(numbers):
-            parts = [*self._row_lengths(self.rows_of(number)), positions.shape[1] - lengths[line]]
-            positions[line] = np.concatenate([np.arange(part) for part in parts])
-        return positions
+        positions, mask = rectangle(ranges(np.zeros_like(row_lengths), row_lengths), lengths, 0)
+        return np.where(mask == 1, positions, np.arange(positions.shape[1]) - lengths[:, None])
 
-    def target_counts(self, numbers: np.ndarray) -> np.ndarray:
-        """(B,) int64, tokens of the blocks `numbers` (B,) that are learned."""
-        counts = np.zeros(len(numbers), dtype=np.int64)
-        for place, number in enumerate(numbers):
-            counts[place] = sum(int((self._row(row)[1:] >= 0).sum()) for row in self.rows_of(number))
-        return counts
+    def _rows_of(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows (R,) of the blocks `numbers` (B,), and their tokens (R,)."""
+        rows = self.order[ranges(self.starts[numbers], self.starts[numbers + 1] - self.starts[numbers])]
+        return rows, np.minimum(self.tokens.lengths_of(rows), self.length)
 
-    def rows_of(self, number: int) -> np.ndarray:
-        """The rows of a block."""
-        rows: np.ndarray = self.order[self.starts[number] : self.starts[number + 1]]
-        return rows
-
-    def _row(self, row: int) -> np.ndarray:
-        first, last = self.tokens.offsets[row], self.tokens.offsets[row + 1]
-        ids: np.ndarray = self.tokens.values[first : min(last, first + self.length)]
+    def _ids_of(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """(T,) int64, the first `lengths` (R,) tokens of the rows (R,), concatenated; row starts are no targets."""
+        ids: np.ndarray = self.tokens.values[ranges(self.tokens.offsets[rows], lengths)].astype(np.int64)
+        firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
+        ids[firsts] = np.minimum(ids[firsts], ~ids[firsts])
         return ids
-
-    def _row_lengths(self, rows: np.ndarray) -> np.ndarray:
-        lengths: np.ndarray = np.minimum(self.tokens.lengths_of(rows), self.length)
-        return lengths
 
 
 def pack_whole(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
-    """The rows `order` (N,) of `tokens` in as few blocks of at most `length` tokens as best fit finds.
+    """Pack the rows `order` (N,) of `tokens` into blocks of at most `length` tokens, by best fit.
 
     Raises DataError when there is no row.
     """
@@ -96,7 +83,7 @@ def pack_whole(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
     lengths = np.minimum(tokens.lengths_of(order), length)
     blocks: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
-    rooms = 0  # bit r: by_room[r] is not empty
+    rooms = 0  # bit r: by_room[r], the blocks with space for r tokens, is not empty
     for place in np.argsort(-lengths, kind="stable").tolist():
         needed = max(1, int(lengths[place]))
         fitting = rooms >> needed
@@ -116,7 +103,7 @@ def pack_whole(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
 
 
 def one_per_block(tokens: Ragged, length: int) -> Bins:
-    """Every row in a block of its own, in the order of the table."""
+    """One row per block, in the order of the table."""
     return _bins(tokens, np.arange(len(tokens)), np.arange(len(tokens) + 1), length)
 
 
@@ -124,18 +111,3 @@ def _bins(tokens: Ragged, order: np.ndarray, starts: np.ndarray, length: int) ->
     ends = np.zeros(len(order) + 1, dtype=np.int64)
     np.cumsum(np.minimum(tokens.lengths_of(order), length), out=ends[1:])
     return Bins(tokens, order, starts, ends, length)
-
-
-def _rectangle(lines: list[np.ndarray], bins: Bins, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and mask (B, L) of lines of rows, padded on the right; the first token of each row is not learned."""
-    filled = []
-    for rows in lines:
-        parts = [bins._row(row).astype(np.int64) for row in rows]
-        for part in parts:
-            part[:1] = np.where(part[:1] < 0, part[:1], ~part[:1])
-        filled.append(np.concatenate(parts))
-    lengths = np.array([len(line) for line in filled], dtype=np.int64)
-    mask = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
-    ids = np.full(mask.shape, pad_id, dtype=np.int64)
-    ids[mask] = np.concatenate(filled) if filled else []
-    return ids, mask.astype(np.int64)

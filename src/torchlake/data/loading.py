@@ -1,11 +1,11 @@
-"""Token Parquet as flat arrays on disk, mapped into memory and shared by all ranks of a machine.
+"""Decode token Parquet once into flat arrays on disk, memory-mapped and shared by all ranks of a machine.
 
     parts of token Parquet  ->  values.bin (int32) | lengths.bin (int32) | targets.bin   ->  mmap
 
-Rows are wanted in another order every epoch; Parquet reads forwards only. So the parts are decoded once, in a stream
-(memory: one record batch), and every row is then one slice away. The kernel's page cache is the only buffer: ranks
-share it, and a table larger than memory is read from disk as needed. Price: 4 bytes per token on local disk. The cache
-may be deleted at any time; it is built again from the parts, whose page checksums are verified on the way.
+Each epoch reads rows in another order, and Parquet has no random access to rows. Decoding takes the memory of one
+record batch. Ranks share the kernel's page cache, and a table larger than memory is read from disk as needed. Cost: 4
+bytes per token on local disk. The cache may be deleted at any time; it is built again from the parts, whose page
+checksums are verified.
 """
 
 import os
@@ -24,6 +24,7 @@ from torchlake.data.batching import Ragged
 from torchlake.data.bins import Bins
 from torchlake.data.packing import Blocks
 from torchlake.errors import DataError
+from torchlake.tables.failures import count_failed
 from torchlake.tables.record import committed_files, read_commit
 
 FORMAT = 1
@@ -32,22 +33,22 @@ BATCH_ROWS = 16384
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The rows that can be trained on, in the order of the table."""
+    """The rows without an error, in the order of the table."""
 
     tokens: Ragged | Blocks | Bins
-    "A table on disk has Ragged rows; Blocks and Bins are what `packing` and `bins` make of them."
+    "Ragged as read from disk; `packing` and `bins` make Blocks and Bins of it."
     targets: np.ndarray | None
-    "(N,) int64 classes, (N, C) float32 for several labels a row, (N,) float32 for regression; None without labels."
+    "(N,) int64 classes, (N, C) float32 for multi-label, (N,) float32 for regression; None without labels."
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def build_cache(prepared: Path, cache: Path) -> None:
-    """Decode the token Parquet folder `prepared` into the folder `cache`, unless the cache holds it already.
+    """Decode the token Parquet folder `prepared` into the folder `cache`, unless it is there already.
 
-    One process of a machine calls this before any calls `open_tokens`; when two do, both succeed. Raises DataError
-    naming a part that cannot be read, StorageError when the disk is full.
+    One process of a machine calls this before `open_tokens`; concurrent calls are safe. Raises DataError naming a part
+    that cannot be read, StorageError when the disk is full.
     """
     identity = _identity(prepared)
     if _is_current(cache, identity):
@@ -67,7 +68,7 @@ def build_cache(prepared: Path, cache: Path) -> None:
 
 
 def open_tokens(cache: Path) -> TokenTable:
-    """The cache as memory-mapped arrays. Raises DataError when it holds no row."""
+    """The cache as memory-mapped arrays. Raises DataError when it has no row."""
     about = atomic_io.read_json(cache / "about.json")
     rows = about["rows"]
     if rows == 0:
@@ -80,7 +81,7 @@ def open_tokens(cache: Path) -> TokenTable:
     if targets is not None and about["width"]:
         targets = targets.reshape(rows, about["width"])
     values = _map(cache / "values.bin", np.dtype(np.int32))
-    assert len(values) == offsets[-1], f"{cache}: {len(values)} tokens, the lengths say {offsets[-1]}"
+    assert len(values) == offsets[-1], f"{cache}: {len(values)} tokens, but {offsets[-1]} by the lengths"
     return TokenTable(Ragged(values, offsets), targets)
 
 
@@ -109,21 +110,17 @@ def _decode(files: list[Path], folder: Path) -> dict[str, int | str | None]:
 
 
 def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
-    """The rows without an error, as record batches, none of them empty."""
+    """The rows without an error, in record batches that are not empty."""
     for path in files:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 names = [name for name in ("input_ids", "target", "error") if name in file.schema_arrow.names]
                 for batch in file.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
-                    good = batch if batch.column("error").null_count == len(batch) else batch.filter(_fine(batch))
+                    good = batch.filter(batch.column("error").is_null()) if count_failed(batch) else batch
                     if len(good):
                         yield good
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: {error}. Delete the folder {path.parent} and run again.") from error
-
-
-def _fine(batch: pa.RecordBatch) -> pa.Array:
-    return pc.is_null(batch.column("error"))
 
 
 def _identity(prepared: Path) -> str:

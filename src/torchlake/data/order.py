@@ -1,14 +1,13 @@
-"""Which row when: a function of (lengths, batch size, seed, epoch) and of nothing else.
+"""The order of rows: a function of (lengths, batch size, seed, epoch) alone.
 
     shuffle all rows -> windows of 32 batches -> sort each window by length, cut into batches -> shuffle the batches
 
-Neither the engine, nor the number of ranks, nor where a run was interrupted has a part in it, so a resumed run finds
-its place by counting. Sorting inside a window removes nearly all padding: the rows of one batch span about 1/32 of the
-window's lengths. A wider window would save hardly more and would put the same long rows together in every epoch.
+It does not depend on the engine, the number of ranks or interruptions, so a resumed run finds its position by counting.
+Sorting inside a window removes nearly all padding: the rows of one batch span about 1/32 of the window's lengths. A
+wider window would save little more, and would put the same long rows together in every epoch.
 
 Random numbers are the raw output of Philox, a counter-based generator whose stream numpy guarantees; the methods of
-`numpy.random.Generator` may change from one release to the next. An epoch costs two argsorts: about 0.2 s per million
-rows.
+`numpy.random.Generator` may change between releases. Cost: two argsorts per epoch, about 0.2 s per million rows.
 """
 
 import numpy as np
@@ -17,16 +16,16 @@ from torchlake.errors import DataError
 
 WINDOW_BATCHES = 32
 SPLIT_STREAM = 2**64 - 1
-"The split's stream: where an epoch's number stands in the key, and no epoch's number."
+"The stream for `split`, in place of an epoch's number."
 SHUFFLE_STREAM = 2**63
-"Added to an epoch's number: the stream that decides in which order rows are laid end to end."
+"Added to an epoch's number: the stream for `shuffled`."
 
 
 def epoch_batches(lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """The batches of one epoch: arrays of row numbers int64, every row of `lengths` (N,) exactly once.
+    """The batches of one epoch: int64 row numbers, every row of `lengths` (N,) exactly once.
 
-    All batches have `batch_size` rows but one, which has the rest. Its rows are drawn before anything is sorted: cut
-    off a sorted window it would always hold the longest rows, and each row of a short batch weighs more.
+    All batches have `batch_size` rows except one with the remainder. Its rows are drawn before sorting: otherwise it
+    would always have the longest rows, and rows of a short batch have more weight.
     """
     lengths = np.asarray(lengths)
     rng = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
@@ -42,17 +41,17 @@ def epoch_batches(lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int
 
 
 def shuffled(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """The row numbers `rows` (N,) int64 in the order in which an epoch lays them end to end."""
+    """The row numbers `rows` (N,) int64 in the order in which an epoch packs them."""
     rng = np.random.Philox(key=np.array([seed, SHUFFLE_STREAM + epoch], dtype=np.uint64))
     return np.asarray(rows[_permutation(rng, len(rows))])
 
 
 def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers 0 to `rows` - 1 as (training rows, validation rows), each sorted and neither empty.
+    """Split row numbers 0 to `rows` - 1 into (training rows, validation rows), each sorted and not empty.
 
-    With `classes` (rows,) int64, the class of each row, every class has its share of the validation rows, and a class
-    of two rows or more has rows on both sides, as far as there are validation rows for that: larger classes first. A
-    class of one row is trained on. Raises DataError when there are not two rows to split.
+    With `classes` (rows,) int64 the split is stratified: a class with two or more rows has rows on both sides, as far
+    as there are enough validation rows, larger classes first. A class with one row is trained on. Raises DataError when
+    there are fewer than two rows.
     """
     if rows < 2:
         raise DataError(
@@ -70,31 +69,31 @@ def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = No
 
 
 def _validation_counts(sizes: np.ndarray, fraction: float, total: int) -> np.ndarray:
-    """(C,) validation rows of classes of these sizes (C,), `total` together unless too few classes have two rows.
+    """(C,) validation rows of classes of these sizes (C,); `total` in all, unless too few classes have two rows.
 
-    Each has its fraction rounded down, at least one and never all of its rows; what is missing goes to those furthest
-    below their fraction. Where there are too few, a class keeps its only one longest, the larger class longer.
+    Each class has its fraction rounded down, at least one row and never all; missing rows go to the classes furthest
+    below their fraction. If there are too many, classes with more than one row lose rows first.
     """
     most = np.maximum(sizes - 1, 0)
     total = min(total, int(most.sum()))
     exact = sizes * fraction
-    seats = np.clip(np.floor(exact).astype(np.int64), np.minimum(1, most), most)
-    while (missing := total - int(seats.sum())) > 0:
-        able = np.flatnonzero(seats < most)
-        seats[able[np.argsort((seats - exact)[able], kind="stable")[:missing]]] += 1
-    while (over := int(seats.sum()) - total) > 0:
-        able = np.flatnonzero(seats > 1) if (seats > 1).any() else np.flatnonzero(seats)
-        seats[able[np.argsort((exact - seats)[able], kind="stable")[:over]]] -= 1
-    return seats
+    counts = np.clip(np.floor(exact).astype(np.int64), np.minimum(1, most), most)
+    while (missing := total - int(counts.sum())) > 0:
+        able = np.flatnonzero(counts < most)
+        counts[able[np.argsort((counts - exact)[able], kind="stable")[:missing]]] += 1
+    while (over := int(counts.sum()) - total) > 0:
+        able = np.flatnonzero(counts > 1) if (counts > 1).any() else np.flatnonzero(counts)
+        counts[able[np.argsort((exact - counts)[able], kind="stable")[:over]]] -= 1
+    return counts
 
 
-def _first_of_each(classes: np.ndarray, sizes: np.ndarray, seats: np.ndarray) -> np.ndarray:
-    """(N,) bool: the first `seats` (C,) places of each class among `classes` (N,), whose classes have these sizes."""
+def _first_of_each(classes: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(N,) bool: true for the first `counts` (C,) rows of each class in `classes` (N,); `sizes` (C,) are the totals."""
     by_class = np.argsort(classes, kind="stable")
     starts = np.cumsum(sizes) - sizes
     place = np.arange(len(classes)) - np.repeat(starts, sizes)
     chosen = np.zeros(len(classes), dtype=bool)
-    chosen[by_class] = place < np.repeat(seats, sizes)
+    chosen[by_class] = place < np.repeat(counts, sizes)
     return chosen
 
 

@@ -1,14 +1,13 @@
-"""Rows of tokens laid end to end and cut into blocks of equal length: what a causal language model learns from.
+"""Concatenate rows and cut them into blocks of equal length, for causal language models.
 
-    rows in some order -> one stream of tokens -> blocks, each beginning with the last token of the one before
+    rows in some order -> one stream of tokens -> blocks, each beginning with the last token of the previous one
 
-The first token of a block is read and not predicted. It is the last of the block before, where it was: so every token
-of the stream but its very first is predicted exactly once, wherever the cuts fall. The last block has what is left and
-is shorter; nothing is dropped, and no other block has padding.
+The first token of a block is context only; it was a target in the previous block. So every token of the stream except
+the first is a target exactly once. The last block is shorter; nothing is dropped, and no other block has padding.
 
-Blocks are not written anywhere. The places of their tokens are looked up in the memory-mapped rows when a batch wants
-them, so another order costs no copy of the table. Price: one binary search per token (a batch of 64 blocks of 512
-tokens takes some 3 ms), and one token of a block computed twice.
+Blocks are not stored: tokens are looked up in the memory-mapped rows for each batch, so another order needs no copy of
+the table. Cost: one binary search per token (a batch of 64 blocks of 512 tokens takes about 3 ms), and one token per
+block computed twice.
 """
 
 import math
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchlake.data.batching import Ragged
+from torchlake.data.batching import Ragged, ranges, rectangle
+from torchlake.data.bins import Bins
 from torchlake.errors import DataError
 
 BLOCKS_PER_COUNT = 256
@@ -24,18 +24,18 @@ BLOCKS_PER_COUNT = 256
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Some rows of `tokens` as M blocks, numbered along the stream.
+    """Rows of `tokens` as M blocks, numbered along the stream.
 
-    A token that is to be read and not learned is ~id, below zero, in the rows and in what `padded` gives.
+    A token that is no target is stored as ~id, below zero, in the rows and in the result of `padded`.
     """
 
     tokens: Ragged
     order: np.ndarray
-    "(N,) int64, the rows as they follow one another in the stream."
+    "(N,) int64, the row numbers in the order of the stream."
     starts: np.ndarray
-    "(N + 1,) int64: row order[i] begins at place starts[i] of the stream, which has starts[-1] tokens."
+    "(N + 1,) int64: row order[i] begins at position starts[i] of the stream, which has starts[-1] tokens."
     length: int
-    "Tokens of every block but the last, 2 or more."
+    "Tokens of every block except the last, 2 or more."
 
     def __len__(self) -> int:
         return num_blocks(int(self.starts[-1]), self.length)
@@ -46,34 +46,32 @@ class Blocks:
         return lengths
 
     def padded(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks `numbers` (B,) as token ids (B, L) int64 and their mask (B, L) int64, as `batching.pad` gives."""
+        """The blocks `numbers` (B,), padded: token ids (B, L) int64 and mask (B, L) int64; see `batching.pad`."""
         lengths = self.lengths_of(numbers)
-        along = np.arange(int(lengths.max(initial=1)))
-        mask = along < lengths[:, None]
-        places = (numbers[:, None] * (self.length - 1) + along)[mask]
+        places = ranges(numbers * (self.length - 1), lengths)
         rows = np.searchsorted(self.starts, places, side="right") - 1
-        ids = np.full(mask.shape, pad_id, dtype=np.int64)
-        ids[mask] = self.tokens.values[self.tokens.offsets[self.order[rows]] + places - self.starts[rows]]
-        return ids, mask.astype(np.int64)
+        values = self.tokens.values[self.tokens.offsets[self.order[rows]] + places - self.starts[rows]]
+        return rectangle(values, lengths, pad_id)
 
-    def target_counts(self, numbers: np.ndarray) -> np.ndarray:
-        """(B,) int64, tokens of the blocks `numbers` (B,) that are learned; the first of a block is read at most."""
-        counts = np.zeros(len(numbers), dtype=np.int64)
-        for first in range(0, len(numbers), BLOCKS_PER_COUNT):
-            ids, mask = self.padded(numbers[first : first + BLOCKS_PER_COUNT], 0)
-            counts[first : first + BLOCKS_PER_COUNT] = ((ids >= 0) & (mask == 1))[:, 1:].sum(axis=1)
-        return counts
+
+def target_counts(blocks: Blocks | Bins, numbers: np.ndarray) -> np.ndarray:
+    """(B,) int64, targets in the blocks `numbers` (B,)."""
+    counts = np.zeros(len(numbers), dtype=np.int64)
+    for first in range(0, len(numbers), BLOCKS_PER_COUNT):
+        ids, _ = blocks.padded(numbers[first : first + BLOCKS_PER_COUNT], -1)
+        counts[first : first + BLOCKS_PER_COUNT] = (ids[:, 1:] >= 0).sum(axis=1)
+    return counts
 
 
 def input_ids_of(ids: np.ndarray) -> np.ndarray:
-    """The tokens as a model reads them, learned or not."""
+    """Token ids for the model's input, with ~id undone."""
     return np.where(ids < 0, ~ids, ids)
 
 
 def pack(tokens: Ragged, order: np.ndarray, length: int) -> Blocks:
-    """The rows `order` (N,) of `tokens`, laid end to end in that order, as blocks of `length` tokens.
+    """The rows `order` (N,) of `tokens`, concatenated, as blocks of `length` tokens.
 
-    Raises DataError when they have not two tokens together: there is nothing to predict then.
+    Raises DataError when they have fewer than two tokens in all.
     """
     starts = np.zeros(len(order) + 1, dtype=np.int64)
     np.cumsum(tokens.lengths_of(order), out=starts[1:])
@@ -83,5 +81,5 @@ def pack(tokens: Ragged, order: np.ndarray, length: int) -> Blocks:
 
 
 def num_blocks(tokens: int, length: int) -> int:
-    """Blocks that a stream of `tokens` tokens, 2 or more, is cut into."""
+    """The number of blocks of a stream of `tokens` tokens, 2 or more."""
     return math.ceil((tokens - 1) / (length - 1))

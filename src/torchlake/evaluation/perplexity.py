@@ -26,7 +26,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data import loading
 from torchlake.data.batching import Ragged, length_batches
 from torchlake.data.bins import Bins, one_per_block
-from torchlake.data.packing import Blocks, input_ids_of, pack
+from torchlake.data.packing import Blocks, input_ids_of, pack, target_counts
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.metrics import Metric, loss_metrics
@@ -145,7 +145,7 @@ def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndar
             found[numbers.start : numbers.stop] = losses
             advance(len(numbers))
     every = np.arange(len(found))
-    return found, blocks.target_counts(every) if settings.spec.problem == "next_answer_token" else blocks.lengths_of(
+    return found, target_counts(blocks, every) if settings.spec.problem == "next_answer_token" else blocks.lengths_of(
         every
     ) - 1
 

@@ -1,9 +1,9 @@
-"""Rows in storage: what a table is, how it is cut into chunks and read, and how an output is written exactly once.
+"""Rows in storage: opening tables, splitting them into chunks, reading rows, and writing an output exactly once.
 
 In: a path, a URL or a frame. Out: chunks of Arrow rows, and at the end an output folder with its commit record.
-Read `table.py` first, then `chunks.py` (the plan) and `reading.py` (a chunk's rows, bad ones isolated).
+Read `table.py` first, then `chunks.py` (the plan) and `reading.py` (a chunk's rows).
 
-sources/   files, URLs and frames, and which version of them is read
+sources/   files, URLs and frames, and their versions
 formats/   Parquet, Arrow, CSV, JSON lines
 output/    parts, staging, lease, commit, verify
 """

@@ -1,6 +1,6 @@
-"""Why rows failed: their errors grouped by the reason before the colon, counted, and put into lines.
+"""Failed rows: errors are counted by their reason, the text before the first colon.
 
-Cost: of a scored table, the column `error` of those parts in which rows failed.
+Cost: one read of the column `error`, of those parts that have failed rows.
 """
 
 from collections import Counter
@@ -21,13 +21,18 @@ class Failures(NamedTuple):
     """The failed rows of a scored table."""
 
     errors: dict[str, int]
-    "Why rows failed, and how many for each reason, the most frequent first."
+    "Failed rows by reason, the most frequent first."
     example: str | None
-    "File and row of the first of them, and its error."
+    "File and row of the first failed row, and its error."
+
+
+def count_failed(rows: pa.Table | pa.RecordBatch) -> int:
+    """How many rows have an error; 0 if there is no column `error`."""
+    return rows.num_rows - rows["error"].null_count if "error" in rows.schema.names else 0
 
 
 def count_reasons(errors: pa.Array | pa.ChunkedArray) -> Counter[str]:
-    """How many of the errors, without nulls, have each reason; what follows a colon is about the one row."""
+    """Count the errors, none of them null, by reason; the text after the colon is about the single row."""
     if not len(errors):
         return Counter()
     reasons = pc.list_element(pc.split_pattern(errors, ":", max_splits=1), 0)
@@ -35,7 +40,7 @@ def count_reasons(errors: pa.Array | pa.ChunkedArray) -> Counter[str]:
 
 
 def read_failures(output: Path, record: Mapping[str, Any], plan: Plan) -> Failures:
-    """The failed rows of the output that has this commit record and plan."""
+    """The failed rows of a committed output."""
     counts: Counter[str] = Counter()
     example = None
     chunks = {chunk.index: chunk for chunk in plan.chunks}
@@ -51,7 +56,7 @@ def read_failures(output: Path, record: Mapping[str, Any], plan: Plan) -> Failur
 
 
 def format_reasons(errors: Mapping[str, int], lines: int = LINES) -> list[str]:
-    """A line for each reason, the last of them for all that have none."""
+    """One line per reason, at most `lines`; the last one sums up the rest."""
     shown = [f"{reason} {count:,}" for reason, count in errors.items()]
     if len(shown) <= lines:
         return shown

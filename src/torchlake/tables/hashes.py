@@ -1,8 +1,8 @@
-"""64-bit hashes of Arrow values, by whole columns: equal values of one type have equal hashes, however they are stored.
+"""64-bit hashes of Arrow columns: equal values of one type have equal hashes, however they are stored.
 
-A value of fixed width is one or more 64-bit words, a text the words of its bytes; one word is its own hash, several are
-mixed (the finalizer of MurmurHash3). Two different values may have the same hash, so `identities` gives the bytes that
-decide. Cost: some ten passes of numpy over each word, 3 to 20 ns a value; texts above 256 bytes are hashed one by one.
+A fixed-width value is one or more 64-bit words, a string the words of its bytes; one word is its own hash, several are
+mixed (the finalizer of MurmurHash3). Different values may have the same hash; `identities` returns bytes that tell them
+apart. Cost: 3 to 20 ns per value; strings longer than 256 bytes are hashed one by one.
 """
 
 import numpy as np
@@ -12,20 +12,20 @@ import pyarrow as pa
 Words = npt.NDArray[np.uint64]
 
 LONG = 256
-"Bytes above which a text is hashed by Python, by itself: its bytes then cost more than the call."
+"Strings with more bytes are hashed by Python's `hash`, one by one."
 _MASKS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
-"By the number of a word's bytes that belong to the text."
+"By the number of a word's bytes that belong to the string."
 _DAY_MS = 86_400_000
 
 
 def is_hashable(kind: pa.DataType) -> bool:
-    """Whether values of that plain type can be hashed: all but lists, structs, maps and unions."""
+    """Whether values of this storage type can be hashed: all but lists, structs, maps and unions."""
     wide = pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)
     return wide or _is_bytes(kind) or pa.types.is_primitive(kind) or pa.types.is_null(kind)
 
 
 def hashes(values: pa.Array) -> Words:
-    """The hash of each value; none of them may be null, nor encoded (`formats.plain`)."""
+    """The hash of each value; none may be null, and the type must be a `layout.storage_type`."""
     found = _stored(values)
     if isinstance(found, pa.Array):
         return _hash_bytes(found)
@@ -38,7 +38,7 @@ def hashes(values: pa.Array) -> Words:
 
 
 def identities(values: pa.Array) -> list[bytes]:
-    """Bytes that are equal for equal values of one type, and for no others; for values as `hashes` takes them."""
+    """Bytes that are equal only for equal values of one type; for the same arrays as `hashes`."""
     found = _stored(values)
     if isinstance(found, pa.Array):
         return [value.as_buffer().to_pybytes() for value in found]
@@ -46,13 +46,13 @@ def identities(values: pa.Array) -> list[bytes]:
 
 
 def _stored(values: pa.Array) -> Words | pa.Array:
-    """Texts and binary as they are, others as (N, words) uint64."""
+    """Strings and binary unchanged, others as (N, words) uint64."""
     kind = values.type
     if _is_bytes(kind):
         return values
     if pa.types.is_boolean(kind):
         values = values.cast(pa.uint8())
-    if pa.types.is_floating(kind):  # both zeros are one
+    if pa.types.is_floating(kind):  # 0.0 == -0.0
         return (values.to_numpy(zero_copy_only=False).astype(np.float64) + 0.0).view(np.uint64)[:, None]
     if pa.types.is_null(kind) or not len(values):
         return np.zeros((len(values), 1), np.uint64)
@@ -69,7 +69,7 @@ def _stored(values: pa.Array) -> Words | pa.Array:
 
 
 def _hash_bytes(values: pa.Array) -> Words:
-    """Hashes of texts or binary: word after word of all that are long enough to have one."""
+    """Hashes of strings or binary: one word at a time, of all values that are long enough."""
     wide = values.type in (pa.large_string(), pa.large_binary())
     _, places, content = values.buffers()
     if not len(values):
@@ -83,7 +83,7 @@ def _hash_bytes(values: pa.Array) -> Words:
     state = lengths.astype(np.uint64)
     for row in np.flatnonzero(lengths > LONG):
         state[row] = hash(padded[starts[row] : starts[row] + lengths[row]].tobytes()) & 0xFFFF_FFFF_FFFF_FFFF
-    every_word = np.ndarray((len(padded) - 7,), np.uint64, padded, strides=(1,))  # one begins at each byte
+    every_word = np.ndarray((len(padded) - 7,), np.uint64, padded, strides=(1,))  # one starting at each byte
     rows = np.flatnonzero((lengths > 0) & (lengths <= LONG))
     at = 0
     while len(rows):
@@ -96,7 +96,7 @@ def _hash_bytes(values: pa.Array) -> Words:
 
 
 def _mixed(state: Words) -> Words:
-    """Every bit of the result depends on all bits of the state, and no two states give the same result."""
+    """Mix the bits: each bit of the result depends on all bits of the state, and no two states collide."""
     state = (state ^ (state >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     state = (state ^ (state >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     mixed: Words = state ^ (state >> np.uint64(33))

@@ -1,8 +1,8 @@
-"""Whether a key column is one: no nulls, no NaN, no duplicates; exact, in constant memory.
+"""Check a key column for nulls, NaN and duplicates: exact, in constant memory.
 
-Every key's 64-bit hash goes into a temporary file, which is sorted in place (memory-mapped, so the kernel pages it);
-equal neighbors are candidates, and only their keys are read again and compared themselves. Cost: 8 bytes of disk per
-row, one pass over the key column, a second one only when hashes are equal.
+Every key's 64-bit hash is written to a temporary file, which is sorted in place (memory-mapped, so the kernel pages
+it). Keys with equal hashes are read again and compared. Cost: 8 bytes of disk per row, one pass over the key column, a
+second one only if hashes are equal.
 """
 
 import os
@@ -23,21 +23,21 @@ from torchlake.tables.table import Table
 
 EXAMPLES = 3
 CANDIDATES = 65_536
-"Hashes that are compared by their keys in one pass."
+"Hashes whose keys are compared in one pass."
 BLOCK = 1 << 20
-"Hashes that are looked at together."
+"Hashes per block when scanning."
 
 Rows = npt.NDArray[np.int64]
 
 
 class Keys(NamedTuple):
-    """The keys of consecutive rows; `where` names their file, `first_row` the number of the first."""
+    """The keys of consecutive rows of the file `where`, from `first_row` on."""
 
     where: str
     first_row: int
     values: pa.ChunkedArray
     unreadable: Iterable[int] = ()
-    "Rows, from 0, that could not be read: their missing key is no fault of the key's."
+    "Indices of rows that could not be read: their null keys do not count."
 
 
 def check_key(table: Table, plan: Plan, key: str) -> None:
@@ -61,9 +61,9 @@ def check_key(table: Table, plan: Plan, key: str) -> None:
 
 
 def key_problem(read: Callable[[], Iterator[Keys]], rows: int) -> str | None:
-    """What is wrong with at most `rows` keys, in words with examples; None when they are unique and all there.
+    """A description, with examples, of what is wrong with at most `rows` keys; None if nothing is.
 
-    `read` is called once, and again to compare the keys whose hashes are equal.
+    `read` is called once, and again to compare keys with equal hashes.
     """
     if rows == 0:
         return None
@@ -93,7 +93,7 @@ def key_problem(read: Callable[[], Iterator[Keys]], rows: int) -> str | None:
 
 
 def _hashes(keys: Keys, faults: dict[str, list[str]]) -> Iterator[Words]:
-    """The hashes of the keys that are there; rows whose key is null or NaN are added to `faults`."""
+    """The hashes of the keys that are not null; adds rows whose key is null or NaN to `faults`."""
     unreadable = keys.first_row + np.fromiter(keys.unreadable, np.int64)
     for numbers, values, missing in _arrays(keys):
         faults["null"] += _places(keys, missing[~np.isin(missing, unreadable)])
@@ -103,7 +103,7 @@ def _hashes(keys: Keys, faults: dict[str, list[str]]) -> Iterator[Words]:
 
 
 def _arrays(keys: Keys) -> Iterator[tuple[Rows, pa.Array, Rows]]:
-    """The keys that are not null, array by array and decoded, with the numbers of their rows; and of those without."""
+    """By array: the row numbers of the keys that are not null, these keys decoded, the row numbers of nulls."""
     first = keys.first_row
     for values in keys.values.chunks:
         values = values.cast(storage_type(values.type))
@@ -121,18 +121,18 @@ def _places(keys: Keys, numbers: Rows) -> list[str]:
 
 
 def _blocks(stored: Words) -> Iterator[Words]:
-    """Parts of the array, each beginning with the last value of the one before."""
+    """Blocks of the array, each beginning with the last value of the previous one."""
     for start in range(0, len(stored) - 1, BLOCK):
         yield np.asarray(stored[start : start + BLOCK + 1])
 
 
 def _is_sorted(stored: Words) -> bool:
-    """Whether there is nothing to sort: the hash of a number or a time is itself, and tables are often ordered."""
+    """Whether it is sorted already, as for an ordered column of numbers or times, which are their own hashes."""
     return all(bool((block[1:] >= block[:-1]).all()) for block in _blocks(stored))
 
 
 def _equal_neighbors(ordered: Words) -> Iterator[Words]:
-    """Hashes that are there more than once, in arrays of at most `CANDIDATES`."""
+    """Hashes that occur more than once, in arrays of at most `CANDIDATES`."""
     found = np.empty(0, np.uint64)
     for block in _blocks(ordered):
         found = np.concatenate([found, np.unique(block[1:][block[1:] == block[:-1]])])
@@ -144,7 +144,7 @@ def _equal_neighbors(ordered: Words) -> Iterator[Words]:
 
 
 def _duplicates(read: Callable[[], Iterator[Keys]], candidates: Words) -> list[str]:
-    """Up to 3 keys that are there twice, each with the two places."""
+    """Up to 3 keys that occur twice, each with both places."""
     first: dict[bytes, str] = {}
     examples: list[str] = []
     for keys in read():
@@ -162,7 +162,7 @@ def _duplicates(read: Callable[[], Iterator[Keys]], candidates: Words) -> list[s
 
 
 def _shown(key: pa.Scalar) -> str:
-    """A key as Python writes it; the stored number where Python has no such date or time."""
+    """The `repr` of a key; the stored number if Python cannot represent the date or time."""
     try:
         return repr(key.as_py())
     except (ValueError, OverflowError, LookupError, pa.ArrowException):

@@ -1,8 +1,8 @@
-"""A chunk's rows as an Arrow table, exactly as many as the plan says, with the unreadable ones named and nulled.
+"""Read a chunk's rows as an Arrow table: exactly as many as planned; unreadable ones are null and listed as errors.
 
-Parquet and Arrow files are streamed with a forward cursor: a worker that is given a later chunk of the same row group
-goes on where it stopped, so nothing is decoded twice and a row group of any size takes constant memory. Page checksums
-are verified. Strings are validated a column at a time; only a column that fails is searched for its bad rows.
+Parquet and Arrow files are streamed with a forward cursor: a later chunk of the same row group continues where the last
+one stopped, so nothing is decoded twice, and a row group of any size takes constant memory. Page checksums are
+verified. Strings are validated by column; only a column that fails is searched for its bad rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ BAD_UTF8 = "bad_utf8"
 
 
 class ChunkReader:
-    """Reads chunks, best in ascending order; `columns` are the columns to read, of those that were planned."""
+    """Reads chunks, fastest in ascending order; `columns` is a subset of the plan's columns."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
@@ -45,17 +45,16 @@ class ChunkReader:
         self._schemas: dict[bytes, pa.Schema] = {}
 
     def read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
-        """The chunk's rows, `chunk.rows` of them, and {row in the chunk: reason} for those that cannot be read.
+        """The chunk's rows, and {row in the chunk: reason} for those that cannot be read; these have null values.
 
-        What cannot be read is null. Reasons: `bad_utf8`, `bad_csv: ...`, `bad_json: ...`.
-        Raises FingerprintError when the file is not the one that was planned, before its rows are read or after;
-        TableError naming file and rows when it is damaged.
+        Reasons: `bad_utf8`, `bad_csv: ...`, `bad_json: ...`. Raises FingerprintError when the file has changed since
+        planning, checked before and after; TableError naming file and rows when it is damaged.
         """
         self._unchanged.check(chunk.file, chunk.version, chunk.sha256)
         try:
             return self._read(chunk)
         except TableError:
-            self._unchanged.check(chunk.file, chunk.version, chunk.sha256)  # the better reason
+            self._unchanged.check(chunk.file, chunk.version, chunk.sha256)  # a change is the better explanation
             raise
 
     def _read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
@@ -75,7 +74,7 @@ class ChunkReader:
         return table, dict(sorted(errors.items()))
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file, if any."""
         if self._cursor is not None:
             self._cursor.close()
         self._cursor = None
@@ -90,7 +89,7 @@ class ChunkReader:
         if chunk.file not in self._headers:
             self._headers = {chunk.file: csv_header(chunk.file)}
         header = self._headers[chunk.file]
-        places = [_place(chunk.file, header, field) for field in schema]
+        places = [_index_of(chunk.file, header, field) for field in schema]
         records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes, len(header)))
         errors = _bad_records(chunk, records)
         columns = [
@@ -118,7 +117,7 @@ class ChunkReader:
 
 
 class _Cursor:
-    """A file open at one run of row groups, moving forward through its rows."""
+    """An open file that is read forward through one range of row groups or record batches."""
 
     def __init__(self, chunk: Chunk, columns: tuple[str, ...]) -> None:
         self.file, self.row_groups = chunk.file, chunk.row_groups
@@ -139,7 +138,7 @@ class _Cursor:
         return (chunk.file, chunk.row_groups) == (self.file, self.row_groups) and self.row <= chunk.first_row
 
     def take(self, chunk: Chunk) -> list[pa.RecordBatch]:
-        """The chunk's rows; rows before it are passed over. Fewer when the file ends."""
+        """The chunk's rows, fewer if the file ends; rows before it are skipped."""
         stop, taken = chunk.first_row + chunk.rows, []
         while self.row < stop:
             batch = self.left if self.left is not None else next(self.batches, None)
@@ -184,19 +183,19 @@ class _Cursor:
 
 
 def row_ids(chunk: Chunk) -> pa.Array:
-    """Each row's generated id, "<file name>:<row number in the file>", as strings; names are relative to the table."""
+    """Each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
     numbers = pa.array(np.arange(chunk.first_row, chunk.first_row + chunk.rows)).cast(pa.string())
     return pc.binary_join_element_wise(pa.scalar(chunk.name), numbers, ":")
 
 
-def _place(file: str, header: list[str], field: pa.Field) -> int:
+def _index_of(file: str, header: list[str], field: pa.Field) -> int:
     if field.name not in header:
         raise missing_column(file, field.name, pa.schema([pa.field(name, pa.string()) for name in header]))
     return header.index(field.name)
 
 
 def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:
-    """A string array, and the rows that are not UTF-8, which are null in it."""
+    """A string array with null in the rows that are not UTF-8, and these rows."""
     try:
         return pa.array(texts, pa.string()), []
     except UnicodeEncodeError:
@@ -205,7 +204,7 @@ def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:
 
 
 def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[int, str]]:
-    """Every value as `kind` takes it, None for those that do not fit, and {row: reason} for these."""
+    """Every value converted by `strict_cast`, None where that fails, and {row: reason} for these."""
     fitted, errors = [], {}
     for row, item in enumerate(items):
         try:
@@ -220,7 +219,7 @@ def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[in
 
 
 def _bad_records(chunk: Chunk, records: Sequence[Any]) -> dict[int, str]:
-    """{row: reason} of the records that could not be parsed; the reason says where, as such a row has no key."""
+    """{row: reason} of malformed records; the reason includes the place, because such a row has no key."""
     return {row: record + _where(chunk, row) for row, record in enumerate(records) if isinstance(record, BadRecord)}
 
 
@@ -244,7 +243,7 @@ def _read_json(chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str
 
 
 def _as_list(array: pa.FixedSizeListArray) -> pa.ListArray:
-    """The same lists; Arrow's own cast and `flatten` lose values below a slice and among nulls."""
+    """Convert to lists; Arrow's cast and `flatten` lose values in slices and beside nulls."""
     size, valid = array.type.list_size, array.is_valid().to_numpy(zero_copy_only=False)
     places = (np.flatnonzero(valid)[:, None] + array.offset) * size + np.arange(size)
     offsets = pa.array(np.concatenate([[0], np.cumsum(valid * size)]), pa.int32())
@@ -253,7 +252,7 @@ def _as_list(array: pa.FixedSizeListArray) -> pa.ListArray:
 
 
 def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
-    """The column as the plan types it: encodings undone, an all-null column made one of nulls. Values never change."""
+    """The column in the planned type: encodings undone, an all-null column cast. Values never change."""
     if isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
     if pa.types.is_fixed_size_list(column.type):
@@ -266,7 +265,7 @@ def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.Chunk
 
 
 def isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """Null the values that are not UTF-8, and name their rows."""
+    """The table with null for values that are not UTF-8, and {row: reason} for these."""
     errors: dict[int, str] = {}
     for place, field in enumerate(table.schema):
         if pa.types.is_primitive(field.type) or pa.types.is_null(field.type):
@@ -284,5 +283,5 @@ def isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
 
 
 def _no_columns(rows: int) -> pa.Table:
-    """A table without columns still has rows: pyarrow keeps their number in a column that is dropped again."""
+    """A table without columns, but with a number of rows."""
     return pa.table({"": pa.nulls(rows)}).select([])

@@ -1,4 +1,4 @@
-"""What a finished output says of itself: `_torchlake/commit.json`, and nothing else, decides which files are rows."""
+"""The commit record of a finished output, `_torchlake/commit.json`: it alone determines which files are part of it."""
 
 import base64
 import os
@@ -18,16 +18,16 @@ FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"
 PLAN = f"{FOLDER}/plan.json"
 URL_AS_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
-"What `Path` makes of an URL: one slash is lost."
+"A URL after conversion to a `Path`, which removes one slash."
 
 
 def output_path(output: str | Path) -> Path:
-    """The absolute path of an output, symbolic links followed. Raises UsageError for URLs."""
+    """The absolute path of an output, with links resolved. Raises UsageError for URLs."""
     return Path(os.path.realpath(local_output(output)))
 
 
 def local_output(output: str | Path) -> Path:
-    """An output, as the user wrote it, as a path; `file://` URLs are paths. Raises UsageError for other URLs."""
+    """An output as a path; `file://` URLs are paths. Raises UsageError for other URLs."""
     text = URL_AS_PATH.sub(r"\1://", local_path(os.fspath(output)))
     if is_url(text):
         raise UsageError(
@@ -49,7 +49,7 @@ def read_commit(output: str | Path) -> dict[str, Any]:
 
 
 def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
-    """The schema that every part has; of a record of an earlier version the types' names by column."""
+    """The schema of every part; for records of an earlier version the names of the types by column."""
     serialized = record.get("arrow_schema")
     if serialized is None:
         names: dict[str, str] = record["schema"]
@@ -58,7 +58,7 @@ def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
 
 
 def committed_files(output: str | Path) -> list[Path]:
-    """The Parquet files of a finished output, in row order; names that lead out of it are refused (UnsafeError)."""
+    """The Parquet files of a finished output, in row order. Raises UnsafeError for names that lead out of it."""
     folder = output_path(output)
     return [atomic_io.safe_join(folder, part["name"]) for part in read_commit(folder)["parts"]]
 

@@ -1,7 +1,7 @@
-"""A table names rows in storage and how to read them: its files, their format, their common schema.
+"""A table: rows in files of one format, with one schema.
 
-Opening one reads footers and headers only, and refuses what a job would trip over hours later: a truncated file, a
-column that is missing or of another type in the third file, a Delta table read as loose Parquet.
+Opening a table reads only footers and headers, and raises at once for what would fail a job hours later: a truncated
+file, a column that is missing or has another type in the third file, a Delta table read as loose Parquet files.
 """
 
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -31,22 +31,22 @@ THREADS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows in storage; the order of `files` is the order of the rows."""
+    """Rows in storage, in the order of `files`."""
 
     source: str
     "As the user wrote it."
     files: tuple[str, ...]
     "Absolute paths or URLs, sorted by name."
     names: tuple[str, ...]
-    "Each file's path relative to the folder that was given; row ids are made of them."
+    "Each file's path relative to the folder that was given; used in row ids."
     format: str
     "parquet, csv, jsonl or arrow."
     schema: pa.Schema
-    'CSV columns are strings ("007" stays "007"); JSON lines are typed by all lines of the columns asked for.'
+    'CSV columns are strings ("007" stays "007"); types of JSON lines come from all lines of the requested columns.'
     quarantined: tuple[tuple[str, str], ...] = ()
-    "Files left out and why."
+    "Files left out, and why."
     footers: Mapping[str, Footer] = field(default_factory=dict, repr=False)
-    "Of Parquet files, as they were read."
+    "Of Parquet files, by path."
 
 
 def open_table(
@@ -55,66 +55,62 @@ def open_table(
     columns: Sequence[str] = (),
     on_bad_file: Literal["error", "quarantine"] = "error",
 ) -> Table:
-    """The table that `source` names: a file, folder, glob, fsspec URL, or a list of them.
+    """Open a file, folder, glob, fsspec URL, or a list of them as a table.
 
-    Every file's footer or header is checked; `columns` must be there and have one type in all files (all columns of
-    the first file, when none are named). With `on_bad_file="quarantine"` files that fail are left out and listed.
+    Checks every file's footer or header: `columns` must exist and have one type in all files (without `columns`, all
+    columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them.
 
     Raises TableError naming file, column and types, or the nearest name of a missing column; UnsafeError when a file
     would have to run code to be loaded.
     """
-    seen, bad = [], []
-    for one, looked in _each(_found(source), partial(_look_at, columns=columns)):
-        if isinstance(looked, DataError):
-            if on_bad_file == "error" or isinstance(looked, Unavailable):
-                raise looked
-            bad.append((one.file, str(looked)))
+    bad: list[tuple[str, str]] = []
+
+    def leave_out(path: InputPath, error: DataError) -> None:
+        if on_bad_file == "error" or isinstance(error, Unavailable):
+            raise error
+        bad.append((path.file, str(error)))
+
+    readable: list[_File] = []
+    for path, result in _map_files(partial(_inspect, columns=columns), _find_files(source)):
+        if isinstance(result, DataError):
+            leave_out(path, result)
         else:
-            seen.append((one, *looked))
-    names = list(columns) or (seen[0][2].names if seen else [])
-    common: dict[str, tuple[pa.DataType, str]] = _most_common(seen, names) if on_bad_file == "quarantine" else {}
-    schemas: dict[InputPath, pa.Schema] = {}
-    formats: dict[str, str] = {}
-    footers: dict[str, Footer] = {}
-    for one, format, schema, footer in seen:
+            readable.append(result)
+    names = list(columns) or (readable[0].schema.names if readable else [])
+    common = _majority_types(readable, names) if on_bad_file == "quarantine" else {}
+    files: list[_File] = []
+    for one in readable:
         try:
-            _agree(one.file, schema, names, common)
+            _check_types(one, names, common)
+            files.append(one)
         except TableError as error:
-            if on_bad_file == "error":
-                raise
-            bad.append((one.file, str(error)))
-            continue
-        schemas[one], formats[one.file] = schema, format
-        if footer is not None:
-            footers[one.file] = footer
-    if not schemas:
+            leave_out(one.path, error)
+    if not files:
         raise TableError(f"{describe(source)}: every file is bad; the first: {bad[0][1]}")
-    kinds = {formats[one.file]: one.file for one in schemas}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{kind} ({file})" for kind, file in kinds.items())
+    formats = {one.format: one.path.file for one in files}
+    if len(formats) > 1:
+        listed = ", ".join(f"{format} ({file})" for format, file in formats.items())
         raise TableError(f"{describe(source)}: files of several formats: {listed}. A table has one; name its files.")
-    first = next(iter(schemas.values()))
-    schema = pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in first])
     return Table(
         source=describe(source),
-        files=tuple(one.file for one in schemas),
-        names=tuple(one.name for one in schemas),
-        format=next(iter(kinds)),
-        schema=schema,
+        files=tuple(one.path.file for one in files),
+        names=tuple(one.path.name for one in files),
+        format=files[0].format,
+        schema=pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in files[0].schema]),
         quarantined=tuple(bad),
-        footers=footers,
+        footers={one.path.file: one.footer for one in files if one.footer is not None},
     )
 
 
 def missing_column(file: str, name: str, schema: pa.Schema) -> TableError:
-    """The error for a column that is not there, with the nearest name and all names."""
+    """The error for a missing column, with the nearest name and all names."""
     close = get_close_matches(name, schema.names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return TableError(f"{file}: there is no column {name!r}.{hint} It has: {', '.join(schema.names) or 'no columns'}.")
 
 
 def is_compatible(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether columns of these types may be parts of one column: equal, both strings, or one of them all null."""
+    """Whether files may have one column in these types: equal, both strings, both binary, or one of them null."""
     if pa.types.is_null(one) or pa.types.is_null(other) or one == other:
         return True
     texts = (pa.string(), pa.large_string())
@@ -122,8 +118,15 @@ def is_compatible(one: pa.DataType, other: pa.DataType) -> bool:
     return (one in texts and other in texts) or (one in binaries and other in binaries)
 
 
-def _found(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
-    """The files, those of a committed output by its record and never by what lies in the folder."""
+class _File(NamedTuple):
+    path: InputPath
+    format: str
+    schema: pa.Schema
+    footer: Footer | None
+
+
+def _find_files(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
+    """The files of `source`; of a committed output those in its record, whatever else is in the folder."""
     if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
         folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
         try:
@@ -137,49 +140,41 @@ def _found(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
     return found
 
 
-_Looked = tuple[str, pa.Schema, Footer | None]
-
-
-def _look_at(one: InputPath, columns: Sequence[str]) -> _Looked | DataError:
-    """Format, schema and footer of a file, or what is wrong with it."""
+def _inspect(path: InputPath, columns: Sequence[str]) -> _File | DataError:
+    """A file's format, schema and footer, or its error."""
+    file = path.file
     try:
-        version = settled_version_of(one.file)
-        format = format_of(one.file)
-        schema, footer = schema_of(one.file, format, version, columns)
+        version = settled_version_of(file)
+        format = format_of(file)
+        schema, footer = schema_of(file, format, version, columns)
         for name in columns:
             if name not in schema.names:
-                raise missing_column(one.file, name, schema)
-            if schema.names.count(name) > 1:
-                times = schema.names.count(name)
-                raise TableError(f"{one.file}: has {times} columns named {name!r}; rename all but one.")
+                raise missing_column(file, name, schema)
+            times = schema.names.count(name)
+            if times > 1:
+                raise TableError(f"{file}: has {times} columns named {name!r}; rename all but one.")
     except DataError as error:
         return error
-    return format, schema, footer
+    return _File(path, format, schema, footer)
 
 
-def _each(found: Sequence[InputPath], look: Callable[[InputPath], T]) -> Iterator[tuple[InputPath, T]]:
-    """What `look` gives for each file, in their order; by several threads where most of it is waiting for answers.
+def _map_files(function: Callable[[InputPath], T], files: Sequence[InputPath]) -> Iterator[tuple[InputPath, T]]:
+    """Each file with the result of `function`; URLs by several threads, as most of the time is waiting.
 
-    Local files are looked at one after the other: it is Python's own work, and 16 threads take four times as long.
+    Local files take mostly Python's own time, and 16 threads would be four times slower.
     """
-    if not any(is_url(one.file) for one in found):
-        yield from zip(found, map(look, found), strict=True)
+    if not any(is_url(one.file) for one in files):
+        yield from zip(files, map(function, files), strict=True)
         return
     with ThreadPoolExecutor(THREADS) as threads:
-        yield from zip(found, threads.map(look, found), strict=True)
+        yield from zip(files, threads.map(function, files), strict=True)
 
 
-def _most_common(
-    seen: Sequence[tuple[InputPath, str, pa.Schema, Footer | None]], names: Sequence[str]
-) -> dict[str, tuple[pa.DataType, str]]:
-    """The type that most files give each column, and the first of these files: the others are the bad ones."""
+def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, tuple[pa.DataType, str]]:
+    """Each column's most frequent type, and the first file that has it; files with other types are the bad ones."""
     found: dict[str, tuple[pa.DataType, str]] = {}
     for name in names:
-        types = [
-            (schema.field(schema.get_field_index(name)).type, one.file)
-            for one, _, schema, _ in seen
-            if name in schema.names
-        ]
+        types = [(_type_of(one, name), one.path.file) for one in files if name in one.schema.names]
         counts = Counter(kind for kind, _ in types if not pa.types.is_null(kind))
         if counts:
             most = counts.most_common(1)[0][0]
@@ -187,12 +182,13 @@ def _most_common(
     return found
 
 
-def _agree(file: str, schema: pa.Schema, names: Sequence[str], common: dict[str, tuple[pa.DataType, str]]) -> None:
-    """Hold one file's columns against those of the files before it, in `common`: type and the file that set it."""
+def _check_types(one: _File, names: Sequence[str], common: dict[str, tuple[pa.DataType, str]]) -> None:
+    """Check a file's columns against `common`, the types of earlier files and the file that set each; updates it."""
+    file = one.path.file
     for name in names:
-        if name not in schema.names:
-            raise missing_column(file, name, schema)
-        kind = schema.field(schema.get_field_index(name)).type
+        if name not in one.schema.names:
+            raise missing_column(file, name, one.schema)
+        kind = _type_of(one, name)
         before, where = common.get(name, (kind, file))
         if not is_compatible(kind, before):
             raise TableError(
@@ -201,3 +197,7 @@ def _agree(file: str, schema: pa.Schema, names: Sequence[str], common: dict[str,
             )
         widened = pa.types.is_null(before) or kind in (pa.large_string(), pa.large_binary())
         common[name] = (kind, file) if widened and not pa.types.is_null(kind) else (before, where)
+
+
+def _type_of(file: _File, name: str) -> pa.DataType:
+    return file.schema.field(file.schema.get_field_index(name)).type

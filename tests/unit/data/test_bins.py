@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torchlake.data import order
 from torchlake.data.batching import Ragged
 from torchlake.data.bins import one_per_block, pack_whole
+from torchlake.data.packing import target_counts
 from torchlake.errors import DataError
 from torchlake.tasks.text_generation import NO_TARGET, targets
 
@@ -65,7 +66,7 @@ def test_what_is_learned_is_the_rows_own_and_never_their_first_token(lengths: li
         # A target's own conversation is before it: tokens are numbered through.
         line, place = np.nonzero(goals != NO_TARGET)
         assert (read(ids)[line, place] + 1 == goals[line, place]).all()
-    assert blocks.target_counts(every).sum() == len(wanted)
+    assert target_counts(blocks, every).sum() == len(wanted)
 
 
 @given(LENGTHS, st.integers(0, 9))

@@ -602,7 +602,7 @@ def test_an_output_in_a_folder_that_cannot_be_listed_is_an_output_error(source: 
             if user == 0:
                 os.seteuid(65534)  # root may list every folder
             with (
-                pytest.raises(OutputError, match=r"out: cannot be looked at: Permission denied: .* Give an output in"),
+                pytest.raises(OutputError, match=r"out: cannot be read: Permission denied: .* Give an output in"),
                 write_transaction(Path(folder) / "out", plan=plan, fingerprint={}),
             ):
                 pass

@@ -213,8 +213,11 @@ def test_every_alignment_of_the_metadata_is_found(tmp_path: Path) -> None:
     for length in range(1, 13):
         field = pa.field("c" * length, pa.string(), metadata={"ARROW:extension:name": "arrow.py_extension_type"})
         pq.write_table(pa.table([["x"]], schema=pa.schema([field])), tmp_path / "t.parquet")
-        with pytest.raises(UnsafeError, match=r"arrow.py_extension_type"):
-            check_parquet(str(tmp_path / "t.parquet"))
+        with (
+            pytest.raises(UnsafeError, match=r"arrow.py_extension_type"),
+            pa.OSFile(str(tmp_path / "t.parquet")) as file,
+        ):
+            check_parquet("t.parquet", file)
 
 
 def test_canonical_extension_types_are_read_as_their_storage(tmp_path: Path) -> None:

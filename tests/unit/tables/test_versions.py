@@ -159,19 +159,19 @@ def test_files_of_one_version_may_be_named(lake: Path) -> None:
 
 def test_a_table_of_another_format_is_refused_by_url(lake: Path) -> None:
     memory = fsspec.filesystem("memory")
-    memory.put(str(lake), "/lake", recursive=True)
+    memory.put(str(lake), "/formats", recursive=True)
     try:
         for url in (
-            "memory://lake",
-            "memory://lake/reviews",
-            "memory://lake/*/*/*.parquet",
-            "memory://lake/reviews/day=1",
+            "memory://formats",
+            "memory://formats/reviews",
+            "memory://formats/*/*/*.parquet",
+            "memory://formats/reviews/day=1",
         ):
             with pytest.raises(TableError, match="reviews: a table in"):
                 ids_of(url)
-        assert ids_of("memory://lake/reviews/day=1/part-1.parquet") == [1, 2, 3]
+        assert ids_of("memory://formats/reviews/day=1/part-1.parquet") == [1, 2, 3]
     finally:
-        memory.rm("/lake", recursive=True)
+        memory.rm("/formats", recursive=True)
 
 
 def test_int96_timestamps_of_any_year_are_read_as_they_are(tmp_path: Path) -> None:

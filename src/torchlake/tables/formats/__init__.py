@@ -1,5 +1,5 @@
-"""File formats: Parquet, Arrow, CSV and JSON lines; their schemas, where they can be cut, how bad records are isolated.
+"""File formats: Parquet, Arrow, CSV and JSON lines: schemas, where files can be split, isolation of bad records.
 
-In: a file of a table. Out: its schema, its pieces, Arrow batches.
+In: a file of a table. Out: its schema, its split candidates, Arrow batches.
 Read `layout.py` first.
 """

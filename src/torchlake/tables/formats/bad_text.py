@@ -1,9 +1,8 @@
-"""Strings that are not UTF-8, in columns of any type: which rows hold them, and the column without them.
+"""Find and remove strings that are not UTF-8, in columns of any type.
 
-pyarrow does not check the strings that it reads. A slice of a nested column keeps the values of all rows, and a
-dictionary is checked as a whole. So rows of such columns are copied out, with dictionaries decoded, before they are
-checked. Cost: one validation of a sound column; of another the time of a few copies, and for each bad row a few dozen
-validations of parts of it.
+pyarrow does not check the strings that it reads. A slice of a nested column still contains the values of all rows, and
+a dictionary is validated as a whole. So rows of such columns are copied, with dictionaries decoded, before they are
+validated. Cost: one validation of a sound column; otherwise a few copies, and a few dozen validations per bad row.
 """
 
 from collections.abc import Callable
@@ -13,21 +12,21 @@ import pyarrow as pa
 
 
 def without_bad_text(array: pa.Array) -> tuple[pa.Array, list[int]]:
-    """The array with null in the rows that are not UTF-8, and these rows; the array itself when it is sound."""
+    """The array with null in the rows that are not UTF-8, and these rows; the array itself if there are none."""
     if _is_valid(array):
         return array, []
     kind, part = array.type, pa.Array.slice
-    # Bytes can hold any text: what is not valid even so has damaged offsets, and copying it would read beyond its end.
+    # Binary data may be any bytes: if that is invalid too, the offsets are damaged, and a copy would overrun.
     if (pa.types.is_nested(kind) or pa.types.is_dictionary(kind)) and _is_valid(array, _mapped(kind, _as_bytes)):
         array, part = array.cast(_mapped(kind, _decoded)), _copy
     found = np.isin(np.arange(len(array)), _search(array, part, 0, len(array)))
     sound = pa.nulls(len(array), kind) if found.all() else array.take(pa.array(np.arange(len(array)), mask=found))
-    bad = np.flatnonzero(found & array.is_valid().to_numpy(zero_copy_only=False))  # what lies below a null is not read
+    bad = np.flatnonzero(found & array.is_valid().to_numpy(zero_copy_only=False))  # values under a null do not count
     return sound if sound.type == kind else sound.cast(kind), bad.tolist()
 
 
 def _search(array: pa.Array, part: Callable[[pa.Array, int, int], pa.Array], first: int, count: int) -> list[int]:
-    """Which of `count` rows from `first` on do not validate, by halving."""
+    """The rows among `count` from `first` on that do not validate, by bisection."""
     if _is_valid(part(array, first, count)):
         return []
     if count <= 1:
@@ -41,7 +40,7 @@ def _copy(array: pa.Array, first: int, count: int) -> pa.Array:
 
 
 def _is_valid(array: pa.Array, kind: pa.DataType | None = None) -> bool:
-    """Whether an array, taken for one of the type `kind`, validates."""
+    """Whether an array, viewed as the type `kind`, validates."""
     try:
         (array if kind is None else array.view(kind)).validate(full=True)
     except pa.ArrowException:
@@ -50,7 +49,7 @@ def _is_valid(array: pa.Array, kind: pa.DataType | None = None) -> bool:
 
 
 def _mapped(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """The type with `leaf` of each type in it that is not nested."""
+    """The type with `leaf` applied to each type in it that is not nested."""
     if pa.types.is_map(kind):
         return pa.map_(_mapped(kind.key_type, leaf), _mapped(kind.item_type, leaf), keys_sorted=kind.keys_sorted)
     if pa.types.is_struct(kind):

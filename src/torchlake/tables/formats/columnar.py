@@ -1,9 +1,10 @@
-"""Parquet and Arrow files: their footers, where they can be cut, and readers that stream in constant memory.
+"""Parquet and Arrow files: footers, the sizes of row groups and batches, and readers that stream in constant memory.
 
-A Parquet footer is read once, by one request to an object store. Extension types that may run code are looked for in
-its raw bytes before pyarrow sees it.
+A Parquet footer is read once, by one request to an object store, and checked for extension types that may run code
+before pyarrow parses it.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,36 +16,36 @@ import pyarrow.parquet as pq
 from torchlake.errors import TableError
 from torchlake.tables.formats import extensions
 from torchlake.tables.formats.lines import Segment
-from torchlake.tables.sources.files import open_binary, read_range
+from torchlake.tables.sources.files import open_binary, read_range, unavailable
 from torchlake.tables.sources.urls import is_url
 from torchlake.tables.sources.versions import Version
 
 ARROW_MAGIC = b"ARROW1\0\0"
-TAIL_BYTES = 1 << 16  # of a Parquet file, read at once: most footers are shorter
+TAIL_BYTES = 1 << 16  # of a Parquet file, read by one request: most footers are shorter
 SAMPLED_GROUPS, SAMPLED_ROWS = 4, 64
-# INT96 has nanoseconds of any day in 5.8 million years. In nanoseconds, pyarrow's default, days outside 1677 to 2262
-# become others without an error, and Hive and Spark write such days to mean "for ever".
+# INT96 timestamps outside the years 1677 to 2262 overflow silently in nanoseconds, pyarrow's default; Hive and Spark
+# write such dates to mean "for ever".
 _INT96 = {"coerce_int96_timestamp_unit": "us"}
 
 
 class Footer(NamedTuple):
-    """What a Parquet file says of itself."""
+    """The parsed footer of a Parquet file."""
 
     version: Version
-    "Of the file, when its footer was read."
+    "Of the file when its footer was read."
     schema: pa.Schema
     columns: tuple[str, ...]
-    "Whose bytes are counted in `groups`."
+    "The columns whose bytes are counted in `groups`."
     groups: list[Segment]
     "Rows and uncompressed bytes of each row group."
     checksums: bool | None
-    "Whether pages carry checksums; None where there is no page."
+    "Whether pages have checksums; None if there is no page."
 
 
 def parquet_footer(file: str, version: Version, columns: Sequence[str]) -> Footer:
-    """Read the footer of a file of that version; `columns` (all, when none are named) are those whose bytes count.
+    """Read a file's footer, counting the bytes of `columns` (if empty, of all).
 
-    Raises TableError when it is not a whole Parquet file, UnsafeError for extension types that may run code.
+    Raises TableError when it is not a complete Parquet file, UnsafeError for extension types that may run code.
     """
     tail = read_range(file, max(0, version.size - TAIL_BYTES), version.size)
     length = extensions.footer_length(file, tail, version.size)
@@ -62,21 +63,20 @@ def parquet_footer(file: str, version: Version, columns: Sequence[str]) -> Foote
 
 @contextmanager
 def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
-    """A Parquet file that is streamed in constant memory with its page checksums verified."""
-    extensions.check_parquet(file)
-    with translate_errors(file):
-        source = pa.PythonFile(open_binary(file), mode="r") if is_url(file) else file
-        parquet = pq.ParquetFile(
-            source, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20, **_INT96
-        )
-    with parquet:
+    """Check a Parquet file, and open it for streaming in constant memory with page checksums verified."""
+    with open_native(file) as source:
+        with translate_errors(file):
+            extensions.check_parquet(file, source)
+            parquet = pq.ParquetFile(
+                source, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20, **_INT96
+            )
         yield parquet
 
 
 def parquet_batches(
     file: str, parquet: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str], rows: int
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of at most so many rows. Raises TableError for an INT96 timestamp with less than microseconds."""
+    """Batches of at most `rows` rows. Raises TableError for an INT96 timestamp more precise than a microsecond."""
     read = partial(pq.ParquetFile.iter_batches, batch_size=rows, row_groups=list(groups), use_threads=False)
     schema = parquet.metadata.schema
     stored = (schema.column(place) for place in range(len(schema)))
@@ -85,21 +85,20 @@ def parquet_batches(
     if not int96:
         yield from batches
         return
-    with translate_errors(file):
-        source = pa.PythonFile(open_binary(file), mode="r") if is_url(file) else file
-        exact = pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
-    with exact:
+    with open_native(file) as source:
+        with translate_errors(file):
+            exact = pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
         for batch, nanoseconds in zip(batches, read(exact, columns=sorted(int96)), strict=True):
             for name in int96 & {field.name for field in batch.schema if pa.types.is_timestamp(field.type)}:
-                _check_no_digit_is_lost(file, name, batch[name], nanoseconds[name])
+                _check_microseconds(file, name, batch[name], nanoseconds[name])
             yield batch
 
 
 def sampled_size(file: str, footer: Footer, most_bytes: int) -> float:
-    """By how much the rows of dictionary-encoded strings are larger in memory than in the file, at least 1.
+    """The ratio of bytes in memory to bytes in the file, at least 1: a dictionary stores repeated strings once.
 
-    A text that many rows share is there once in the file. A few rows of a few row groups say how large rows are; none
-    has to where a group would have at most `most_bytes` if each of its rows were as large as the whole group.
+    Estimated from a few rows of a few row groups; not needed if no group could exceed `most_bytes`, even if each of its
+    rows were as large as the whole group.
     """
     if all(rows * size <= most_bytes for rows, size in footer.groups):
         return 1.0
@@ -114,7 +113,7 @@ def sampled_size(file: str, footer: Footer, most_bytes: int) -> float:
                     SAMPLED_ROWS, row_groups=[group], columns=list(footer.columns), use_threads=False
                 )
                 batch = next(batches)
-            except (pa.ArrowException, OSError, StopIteration):  # damaged: whoever reads these rows names them
+            except (pa.ArrowException, OSError, StopIteration):  # damaged: reported when these rows are read
                 continue
             decoded = (one.dictionary_decode() if pa.types.is_dictionary(one.type) else one for one in batch.columns)
             in_memory = sum(column.nbytes for column in decoded) / batch.num_rows * described.num_rows
@@ -126,29 +125,23 @@ def sampled_size(file: str, footer: Footer, most_bytes: int) -> float:
 def open_arrow(
     file: str, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatchFileReader | pa.RecordBatchStreamReader]:
-    """An Arrow IPC file (random access) or stream (in order); only `columns`, where named, are decompressed.
+    """Check and open an Arrow IPC file (random access) or stream; only `columns`, if given, are decompressed.
 
-    An IPC file whose footer mentions extension types is read as the stream it contains: the footer's copy of the schema
-    was not looked at, the stream's was. Nothing is memory-mapped: a mapped file that is written to changes rows that
-    were read before.
+    An IPC file whose footer mentions extension types is read as the stream it contains, because only the stream's
+    schema was checked, not the copy in the footer. Nothing is memory-mapped: if a mapped file is written to, rows that
+    were read before change.
     """
-    with open_binary(file) as source:
+    open_reader: Callable[..., pa.RecordBatchFileReader | pa.RecordBatchStreamReader] = pa.ipc.open_stream
+    with open_native(file) as source, translate_errors(file):
         is_file = source.read(8) == ARROW_MAGIC
-    extended = extensions.check_ipc_stream(file, len(ARROW_MAGIC) if is_file else 0)
-    if is_file and (extended or extensions.ipc_footer_has_extensions(file)):
-        is_file, start = False, len(ARROW_MAGIC)
-    else:
-        start = 0
-    open_reader: Callable[..., pa.RecordBatchFileReader | pa.RecordBatchStreamReader]
-    open_reader = pa.ipc.open_file if is_file else pa.ipc.open_stream
-    with (
-        pa.PythonFile(open_binary(file), mode="r") if is_url(file) else pa.OSFile(file) as source,
-        translate_errors(file),
-    ):
+        start = len(ARROW_MAGIC) if is_file else 0
+        extended = extensions.check_ipc_stream(file, source, start)
+        if is_file and not extended and not extensions.ipc_footer_has_extensions(file, source):
+            open_reader, start = pa.ipc.open_file, 0
         source.seek(start)
         reader = open_reader(source)
         if columns is not None:
-            # An empty list would mean all columns.
+            # An empty list means all columns.
             places = [place for place, name in enumerate(reader.schema.names) if name in columns] or [0]
             source.seek(start)
             reader = open_reader(source, options=pa.ipc.IpcReadOptions(included_fields=places))
@@ -161,7 +154,7 @@ def is_random_access(reader: pa.RecordBatchFileReader | pa.RecordBatchStreamRead
 
 
 def arrow_batches(file: str, columns: Sequence[str]) -> list[Segment]:
-    """Rows and bytes of each record batch: the columns are decompressed once for that."""
+    """Rows and bytes of each record batch; decompresses the columns."""
     with open_arrow(file, columns) as reader:
         batches = (
             (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_random_access(reader) else reader
@@ -170,9 +163,19 @@ def arrow_batches(file: str, columns: Sequence[str]) -> list[Segment]:
             return [Segment(batch.num_rows, batch.nbytes if columns else 0) for batch in batches]
 
 
+def open_native(file: str) -> pa.NativeFile:
+    """Open a local file or a URL for pyarrow. Raises Unavailable when it cannot be opened."""
+    if is_url(file):
+        return pa.PythonFile(open_binary(file), mode="r")
+    try:
+        return pa.OSFile(file)
+    except OSError as error:
+        raise unavailable(file, OSError(error.errno, os.strerror(error.errno)) if error.errno else error) from error
+
+
 @contextmanager
 def translate_errors(file: str, where: str = "") -> Iterator[None]:
-    """What pyarrow or the storage says inside becomes a TableError that names the file (and the rows)."""
+    """Turn errors of pyarrow or the storage into TableErrors that name the file (and the rows)."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -202,7 +205,7 @@ def _has_dictionaries(group: pq.RowGroupMetaData, columns: Sequence[str]) -> boo
 
 
 def _has_checksums(file: str, version: Version, metadata: pq.FileMetaData) -> bool | None:
-    """Whether the first page's header (Thrift, compact: three i32 fields, then perhaps the checksum) has a checksum."""
+    """Whether the first page's header (Thrift compact: three i32 fields, then the optional checksum) has a checksum."""
     if metadata.num_row_groups == 0 or metadata.num_columns == 0 or metadata.num_rows == 0:
         return None
     column = metadata.row_group(0).column(0)
@@ -217,8 +220,8 @@ def _has_checksums(file: str, version: Version, metadata: pq.FileMetaData) -> bo
     return header[place : place + 1] == b"\x15"
 
 
-def _check_no_digit_is_lost(file: str, name: str, column: pa.Array, exact: pa.Array) -> None:
-    """Raise TableError where a timestamp within the range of nanoseconds has some that microseconds do not."""
+def _check_microseconds(file: str, name: str, column: pa.Array, exact: pa.Array) -> None:
+    """Raise TableError if a timestamp that fits in nanoseconds is not a whole number of microseconds."""
     microseconds, nanoseconds = (one.cast(pa.int64()).fill_null(0).to_numpy() for one in (column, exact))
     in_range = abs(microseconds) < 2**63 // 1000
     if (in_range & (nanoseconds // 1000 * 1000 != nanoseconds)).any():

@@ -1,10 +1,10 @@
-"""Arrow extension types that would run code while a file is opened are found in its raw bytes, before it is opened.
+"""Refuse files with Arrow extension types that may run code, before pyarrow opens them.
 
-pyarrow hands the metadata of a registered Python extension type to that type's deserialiser as soon as it sees the
-schema, and some deserialisers unpickle it (Ray's tensor types, `arrow.py_extension_type`). So the schema is looked at
-first with the key that marks an extension type blotted out by one of the same length: to pyarrow the column is then of
-its plain storage type, and the type's name can be read like any other metadata. Only Arrow's own canonical types,
-which are C++ and hold no code, are let through. Price: one read of the footer.
+pyarrow passes the metadata of a registered Python extension type to that type's deserializer as soon as it parses the
+schema, and some deserializers unpickle it (Ray's tensor types, `arrow.py_extension_type`). So the schema is parsed
+first with the key that marks an extension type replaced by another of the same length: the column then has its storage
+type, and the type's name is ordinary metadata. Only Arrow's canonical types, which are C++ and contain no code, are
+allowed. Cost: one read of the footer.
 """
 
 import base64
@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from torchlake.errors import TableError, UnsafeError
-from torchlake.tables.sources.files import open_binary
 
 CANONICAL = frozenset(
     f"arrow.{name}"
@@ -30,21 +29,20 @@ PARQUET_KEY = b"ARROW:schema"
 MAX_SCHEMA_BYTES = 256 << 20
 
 
-def check_parquet(file: str) -> None:
-    """Refuse a Parquet file with foreign extension types.
+def check_parquet(file: str, source: pa.NativeFile) -> None:
+    """Refuse a Parquet file with extension types other than Arrow's; `file` is the name of the open `source`.
 
-    Raises UnsafeError naming file, column and type; TableError when the file is not a whole Parquet file.
+    Raises UnsafeError naming file, column and type; TableError when it is not a complete Parquet file.
     """
-    with open_binary(file) as source:
-        size = source.seek(0, 2)
-        source.seek(max(0, size - 8))
-        length = footer_length(file, source.read(8), size)
-        source.seek(size - 8 - length)
-        check_footer(file, source.read(length))
+    size = source.size()
+    source.seek(max(0, size - 8))
+    length = footer_length(file, source.read(8), size)
+    source.seek(size - 8 - length)
+    check_footer(file, source.read(length))
 
 
 def check_footer(file: str, footer: bytes) -> None:
-    """The same for the bytes of a footer."""
+    """Check the bytes of a Parquet footer; see `check_parquet`."""
     if not any(pattern in footer for pattern in _base64_patterns(KEY)):
         return
     match = re.search(re.escape(PARQUET_KEY) + rb"\x18([\x80-\xff]{0,4}[\x00-\x7f])", footer)
@@ -60,40 +58,35 @@ def check_footer(file: str, footer: bytes) -> None:
         raise UnsafeError(f"{file}: its stored Arrow schema cannot be read ({error}); refused.") from error
 
 
-def check_ipc_stream(file: str, start: int) -> bool:
-    """Refuse an Arrow stream, beginning at byte `start`, with foreign extension types; see `check_parquet`.
-
-    Returns whether it has extension types at all.
-    """
-    with open_binary(file) as source:
-        source.seek(start)
-        head = source.read(8)
-        if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff":
-            raise TableError(f"{file}: not an Arrow IPC file or stream")
-        (length,) = struct.unpack("<i", head[4:])
-        if not 0 < length <= MAX_SCHEMA_BYTES:
-            raise TableError(f"{file}: not an Arrow IPC file or stream (a schema of {length:,} bytes)")
-        message = head + source.read(length)
+def check_ipc_stream(file: str, source: pa.NativeFile, start: int) -> bool:
+    """Check an Arrow stream, from byte `start` on, like `check_parquet`; returns whether it has extension types."""
+    source.seek(start)
+    head = source.read(8)
+    if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff":
+        raise TableError(f"{file}: not an Arrow IPC file or stream")
+    (length,) = struct.unpack("<i", head[4:])
+    if not 0 < length <= MAX_SCHEMA_BYTES:
+        raise TableError(f"{file}: not an Arrow IPC file or stream (a schema of {length:,} bytes)")
+    message = head + source.read(length)
     if KEY not in message:
         return False
     _check_names(file, message)
     return True
 
 
-def ipc_footer_has_extensions(file: str) -> bool:
-    """Whether the footer of an Arrow IPC file mentions extension types (its schema is a second copy)."""
-    with open_binary(file) as source:
-        size = source.seek(0, 2)
-        source.seek(max(0, size - 10))
-        (length,) = struct.unpack("<i", source.read(10)[:4])
-        if not 0 < length <= size - 10:
-            raise TableError(f"{file}: truncated or damaged (its footer claims {length:,} bytes)")
-        source.seek(size - 10 - length)
-        return KEY in source.read(length)
+def ipc_footer_has_extensions(file: str, source: pa.NativeFile) -> bool:
+    """Whether the footer of an Arrow IPC file, which has a copy of the schema, mentions extension types."""
+    size = source.size()
+    source.seek(max(0, size - 10))
+    (length,) = struct.unpack("<i", source.read(10)[:4])
+    if not 0 < length <= size - 10:
+        raise TableError(f"{file}: truncated or damaged (its footer claims {length:,} bytes)")
+    source.seek(size - 10 - length)
+    return KEY in source.read(length)
 
 
 def footer_length(file: str, tail: bytes, size: int) -> int:
-    """Bytes of the footer of a Parquet file of that size which ends like `tail`. Raises TableError for other files."""
+    """The footer's length in bytes, from the last 8 bytes. Raises TableError if it is not a Parquet file."""
     if tail[-4:] == b"PARE":
         raise TableError(f"{file}: encrypted Parquet is not supported; decrypt it first")
     if size < 12 or tail[-4:] != b"PAR1":
@@ -104,8 +97,8 @@ def footer_length(file: str, tail: bytes, size: int) -> int:
     return int(length)
 
 
-def _check_names(file: str, serialised: bytes) -> None:
-    schema = pa.ipc.read_schema(pa.py_buffer(serialised.replace(KEY, MASKED_KEY)))
+def _check_names(file: str, serialized: bytes) -> None:
+    schema = pa.ipc.read_schema(pa.py_buffer(serialized.replace(KEY, MASKED_KEY)))
     for field in _fields(schema):
         name = (field.metadata or {}).get(MASKED_KEY)
         if name is not None and name.decode("utf-8", "replace") not in CANONICAL:
@@ -117,7 +110,7 @@ def _check_names(file: str, serialised: bytes) -> None:
 
 
 def _fields(parent: pa.Schema | pa.DataType) -> Iterator[pa.Field]:
-    """All fields, nested ones too. A map's and a list's fields count; a dictionary's values are looked into."""
+    """All fields, including those nested in structs, lists, maps and dictionary values."""
     for place in range(len(parent) if isinstance(parent, pa.Schema) else parent.num_fields):
         field = parent.field(place)
         yield field
@@ -127,7 +120,7 @@ def _fields(parent: pa.Schema | pa.DataType) -> Iterator[pa.Field]:
 
 
 def _base64_patterns(word: bytes) -> list[bytes]:
-    """What `word` looks like inside base64 text, for each of its three alignments, less the ends that depend on it."""
+    """`word` as base64, for each of its three alignments, without the ends that depend on the neighboring bytes."""
     patterns = []
     for shift in range(3):
         encoded = base64.b64encode(b"\0" * shift + word)

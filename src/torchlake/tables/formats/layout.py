@@ -1,4 +1,4 @@
-"""What each format says of itself before any row is read: the schema, and the pieces a file can be cut at.
+"""Each format's schema, and where its files can be split, before any row is read.
 
 parquet  footer: schema, row groups          arrow  IPC file or stream: schema, record batches
 csv      header line: every column a string  jsonl  types from the values, see `_json_schema`
@@ -37,60 +37,61 @@ TYPED_LINES = 1_000
 
 
 class SplitCandidates(NamedTuple):
-    """Where a file can be cut: row groups or record batches, or for text formats segments of whole records."""
+    """The row groups or record batches of a file, or segments of whole records; files are split between them."""
 
     segments: list[Segment]
     start: int
-    "Byte of the first record (text formats)."
+    "Offset of the first record in bytes (text formats)."
     checksums: bool | None
-    "Whether pages carry checksums; None where the format has none."
+    "Whether pages have checksums; None if the format has none."
 
 
 def is_table_file(name: str) -> bool:
-    """Whether a folder's file is taken for a table: by its name's extension, or its first bytes where it has none.
+    """Whether a file in a folder is part of a table: by its extension, or its first bytes if it has none.
 
-    A compressed text file, which is refused later, is one too.
+    Compressed text files count as well, so that `format_of` refuses them.
     """
-    stem, extension = os.path.splitext(name.lower())
-    if not extension:  # as Hive names its files
-        return _by_first_bytes(name) is not None
-    return extension in EXTENSIONS or (extension in COMPRESSED and os.path.splitext(stem)[1] in EXTENSIONS)
+    extension = os.path.splitext(name.lower())[1]
+    if not extension:  # Hive writes such names
+        return _format_by_magic(name) is not None
+    return extension in EXTENSIONS or _is_compressed(name)
 
 
 def format_of(file: str) -> str:
     """The format, by the file's extension, else by its first bytes. Raises TableError for others."""
-    stem, extension = os.path.splitext(file.lower())
-    if extension in COMPRESSED and os.path.splitext(stem)[1] in EXTENSIONS:
+    if _is_compressed(file):
         raise TableError(
-            f"{file}: compressed as a whole, so it cannot be cut into chunks. Decompress it, or convert it to Parquet, "
-            "which is compressed inside."
+            f"{file}: compressed as a whole, so it cannot be split into chunks. Decompress it, or convert it to "
+            "Parquet, which is compressed inside."
         )
-    if extension in EXTENSIONS:
-        return EXTENSIONS[extension]
-    known = _by_first_bytes(file)
-    if known is not None:
-        return known
+    format = EXTENSIONS.get(os.path.splitext(file.lower())[1]) or _format_by_magic(file)
+    if format is not None:
+        return format
     raise TableError(f"{file}: the format is not known by its name; give it one of {', '.join(EXTENSIONS)}.")
 
 
-def _by_first_bytes(file: str) -> str | None:
+def _is_compressed(name: str) -> bool:
+    stem, extension = os.path.splitext(name.lower())
+    return extension in COMPRESSED and os.path.splitext(stem)[1] in EXTENSIONS
+
+
+def _format_by_magic(file: str) -> str | None:
     head = read_range(file, 0, 8)
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
 
 
 def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) -> tuple[pa.Schema, Footer | None]:
-    """The columns of one file of that version, plainly typed (see `plain`), without metadata; of a Parquet file its
-    footer too, so that nobody has to read it again.
+    """A file's columns by their `storage_type`, without metadata, and the footer of a Parquet file.
 
     Raises TableError naming the file when it cannot be read, UnsafeError for extension types that may run code.
     """
     if version.size == 0:
         raise TableError(f"{file}: empty (0 bytes)")
-    footer = None
     if format == "csv":
         return pa.schema([pa.field(name, pa.string()) for name in lines.csv_header(file)]), None
     if format == "jsonl":
         return _json_schema(file, columns), None
+    footer = None
     if format == "parquet":
         footer = parquet_footer(file, version, columns)
         schema = footer.schema
@@ -103,7 +104,7 @@ def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) 
 def split_candidates(
     file: str, format: str, version: Version, footer: Footer | None, columns: Sequence[str], segment_rows: int | None
 ) -> SplitCandidates:
-    """Where a file can be cut; `columns` are those whose bytes count, `segment_rows` the finest cut of a text file."""
+    """Where a file can be split; counts the bytes of `columns`. Segments of text have at most `segment_rows` rows."""
     if format in ("csv", "jsonl"):
         start, segments = lines.scan(file, format, segment_rows)
         return SplitCandidates(segments, start, None)
@@ -116,9 +117,9 @@ def split_candidates(
 
 
 def storage_type(kind: pa.DataType) -> pa.DataType:
-    """The type a column is read as: extension types as their storage, dictionaries and views as what they encode.
+    """The type that a column is read as: that of an extension type's storage, or of the values of a dictionary or view.
 
-    Lists of a fixed size are read as lists, because Parquet files in which one of them is null cannot be read by Arrow.
+    Fixed-size lists are read as lists, because Arrow cannot read Parquet files in which one of them is null.
     """
     if isinstance(kind, pa.BaseExtensionType):
         return storage_type(kind.storage_type)
@@ -132,10 +133,10 @@ def storage_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:
-    """Types from all lines for `columns`; for other columns, or all where none are named, from the first 1,000 lines.
+    """The types of `columns` from all lines; of other columns (all, if none are named) from the first 1,000 lines.
 
-    A value of `columns` that has no type together with those before it is an error of the file in the first 1,000
-    lines, and later an error of its row. Names that are not UTF-8 are left out, as Arrow cannot hold them.
+    A value that is incompatible with those before it is an error of the file in the first 1,000 lines, if its column is
+    requested, and later an error of its row. Names that are not UTF-8 are left out, because Arrow cannot store them.
     """
     kinds: dict[str, values.Kind] = {}
     source, counted = lines.open_lines(file)

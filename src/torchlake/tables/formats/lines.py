@@ -1,14 +1,13 @@
-"""CSV and JSON lines, record by record, so that a malformed record costs only its own line.
+"""CSV and JSON lines, record by record: a malformed record affects only its own line.
 
-The plan's scan and the workers' reading use the same generators, and where a record ends depends on nothing before it.
-So they agree on where records begin, whatever the damage. A CSV line that ends inside quotes goes on in the lines after
-it, if these complete a record of as many fields as the header has. If not, that line alone is a bad record, and the
-next line begins another. Blank lines are no records; but where the header has one column, each is an empty field, as
-polars and pyarrow write a null. Bytes that are not UTF-8 become surrogates and are found in the values.
+The plan's scan and the workers' reading use the same generators, and where a record ends does not depend on the records
+before it, so both agree on where records begin in a damaged file. A CSV line that ends inside quotes continues on the
+next lines if these complete a record with as many fields as the header; otherwise that line alone is a bad record.
+Blank lines are skipped, except in a CSV file with one column, where each is an empty field: polars and pyarrow write a
+null so. Bytes that are not UTF-8 become surrogates, and are found when values are converted.
 
 Cost: about a million records per second and core, and the memory of one record. In a damaged file a line may be read
-again for each line before it that ends inside quotes, at most `2 * columns + 1` times: where both lines alone end
-inside quotes, the record of the first ends a field in the second, and too many fields end the search.
+again for each line before it that ends inside quotes, at most `2 * columns + 1` times: too many fields end the search.
 """
 
 import csv
@@ -21,30 +20,30 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from torchlake.errors import TableError
 from torchlake.tables.formats.values import is_utf8
-from torchlake.tables.sources.files import open_binary
+from torchlake.tables.sources.files import open_binary, read_range
 
 SEGMENT_BYTES = 1 << 20
 SEGMENT_ROWS = 256
 MAX_FIELD = 16 << 20
-"Characters of a CSV field: how far a quote that is never closed can be followed."
+"Characters of a CSV field: the limit of the search for a closing quote."
 MAX_COLUMNS = 1 << 16
 BOM = b"\xef\xbb\xbf"
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
 class BadRecord(str):
-    """In a record's place: why it could not be parsed."""
+    """The reason why a record could not be parsed, in place of the record."""
 
 
 class Segment(NamedTuple):
-    """Consecutive records of a file: the finest places where it can be cut."""
+    """The size of consecutive records; a file is split only between segments."""
 
     rows: int
     bytes: int
 
 
 class CountedLines:
-    """Lines of a binary file as text, with the place in the file behind the last of them in `offset`."""
+    """The lines of a binary file as text; `offset` is the position in the file after the last line."""
 
     def __init__(self, source: BinaryIO, offset: int = 0) -> None:
         self.source = source
@@ -56,7 +55,7 @@ class CountedLines:
             yield line.decode("utf-8", "surrogateescape")
 
     def seek(self, offset: int) -> None:
-        """Go on with the line that begins at `offset`."""
+        """Continue with the line that begins at `offset`."""
         self.source.seek(offset)
         self.offset = offset
 
@@ -67,19 +66,21 @@ def delimiter(file: str) -> str:
 
 
 def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Iterator[list[str] | BadRecord]:
-    """The fields of each record, `width` of them (any number for None), or why its first line is malformed."""
+    """Each record's fields, `width` of them (None: any number), or why its first line is malformed."""
     csv.field_size_limit(MAX_FIELD)
     parse = partial(csv.reader, delimiter=delimiter, strict=True)
     most, ends_field = width or MAX_COLUMNS, f'"{delimiter}'.encode()
     begin = ended = 0
 
     def texts() -> Iterator[str]:
-        """The lines, until the record that began at `begin` goes on through too many fields."""
+        """The lines, until the record that began at `begin` has too many fields."""
         nonlocal ended
         for line in lines.source:
             text = line.decode("utf-8", "surrogateescape")
             if lines.offset != begin and ends_field in line:
-                ended += 1 if ended < most else _fields_ended_in(text, parse)  # most records end before any is parsed
+                ended += (
+                    1 if ended < most else _fields_ended_in(text, parse)
+                )  # most records end before a line needs parsing
                 if ended >= 2 * most:
                     return
             lines.offset += len(line)
@@ -99,7 +100,7 @@ def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Itera
             yield fields
         elif fields is None or (fields and width is not None):
             lines.seek(begin)
-            yield _why_bad(next(iter(lines)), parse, width)
+            yield _bad_line(next(iter(lines)), parse, width)
             read = parse(texts()).__next__
         elif fields:
             yield fields
@@ -108,15 +109,15 @@ def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Itera
 
 
 def _fields_ended_in(text: str, parse: Callable[[Iterable[str]], Any]) -> int:
-    """How many fields a line ends that begins inside quotes and ends inside those of another field."""
+    """How many fields end in a line that begins inside quotes, and ends inside those of another field."""
     try:
         return len(next(parse(['"', text, '"']))) - 1
     except csv.Error:
         return 0
 
 
-def _why_bad(line: str, parse: Callable[[Iterable[str]], Any], width: int | None) -> BadRecord:
-    """Why a line is no record; only the line itself says so, thus chunks of any size give the same reason."""
+def _bad_line(line: str, parse: Callable[[Iterable[str]], Any], width: int | None) -> BadRecord:
+    """Why a line is not a record: from the line alone, so that chunks of any size give the same reason."""
     reader = parse([line, '"'])
     try:
         fields = next(reader)
@@ -128,7 +129,7 @@ def _why_bad(line: str, parse: Callable[[Iterable[str]], Any], width: int | None
 
 
 def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | BadRecord]:
-    """The object in each line, or why there is none; blank lines are passed over."""
+    """The object in each line, or why there is none; blank lines are skipped."""
     for line in lines:
         if line.isspace():
             continue
@@ -141,12 +142,9 @@ def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | BadRecord]:
 
 
 def open_lines(file: str) -> tuple[BinaryIO, CountedLines]:
-    """Open a text file behind its byte order mark.
-
-    Raises TableError when it is compressed or UTF-16, saying what to do.
-    """
+    """Open a text file after its byte order mark. Raises TableError when it is compressed or UTF-16."""
     source = open_binary(file)
-    if not isinstance(source, io.BufferedReader):  # an object's file takes a hundred times as long to find a line
+    if not isinstance(source, io.BufferedReader):  # fsspec files are a hundred times slower to find a line
         source = io.BufferedReader(cast(io.RawIOBase, source), SEGMENT_BYTES)
     head = source.read(8)
     kind = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
@@ -162,9 +160,9 @@ def open_lines(file: str) -> tuple[BinaryIO, CountedLines]:
 
 
 def csv_header(file: str) -> list[str]:
-    """The column names; a first one that is empty becomes "Unnamed: 0", as pandas names the index that it writes.
+    """The column names. An empty first name becomes "Unnamed: 0": pandas writes its index so.
 
-    Raises TableError when they are missing, empty, doubled or not UTF-8.
+    Raises TableError when names are missing, empty, duplicate or not UTF-8.
     """
     source, lines = open_lines(file)
     with source:
@@ -172,10 +170,7 @@ def csv_header(file: str) -> list[str]:
 
 
 def scan(file: str, format: str, segment_rows: int | None = None) -> tuple[int, list[Segment]]:
-    """Where the records lie: the offset in bytes of the first, and segments of at most `segment_rows` records each.
-
-    Memory: 16 bytes per segment.
-    """
+    """The first record's offset in bytes, and segments of at most `segment_rows` records each."""
     source, lines = open_lines(file)
     with source:
         records: Iterator[Any]
@@ -196,10 +191,8 @@ def scan(file: str, format: str, segment_rows: int | None = None) -> tuple[int, 
 
 
 def read_records(file: str, format: str, offset: int, size: int, width: int | None = None) -> Iterator[Any]:
-    """The records of a byte range that begins and ends between records; `width` is the number of a CSV's columns."""
-    with open_binary(file) as source:
-        source.seek(offset)
-        content = source.read(size)
+    """The records of a byte range that begins and ends between records; `width` is a CSV file's number of columns."""
+    content = read_range(file, offset, offset + size)
     if len(content) != size:
         raise TableError(f"{file}: ends at byte {offset + len(content):,}; it was longer when the job was planned")
     lines = CountedLines(io.BytesIO(content))
@@ -207,7 +200,7 @@ def read_records(file: str, format: str, offset: int, size: int, width: int | No
 
 
 def _header(file: str, lines: CountedLines) -> list[str]:
-    """The column names; `lines` go on behind them."""
+    """The column names; `lines` continue after them."""
     header = next(csv_records(lines, delimiter(file), None), None)
     if header is None:
         raise TableError(f"{file}: has no header line")

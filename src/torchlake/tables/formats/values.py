@@ -1,7 +1,7 @@
-"""JSON values and Arrow types: what type a column has, and whether a value fits it without any silent change.
+"""Types of JSON columns, and conversion of values to them without silent changes.
 
-An int stays an int, until a float comes in its column: then the column is double, and an int fits only when the double
-equals it. A string with half a surrogate pair (which is also how undecodable bytes arrive here) is not UTF-8.
+A column of ints becomes double when it has a float; an int then fits only if the double equals it. A string with a lone
+surrogate is not UTF-8; undecodable bytes are read as such strings.
 """
 
 from typing import Any, TypeAlias
@@ -13,15 +13,15 @@ NULL = pa.null()
 MAX_DEPTH = 32
 MAX_FIELDS = 10_000
 Kind: TypeAlias = Any
-"What values have been so far: a scalar's Arrow type, [kind] of a list's items, or {name: kind} of an object's fields."
+"The type of the values so far: an Arrow type, [kind] of a list's items, or {name: kind} of an object's fields."
 _INT, _DOUBLE = pa.int64(), pa.float64()
 _SCALARS: dict[type, pa.DataType] = {bool: pa.bool_(), int: _INT, float: _DOUBLE, str: pa.string()}
 
 
 def widen(kind: Kind, value: Any, depth: int = 0) -> Kind:
-    """The narrowest kind that holds the values of `kind` and this one; `kind` itself when it does.
+    """The narrowest kind that holds the values of `kind` and this one; `kind` itself if it does.
 
-    Raises ValueError in words when there is none, or when it is nested deeper or has more fields than a file can hold.
+    Raises ValueError, with a reason for users, if there is none, or the value has too many levels or fields.
     """
     if value is None:
         return kind
@@ -53,7 +53,10 @@ def arrow_type(kind: Kind) -> pa.DataType:
 
 
 def strict_cast(value: Any, kind: pa.DataType) -> Any:
-    """`value` as `kind` takes it. Raises UnicodeEncodeError, or ValueError in words when it does not fit."""
+    """`value` for a column of type `kind`, unchanged or an equal double.
+
+    Raises UnicodeEncodeError, or ValueError with a reason for users.
+    """
     if value is None:
         return None
     if isinstance(value, str):
@@ -96,7 +99,7 @@ def is_utf8(text: str) -> bool:
 
 
 def _widen_fields(fields: dict[str, Kind], value: dict[str, Any], depth: int) -> dict[str, Kind]:
-    """The fields that hold also those of `value`; names that are not UTF-8 are left out, as Arrow cannot hold them."""
+    """The fields, widened by those of `value`; names that are not UTF-8 are left out: Arrow cannot store them."""
     wider = {}
     for name, one in value.items():
         before = fields.get(name)

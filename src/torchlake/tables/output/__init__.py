@@ -1,4 +1,4 @@
-"""How an output is written exactly once: parts, staging, the lease of the one writer, commit and `verify`.
+"""Writing an output exactly once: parts, staging, the writer's lease, commit and `verify`.
 
 In: finished chunks. Out: an output folder whose commit record names every part.
 Read `commit.py` first.

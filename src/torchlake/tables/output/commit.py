@@ -1,11 +1,11 @@
 """Exactly once: even if processes are killed, the output is the old table or the whole new one, each row once.
 
-    plan.json first -> parts, each named by a hash of its content's causes -> commit.json -> one rename
+    plan.json first -> parts, each named by a hash of its inputs and settings -> commit.json -> one rename
 
-Engines run a chunk at least once; this module makes that harmless. A second attempt writes the same bytes under the
-same name; a part counts only through the commit record; one writer at a time holds the lease, and a writer that lost
-it cannot publish. The same call after a crash keeps every sound part and asks only for the rest. Price: one fsync and
-rename per part, and reading the staged parts once when a job is resumed.
+Engines run a chunk at least once. A second attempt finds the first one's part under the same name; a part counts only
+through the commit record; one writer at a time holds the lease, and a writer that lost it cannot publish. The same call
+after a crash keeps every sound part and returns only the other chunks as pending. Cost: one fsync and rename per part,
+and one read of the staged parts when a job is resumed.
 """
 
 import base64
@@ -34,12 +34,12 @@ from torchlake.tables.output.compatibility import (
     JobSpec,
     check_replaceable,
     differences,
+    file_sizes,
     interrupted_job,
     is_complete,
     merge,
     published_job,
     resumable_job,
-    sizes_in,
 )
 from torchlake.tables.output.lease import Lease, acquire, locked
 from torchlake.tables.output.parts import TABLE, Part, part_name, read_part, write_part
@@ -47,17 +47,17 @@ from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
 from torchlake.tables.sources.versions import ContentChecker
 
 NO_CHANGES = AllowedChanges()
-MOST_READERS = 8
+MAX_READERS = 8
 "Threads that read staged parts, each with one part in memory."
 
 
 @dataclass(kw_only=True)
 class WriteTransaction:
-    """A write in progress, or, when `complete`, an output that needs no work."""
+    """A write in progress, or, if `complete`, an output that needs no work."""
 
     output: Path
     staging: Path
-    "For `write_part`; `journal/` in it belongs to the workers."
+    "For `write_part`; workers log their attempts in its folder `journal`."
     job: JobSpec
     complete: bool = False
     record: dict[str, Any] | None = None
@@ -67,14 +67,14 @@ class WriteTransaction:
     done: list[Part] = field(default_factory=list)
     "Sound parts of earlier runs."
     removed: int = 0
-    "Files found in the staging folder that belonged to nothing."
+    "Orphan files deleted from the staging folder."
     schema: pa.Schema | None = None
     quarantined: Sequence[tuple[str, str]] = ()
     lease: Lease | None = None
 
     @property
     def plan(self) -> Plan:
-        """The plan that holds: the stored one's chunks for files that were planned before."""
+        """The plan in effect: files that were planned before keep their stored chunks."""
         return self.job.plan
 
     def commit(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class WriteTransaction:
         Raises LeaseLost when another writer has taken over, FingerprintError when an input file changed meanwhile,
         StorageError when the disk is full or the staging folder is gone.
         """
-        assert self.lease is not None, "a write is committed once, inside its `with`"
+        assert self.lease is not None, "commit() is called once, inside the `with` block"
         parts = self._with_schema_part(sorted(parts, key=lambda part: part.chunk))
         self._check_inputs()
         try:
@@ -107,7 +107,7 @@ class WriteTransaction:
         return record
 
     def close(self) -> None:
-        """Give the lease back; after a commit, remove the staging folder."""
+        """Release the lease; after a commit, remove the staging folder."""
         if self.lease is None:
             return
         lease, self.lease = self.lease, None
@@ -117,7 +117,7 @@ class WriteTransaction:
             lease.release()
 
     def _with_schema_part(self, parts: list[Part]) -> list[Part]:
-        """The parts; of a table without rows, one empty part, so that readers see the columns."""
+        """The parts, or one empty part if there are none, so that readers see the columns."""
         expected = [(chunk.index, chunk.rows) for chunk in sorted(self.plan.chunks, key=lambda chunk: chunk.index)]
         assert [(part.chunk, part.rows) for part in parts] == expected, "every chunk has one part with all its rows"
         if parts:
@@ -146,11 +146,11 @@ class WriteTransaction:
     def _check_inputs(self) -> None:
         unchanged = ContentChecker()
         for one in self.plan.inputs:
-            # Each of its rows was read from the version that was planned, so it may be gone by now.
+            # Its rows were read from the planned version, so the file may be gone by now.
             unchanged.check(one.path, one.version, one.sha256, may_be_gone=True)
 
     def _keep_only(self, fenced: Path, parts: Sequence[Part]) -> None:
-        """Remove what is not a part of this job (a late worker's file), and make sure that every part is there."""
+        """Delete files that are not parts of this job (from late workers); raise StorageError if a part is missing."""
         sizes = {part.name: part.bytes for part in parts}
         atomic_io.remove(path for path in fenced.iterdir() if path.name not in sizes)
         for name, size in sizes.items():
@@ -170,15 +170,14 @@ def write_transaction(
     allowed: AllowedChanges = NO_CHANGES,
     lease_s: float = 60.0,
 ) -> Iterator[WriteTransaction]:
-    """Write the result of `plan` under `fingerprint` (everything else that decides its bytes) to the folder `output`.
+    """Write the result of `plan` to the folder `output`; `fingerprint` is everything else that determines its bytes.
 
-    `schema` is the output's, for a table without rows; `quarantined` files are noted in the record. An output of the
-    same job is `complete`; an interrupted one goes on; what else may happen is `allowed`: to replace an output of
-    another job, or a damaged one, to do only the chunks of files that are new, to drop those of files that are gone.
-    `environment` (versions of libraries) is added to those that the record names for kept parts.
+    An output of the same job is returned `complete`, an interrupted one is resumed; `allowed` lists what else may be
+    replaced. `schema` is the output's, for a table without rows. `quarantined` files and the `environment` (library
+    versions) are added to the record.
 
     Raises before any work: FingerprintError (the output or the interrupted write belongs to another job, or the input
-    changed), Locked (another writer is at work), OutputError (not ours to write to, or no room), UsageError (an URL).
+    changed), Locked (another writer is active), OutputError (not a torchlake output, or no space), UsageError (a URL).
     """
     job = JobSpec(plan, json.loads(json.dumps(dict(fingerprint))), environments=[dict(environment or {})])
     write = _begin(output_path(output), job, allowed, lease_s)
@@ -190,31 +189,29 @@ def write_transaction(
 
 
 def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float) -> WriteTransaction:
+    """Check what lies at `out`, and start or resume the write, unless the output is complete."""
     folder = staging.staging_of(out)
-    finished = WriteTransaction(output=out, staging=folder, job=job, complete=True)
     try:
         staging.vacuum(out)
-        present = published_job(out)
-        done = is_complete(out, present, job, thorough=allowed.overwrite)
+        published = published_job(out)
+        complete = is_complete(out, published, job, thorough=allowed.overwrite)
     except OSError as error:
         raise OutputError(
-            f"{out}: cannot be looked at: {error.strerror}: {error.filename}. Give an output in a folder that this "
+            f"{out}: cannot be read: {error.strerror}: {error.filename}. Give an output in a folder that this "
             "user can read and write, or change the folder's permissions."
         ) from error
-    if done and present is not None:
-        finished.record = present.record
-        if not folder.exists():
-            return finished
-    else:
-        check_replaceable(out, present, job, allowed)
+    if not complete:
+        check_replaceable(out, published, job, allowed)
+    elif not folder.exists():
+        return _completed(out, job, published)
     try:
         lease = acquire(folder, lease_s)
     except Locked:
-        if done:
-            return finished  # the writer that finished it is still clearing up, or is writing another job
+        if complete:
+            return _completed(out, job, published)  # its writer is still removing the staging, or writes another job
         raise
     try:
-        return _begin_leased(out, folder, job, lease, allowed)
+        return _begin_leased(out, job, lease, allowed)
     except BaseException as error:
         if (folder / staging.PLAN).exists():
             lease.release()
@@ -226,42 +223,47 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float) -> 
         raise
 
 
-def _begin_leased(out: Path, folder: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges) -> WriteTransaction:
-    """What `_begin` does once no other writer can interfere."""
+def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges) -> WriteTransaction:
+    """Repeat the checks of `_begin`, now that no other writer can interfere, and prepare the staging folder."""
+    folder = lease.staging
     staging.repair(folder, out)
-    present = published_job(out)
-    done = is_complete(out, present, job, thorough=allowed.overwrite)
-    stored = interrupted_job(folder)
-    published = stored is not None and is_complete(out, present, stored, thorough=False)
-    if stored is None or published:  # nothing, or what a writer left that died after its commit
-        staging.clear_job(folder)
-        stored = None
-    if done and present is not None:
-        if stored is None:
+    published = published_job(out)
+    interrupted = interrupted_job(folder)
+    if interrupted is None or is_complete(out, published, interrupted, thorough=False):
+        staging.clear_job(folder)  # empty, or of a writer that was killed after its commit
+        interrupted = None
+    if is_complete(out, published, job, thorough=allowed.overwrite):
+        if interrupted is None:
             _remove_staging(folder, lease)
         else:
-            lease.release()  # another job's interrupted write: not ours to remove
-        return WriteTransaction(output=out, staging=folder, job=job, complete=True, record=present.record)
-    check_replaceable(out, present, job, allowed)
-    stored = resumable_job(folder, stored, job, allowed)
-    base = stored or present
-    if base is not None and not differences(base, job):
-        environments = [*base.environments, *(one for one in job.environments if one not in base.environments)]
-        job = JobSpec(merge(base.plan, job.plan), job.fingerprint, environments=environments)
+            lease.release()  # another job's interrupted write stays
+        return _completed(out, job, published)
+    check_replaceable(out, published, job, allowed)
+    earlier = resumable_job(folder, interrupted, job, allowed) or published
+    if earlier is not None and not differences(earlier, job):
+        environments = [*earlier.environments, *(one for one in job.environments if one not in earlier.environments)]
+        job = JobSpec(merge(earlier.plan, job.plan), job.fingerprint, environments=environments)
     staging.reopen(folder)
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": job.environments}
     atomic_io.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = WriteTransaction(output=out, staging=folder, job=job, lease=lease)
-    _keep_sound_parts(write, present, thorough=allowed.overwrite)
-    _check_room(write)
+    _keep_sound_parts(write, published, thorough=allowed.overwrite)
+    _check_free_space(write)
     return write
 
 
-def _keep_sound_parts(write: WriteTransaction, present: JobSpec | None, *, thorough: bool) -> None:
-    """Sort the staged files into sound parts and debris; link in the parts that the present output shares.
+def _completed(out: Path, job: JobSpec, published: JobSpec | None) -> WriteTransaction:
+    assert published is not None, "only a published output is complete"
+    return WriteTransaction(
+        output=out, staging=staging.staging_of(out), job=job, complete=True, record=published.record
+    )
 
-    A published part counts by its record and its size, so that an increment does not read what it keeps. When
-    `thorough` it counts by its bytes, and parts in which rows failed are debris.
+
+def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, *, thorough: bool) -> None:
+    """Set `done` and `pending`: keep sound staged parts, link in published ones, delete orphan files.
+
+    A published part is checked by its size, so that an increment does not read what it keeps; if `thorough`, by its
+    sha256, and parts with failed rows are deleted.
     """
     table = write.staging / TABLE
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
@@ -269,13 +271,13 @@ def _keep_sound_parts(write: WriteTransaction, present: JobSpec | None, *, thoro
         if path.name not in expected or path.is_symlink() or not path.is_file():
             atomic_io.remove([path])
             write.removed += 1
-    sound = _link_published(write, present, expected, thorough=thorough)
+    sound = _link_published(write, published, expected, thorough=thorough)
     staged = sorted(path for path in table.iterdir() if path.name not in sound)
 
     def read(path: Path) -> Part | None:
         return read_part(path, expected[path.name].index, expected[path.name].rows)
 
-    with ThreadPoolExecutor(min(cores(), MOST_READERS)) as threads:  # to decode and to hash needs no interpreter lock
+    with ThreadPoolExecutor(min(cores(), MAX_READERS)) as threads:  # decoding and hashing release the GIL
         for path, part in zip(staged, threads.map(read, staged), strict=True):
             if part is None or (thorough and part.failed):
                 path.unlink()
@@ -288,25 +290,25 @@ def _keep_sound_parts(write: WriteTransaction, present: JobSpec | None, *, thoro
 
 
 def _link_published(
-    write: WriteTransaction, present: JobSpec | None, expected: Mapping[str, Chunk], *, thorough: bool
+    write: WriteTransaction, published: JobSpec | None, expected: Mapping[str, Chunk], *, thorough: bool
 ) -> dict[str, Part]:
-    """Give the published parts that belong to this job a second name among the staged ones; by name."""
-    if present is None or present.record is None:
+    """Hard-link the published parts that belong to this job into the staging folder; returns those linked, by name."""
+    if published is None or published.record is None:
         return {}
-    sizes, linked = sizes_in(write.output), {}
-    for part in (Part(**entry) for entry in present.record["parts"]):
+    sizes, linked = file_sizes(write.output), {}
+    for part in (Part(**entry) for entry in published.record["parts"]):
         source, target = write.output / part.name, write.staging / TABLE / part.name
         if part.name not in expected or sizes.get(part.name) != part.bytes:
             continue
         if thorough and (part.failed or atomic_io.sha256_file(source) != part.sha256):
             continue
         if target.samefile(source) if target.exists() else _link(source, target):
-            linked[part.name] = part  # what was staged before, or is a copy, is read
+            linked[part.name] = part  # others, staged before or copied, are read and checked
     return linked
 
 
 def _link(source: Path, target: Path) -> bool:
-    """A second name for the same bytes; False for a copy, where the file system has no hard links."""
+    """Hard-link a file, or copy it where the file system has no hard links; returns whether it was linked."""
     try:
         os.link(source, target)
         return True
@@ -315,8 +317,8 @@ def _link(source: Path, target: Path) -> bool:
         return False
 
 
-def _check_room(write: WriteTransaction) -> None:
-    """Refuse a job that certainly does not fit: 8 bytes a row is less than any output takes."""
+def _check_free_space(write: WriteTransaction) -> None:
+    """Raise OutputError if the job certainly does not fit: every output takes more than 8 bytes per row."""
     needed = 8 * sum(chunk.rows for chunk in write.pending)
     free = shutil.disk_usage(write.staging).free
     if free < needed:
@@ -324,11 +326,11 @@ def _check_room(write: WriteTransaction) -> None:
 
 
 def _remove_staging(folder: Path, lease: Lease) -> None:
-    """Remove the staging folder, unless it is another writer's by now."""
+    """Remove the staging folder, unless another writer has taken it over."""
     try:
         with locked(folder):
             lease.check()
             staging.remove_staging(folder)
     except (LeaseLost, OSError):
-        pass  # another writer's, or not removable: the table is published all the same
+        pass  # taken over, or not removable: the table is published either way
     lease.stop()

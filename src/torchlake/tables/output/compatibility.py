@@ -1,7 +1,7 @@
-"""Which job an output or an interrupted write belongs to, and what of it a new job may keep.
+"""Which job an output or an interrupted write belongs to, and which of its parts a new job may keep.
 
-A job is a plan and a fingerprint. The same job goes on or is done; another one is refused with what differs, unless the
-user says which of the two is meant to stay. Files that did not change keep their chunks, and so their parts.
+A job is a plan and a fingerprint. The same job is resumed or already complete; another one is refused with a list of
+the differences, unless the user allows replacing it. Files that did not change keep their chunks, and so their parts.
 """
 
 import os
@@ -20,28 +20,28 @@ from torchlake.tables.record import COMMIT, PLAN, output_path, read_commit
 
 @dataclass(frozen=True, kw_only=True)
 class AllowedChanges:
-    """What the caller allows to happen to an output or an interrupted write that is not of this very job."""
+    """What may be replaced in an output, or an interrupted write, that is not of the same job."""
 
     overwrite: bool = False
     new_input: bool = False
-    "Keep the parts of files that did not change, and do the others."
+    "Keep the parts of unchanged files; process new and rewritten ones."
     removed_input: bool = False
-    "Drop the rows of files that left the input."
+    "Drop the rows of files that are no longer in the input."
 
 
 class JobSpec(NamedTuple):
-    """What an output is the result of."""
+    """The input and the settings of an output."""
 
     plan: Plan
     fingerprint: dict[str, Any]
     record: dict[str, Any] | None = None
-    "The commit record, where the result is published."
+    "The commit record of a published output."
     environments: Sequence[dict[str, str]] = ()
-    "In which its parts were made."
+    "Library versions that its parts were written with."
 
 
 def published_job(out: Path) -> JobSpec | None:
-    """The job whose result lies at `out`; None when nothing does. Raises OutputError for what is not ours."""
+    """The job of the output at `out`, or None. Raises OutputError if something other than an output is there."""
     if not out.exists():
         if out.is_symlink():
             raise OutputError(f"{out}: is a symbolic link that leads to itself. Give another output.")
@@ -62,9 +62,9 @@ def published_job(out: Path) -> JobSpec | None:
 
 
 def planned_inputs(output: str | Path) -> list[InputFile]:
-    """The input files of earlier plans of `output`, so that `plan_chunks` need not hash again what did not change.
+    """The input files of earlier plans of `output`: `plan_chunks` reuses the sha256 of unchanged ones.
 
-    A plan that is missing or cannot be read is passed over.
+    Missing and unreadable plans are ignored.
     """
     out = output_path(output)
     known: list[InputFile] = []
@@ -77,7 +77,7 @@ def planned_inputs(output: str | Path) -> list[InputFile]:
 
 
 def interrupted_job(folder: Path) -> JobSpec | None:
-    """The job of an interrupted write."""
+    """The job of an interrupted write, or None."""
     path = folder / staging.PLAN
     if not path.is_file():
         return None
@@ -92,17 +92,17 @@ def _job(plan: Path, fingerprint: dict[str, Any]) -> JobSpec:
         raise OutputError(f"{plan}: {error}. Remove its folder, or give another output.") from error
 
 
-def is_complete(out: Path, present: JobSpec | None, job: JobSpec, *, thorough: bool) -> bool:
-    """Whether `present` is the result of `job`, and all of it is there (by sha256 when `thorough`, else by size)."""
-    if present is None or differences(present, job) or input_changes(present.plan, job.plan):
+def is_complete(out: Path, published: JobSpec | None, job: JobSpec, *, thorough: bool) -> bool:
+    """Whether `published` is the result of `job` and no part is missing (by sha256 if `thorough`, else by size)."""
+    if published is None or differences(published, job) or any(input_changes(published.plan, job.plan)):
         return False
-    return _damage(out, present, thorough=thorough) is None
+    return _damage(out, published, thorough=thorough) is None
 
 
-def _damage(out: Path, present: JobSpec, *, thorough: bool) -> str | None:
-    assert present.record is not None, "only what is published has a record"
-    sizes = sizes_in(out)
-    for part in present.record["parts"]:
+def _damage(out: Path, published: JobSpec, *, thorough: bool) -> str | None:
+    assert published.record is not None, "every published output has a record"
+    sizes = file_sizes(out)
+    for part in published.record["parts"]:
         if sizes.get(part["name"]) != part["bytes"]:
             return f"{part['name']} is missing or cut short"
         if thorough and atomic_io.sha256_file(out / part["name"]) != part["sha256"]:
@@ -110,103 +110,94 @@ def _damage(out: Path, present: JobSpec, *, thorough: bool) -> str | None:
     return None
 
 
-def sizes_in(folder: Path) -> dict[str, int]:
-    """The bytes of each file in a folder; links are left out.
+def file_sizes(folder: Path) -> dict[str, int]:
+    """The size of each regular file in a folder, in bytes, by name.
 
-    One pass over the folder: looking up each of 10^5 parts by its path took ten seconds.
+    One pass over the folder: looking up 100,000 parts by path took ten seconds.
     """
     return {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)}
 
 
-def check_replaceable(out: Path, present: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> None:
-    """Raise unless the job may be written where `present` lies."""
-    if present is None or allowed.overwrite:
+def check_replaceable(out: Path, published: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> None:
+    """Raise unless the job may replace or extend the published output, which is not its complete result."""
+    if published is None or allowed.overwrite:
         return
-    _refuse_differences(f"{out}", present, job, "replaces it", allowed)
-    if not input_changes(present.plan, job.plan):
-        raise OutputError(f"{out}: is damaged: {_damage(out, present, thorough=False)}. --overwrite writes it again.")
+    _refuse_differences(f"{out}", published, job, "replaces it", allowed)
+    if not any(input_changes(published.plan, job.plan)):
+        damage = _damage(out, published, thorough=False)
+        raise OutputError(f"{out}: is damaged: {damage}. --overwrite writes it again.")
 
 
 def _refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: str, allowed: AllowedChanges) -> None:
+    """Raise FingerprintError listing the differences that are not allowed; `overwriting` names --overwrite's effect."""
     different = differences(other, job)
     if different:
         raise FingerprintError(
             f"{where}: belongs to another job:\n  " + "\n  ".join(different) + f"\n--overwrite {overwriting}; "
             "or give another output, or the earlier settings."
         )
-    refused = []
-    if not allowed.new_input:
-        refused += [*_added(other.plan, job.plan), *_rewritten(other.plan, job.plan)]
-    removed = [] if allowed.removed_input else _removed(other.plan, job.plan)
-    if not refused and not removed:
+    added, removed, rewritten = input_changes(other.plan, job.plan)
+    new = [] if allowed.new_input else added + rewritten
+    gone = [] if allowed.removed_input else removed
+    if not new and not gone:
         return
     advice = []
-    if refused:
+    if new:
         advice.append("--accept-new-input keeps the rows of files that did not change and does only the others.")
-    if removed:
+    if gone:
         advice.append("--accept-removed-input drops the rows of files that are no longer there.")
     raise FingerprintError(
         f"{where}: the input has changed since:\n  "
-        + "\n  ".join(refused + removed)
+        + "\n  ".join(new + gone)
         + f"\n{' '.join(advice)} --overwrite {overwriting} and starts again."
     )
 
 
-def resumable_job(folder: Path, stored: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> JobSpec | None:
-    """The interrupted write when it may go on; cleared away when `overwrite` says so."""
-    if stored is None:
+def resumable_job(folder: Path, interrupted: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> JobSpec | None:
+    """The interrupted write if it may be resumed; with `allowed.overwrite` another job's is removed instead."""
+    if interrupted is None:
         return None
     try:
-        _refuse_differences(f"{folder}: an interrupted write", stored, job, "discards it", allowed)
+        _refuse_differences(f"{folder}: an interrupted write", interrupted, job, "discards it", allowed)
     except FingerprintError:
         if not allowed.overwrite:
             raise
         staging.clear_job(folder)
         return None
-    return stored
+    return interrupted
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[str]:
-    """The entries of the fingerprints that differ, as "name: old -> new", and the columns where they do."""
+    """Differences of fingerprints and columns, as "name: old -> new"."""
     before, after = old.fingerprint, new.fingerprint
     names = [*before, *(name for name in after if name not in before)]
     found = [
         f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names if before.get(name) != after.get(name)
     ]
-    # Types, not their names: those of maps and lists depend on the library that wrote the file.
+    # Compare types, not their names: the names of map and list types depend on the library that wrote the file.
     if not old.plan.schema.equals(new.plan.schema):
         found.append(f"input columns: {schema_in_words(old.plan.schema)} -> {schema_in_words(new.plan.schema)}")
     return found
 
 
-def input_changes(old: Plan, new: Plan) -> list[str]:
-    """The input files that were added, removed or rewritten, each as a sentence."""
-    return [*_added(old, new), *_removed(old, new), *_rewritten(old, new)]
-
-
-def _added(old: Plan, new: Plan) -> list[str]:
-    names = {one.name for one in old.inputs}
-    return [f"{one.path}: new ({one.rows:,} rows)" for one in new.inputs if one.name not in names]
-
-
-def _removed(old: Plan, new: Plan) -> list[str]:
-    names = {one.name for one in new.inputs}
-    return [f"{one.path}: no longer there ({one.rows:,} rows)" for one in old.inputs if one.name not in names]
-
-
-def _rewritten(old: Plan, new: Plan) -> list[str]:
-    before = {one.name: one for one in old.inputs}
-    return [
-        f"{one.path}: rewritten ({before[one.name].rows:,} rows -> {one.rows:,} rows)"
-        for one in new.inputs
-        if one.name in before and before[one.name].sha256 != one.sha256
-    ]
+def input_changes(old: Plan, new: Plan) -> tuple[list[str], list[str], list[str]]:
+    """The input files that were added, removed and rewritten, each as a sentence."""
+    before, after = ({one.name: one for one in plan.inputs} for plan in (old, new))
+    return (
+        [f"{one.path}: new ({one.rows:,} rows)" for one in new.inputs if one.name not in before],
+        [f"{one.path}: no longer there ({one.rows:,} rows)" for one in old.inputs if one.name not in after],
+        [
+            f"{one.path}: rewritten ({before[one.name].rows:,} rows -> {one.rows:,} rows)"
+            for one in new.inputs
+            if one.name in before and before[one.name].sha256 != one.sha256
+        ],
+    )
 
 
 def merge(old: Plan, new: Plan) -> Plan:
-    """The plan of `new`'s input with `old`'s chunks for the files that did not change, numbers kept.
+    """The plan of `new`'s input, with `old`'s chunks and their numbers for files that did not change.
 
-    Chunks of other files get numbers after those, so that every kept part keeps its name.
+    Chunks of other files get higher numbers, so that every kept part keeps its name.
     """
     before = {one.name: one.sha256 for one in old.inputs}
     kept = {one.name: one for one in new.inputs if before.get(one.name) == one.sha256}

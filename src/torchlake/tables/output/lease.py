@@ -1,9 +1,9 @@
-"""One writer at a time, and none that believes it still is: a lease on the staging folder with an epoch.
+"""One writer at a time: a lease on the staging folder, with an epoch and a fencing token.
 
-`lease.json` says who writes: epoch, process, host, and when the lease was last renewed. It is changed only while an
-exclusive `flock` is held on the file `lock` beside it, and so is the rename that publishes. A lease whose process is
-dead (same machine) or that was not renewed in time (any machine) is taken over with the next epoch. A writer that wakes
-up late finds another's token in the lease, and its commit is refused. Price: one small fsync per quarter of a lease.
+`lease.json` names the writer: epoch, token, process, host, and when the lease was last renewed. It is changed only
+under an exclusive `flock` on the file `lock` beside it, and so is the rename that publishes. A lease whose process is
+dead (same machine) or that was not renewed in time (any machine) is taken over with the next epoch. A writer that was
+suspended meanwhile finds another token in the lease, and cannot commit. Cost: one small fsync per quarter of a lease.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ LOCK_POLL_S = 0.01
 
 
 class Lease:
-    """A lease that is held and renewed by a thread until `stop`; see `acquire`."""
+    """A lease, renewed by a thread until `stop`; see `acquire`."""
 
     def __init__(self, staging: Path, mine: dict[str, Any]) -> None:
         self.staging = staging
@@ -38,21 +38,21 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise LeaseLost when another writer has taken over. Call it with the lock held."""
+        """Raise LeaseLost if another writer has taken over. Call it with the lock held."""
         current = _read(self.staging)
         if current.get("token") != self.mine["token"]:
             raise LeaseLost(
-                f"{self.staging}: taken over by {_holder(current)} while this process was not heard of for "
+                f"{self.staging}: taken over by {_holder(current)}, because this process did not renew its lease for "
                 f"{self.mine['lease_s']:.0f} s. That writer finishes the job; nothing of this one is published."
             )
 
     def stop(self) -> None:
-        """Renew no more. The lease itself is given back by `release`, or goes with the staging folder."""
+        """Stop renewing. The lease ends with `release`, or when the staging folder is removed."""
         self._stopped.set()
         self._thread.join()
 
     def release(self) -> None:
-        """Let the next writer in at once; a lease that is no longer ours is left alone."""
+        """Allow the next writer to start at once; a lease that was taken over stays as it is."""
         self.stop()
         try:
             with locked(self.staging):
@@ -70,14 +70,14 @@ class Lease:
                     _write(self.staging, self.mine)
             except LeaseLost:
                 return
-            except (StorageError, OSError):  # a full disk may have room again before the lease runs out
+            except (StorageError, OSError):  # a full disk may have space again before the lease expires
                 continue
 
 
 def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
-    """Become the one writer of `staging`, which is created; messages call what is held `name`, by default the output.
+    """Become the only writer of `staging`, which is created; `name` is used in messages (default: the output's path).
 
-    Raises Locked naming the writer that is at work, OutputError when the folder cannot be made.
+    Raises Locked naming the active writer, OutputError when the folder cannot be created.
     """
     with locked(staging, create=True):
         current = _read(staging)
@@ -86,7 +86,7 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
             raise Locked(
                 f"{held}: being written by {_holder(current)}. Wait for it, or stop it; finished work is kept."
             )
-        # Only who holds the lock writes the lease: these are of writers that were killed while they did.
+        # Only the holder of the lock writes the lease, so these are left from killed writers.
         atomic_io.remove(atomic_io.stale_temporaries(staging / "lease.json"))
         now = time.time()
         mine = {
@@ -106,10 +106,10 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
 
 @contextmanager
 def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
-    """Hold the exclusive lock of a staging folder; a newcomer (`create`) makes the folder first.
+    """Hold the exclusive lock of a staging folder; a new writer (`create`) creates the folder first.
 
-    Raises LeaseLost when the folder is gone (and is not to be made), OutputError when it cannot be made, Locked when
-    a newcomer has waited for half a minute: who is at home waits as long as it takes.
+    Raises LeaseLost when the folder is gone (without `create`), OutputError when it cannot be created, Locked when a
+    new writer has waited for LOCK_WAIT_S; the holder of the lease waits without limit.
     """
     path = staging / "lock"
     while True:
@@ -118,7 +118,7 @@ def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
             continue
         try:
             if create:
-                _take(descriptor, staging)
+                _lock_in_time(descriptor, staging)
             else:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_at(descriptor, path):  # else the folder was removed and made again while this one waited
@@ -128,8 +128,8 @@ def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _take(descriptor: int, staging: Path) -> None:
-    """Take the lock. Raises Locked when its holder keeps it: a writer stopped inside it must not hang another one."""
+def _lock_in_time(descriptor: int, staging: Path) -> None:
+    """Take the lock. Raises Locked after LOCK_WAIT_S: a writer that was stopped must not block a new one for ever."""
     until = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -137,17 +137,16 @@ def _take(descriptor: int, staging: Path) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= until:
-                current = _read(staging)
-                holder = _holder(current)
                 raise Locked(
-                    f"{staging}: locked for {LOCK_WAIT_S:.0f} s by {holder}, which may have been stopped in the middle "
-                    "of publishing. Continue it (kill -CONT) or end it, then run the same command again."
+                    f"{staging}: locked for {LOCK_WAIT_S:.0f} s by {_holder(_read(staging))}, which may have been "
+                    "stopped in the middle of publishing. Continue it (kill -CONT) or end it, then run the same "
+                    "command again."
                 ) from None
             time.sleep(LOCK_POLL_S)
 
 
 def _open(path: Path, create: bool) -> int | None:
-    """A descriptor of the lock; None when the folder vanished just after it was made: try again."""
+    """Open the lock file; None if the folder was removed right after it was created: try again."""
     if create:
         try:
             atomic_io.make_folder(path.parent)
@@ -190,14 +189,14 @@ def _is_live(staging: Path, lease: dict[str, Any]) -> bool:
 
 
 def _age_s(staging: Path) -> float:
-    """Seconds since the lease was written, by the clock of its storage: those of machines may differ by hours."""
+    """Seconds since the lease was written, by the clock of its storage: machines' clocks may differ by hours."""
     lock = staging / "lock"
     os.utime(lock)
     return max(0.0, os.stat(lock).st_mtime - os.stat(staging / "lease.json").st_mtime)
 
 
 def _machine() -> str:
-    """Where a process id means something: this boot of this kernel, this process namespace."""
+    """The scope in which a process id is unique: this boot of this kernel, this process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -213,7 +212,7 @@ def _holder(lease: dict[str, Any]) -> str:
 
 
 def _read(staging: Path) -> dict[str, Any]:
-    """The lease, empty when there is none (a damaged one cannot be anybody's: its writer would have to renew it)."""
+    """The lease; empty if there is none, or a damaged one (a live writer would have renewed it)."""
     try:
         value = atomic_io.read_json(staging / "lease.json")
     except DataError:

@@ -1,6 +1,6 @@
-"""A part is one chunk's result: a Parquet file whose name is a hash of everything that decides its bytes.
+"""A part is one chunk's result: a Parquet file whose name is a hash of everything that determines its rows.
 
-So a second attempt at a chunk, by a retry, a speculative copy or a zombie, writes the same bytes under the same name.
+So every attempt at a chunk, by a retry, a speculative copy or a late worker, writes to the same name.
 """
 
 import hashlib
@@ -15,15 +15,16 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io
 from torchlake.errors import TableError
 from torchlake.tables.chunks import Chunk, Plan
+from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import translate_errors
 
 TABLE = "table"
-"The folder of the staging that becomes the output."
+"The folder in the staging folder that becomes the output."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A chunk's file: its rows, how many of them have an `error`, and what identifies its bytes."""
+    """A chunk's file: its rows, how many of them have an `error`, its sha256 and size."""
 
     name: str
     chunk: int
@@ -36,34 +37,24 @@ class Part:
 def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
     """The file name of a chunk's part, "part-00012-<16 hex digits>.parquet".
 
-    It depends on the content of the chunk's file, the chunk's range and the fingerprint, not on the rest of the plan:
-    a part stays valid when files are added to the input.
+    It depends on the content of the chunk's file, the chunk's range and the fingerprint, but not on the rest of the
+    plan: a part stays valid when files are added to the input.
     """
-    value = [
-        plan.sha256_of[chunk.name],
-        chunk.name,
-        chunk.row_groups,
-        chunk.first_row,
-        chunk.rows,
-        chunk.offset,
-        chunk.bytes,
-        plan.schema.names,
-        fingerprint,
-    ]
+    place = [chunk.name, chunk.row_groups, chunk.first_row, chunk.rows, chunk.offset, chunk.bytes]
+    value = [plan.sha256_of[chunk.name], *place, plan.schema.names, fingerprint]
     return f"part-{chunk.index:05d}-{atomic_io.fingerprint(value)[:16]}.parquet"
 
 
 def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part:
     """Write a chunk's rows durably into the staging folder, with page checksums. Called in workers.
 
-    The first attempt that writes a part wins: another one may have run on another kind of CPU, where a score differs in
-    its last digit, and what the driver was told of a part has to stay true. So the part may be another attempt's.
-    Raises StorageError when the disk is full or the folder is gone.
+    The first attempt wins, and its part is returned: scores may differ in the last digit on another kind of CPU, and
+    the driver may already know the first part. Raises StorageError when the disk is full or the folder is gone.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     content, path = sink.getvalue().to_pybytes(), staging / TABLE / name
-    with translate_errors(str(path)):  # what Arrow writes it cannot always read: better now than in a year
+    with translate_errors(str(path)):  # Arrow cannot read everything that it writes
         pq.ParquetFile(pa.BufferReader(content)).read()
     while not atomic_io.write_new_bytes(path, content, site="part"):
         part = read_part(path, chunk, table.num_rows)
@@ -74,13 +65,13 @@ def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part
 
 
 def part_of_lost_attempt(staging: Path, name: str, chunk: Chunk) -> Part | None:
-    """The sound part that an earlier attempt of this job wrote, whose result was lost on its way; None without one."""
+    """The sound part of an earlier attempt whose result did not reach the driver, or None."""
     path = staging / TABLE / name
     return read_part(path, chunk.index, chunk.rows) if path.exists() else None
 
 
 def read_part(path: Path, chunk: int, rows: int) -> Part | None:
-    """The part of so many rows in `path`, every page verified; None when it is damaged or has other rows."""
+    """The part in `path`, every page verified; None if it is damaged or does not have `rows` rows."""
     content = path.read_bytes()
     try:
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
@@ -90,10 +81,7 @@ def read_part(path: Path, chunk: int, rows: int) -> Part | None:
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema that a Parquet file written with `schema` is read with.
-
-    Raises TableError for a type that cannot be written.
-    """
+    """The schema that a Parquet file written with `schema` has when read. Raises TableError if it cannot be written."""
     sink = pa.BufferOutputStream()
     try:
         pq.write_table(schema.empty_table(), sink)
@@ -106,17 +94,16 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def schema_in_words(schema: pa.Schema) -> str:
-    """Names and types."""
+    """Column names and types."""
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
 def _part(name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
-    failed = table.num_rows - table["error"].null_count if "error" in table.column_names else 0
     return Part(
         name=name,
         chunk=chunk,
         rows=table.num_rows,
-        failed=failed,
+        failed=count_failed(table),
         sha256=hashlib.sha256(content).hexdigest(),
         bytes=len(content),
     )

@@ -1,17 +1,17 @@
-"""The folders of a write in progress, and the one rename that shows it.
+"""The folders of a write in progress, and the one rename that publishes it.
 
     <parent>/.<name>.staging/          beside the output, so that a rename is atomic
-        lock, lease.json               who writes (lease.py)
-        plan.json                      what is written: plan and fingerprint
-        journal/                       the workers' notes, removed before publishing
+        lock, lease.json               the writer (lease.py)
+        plan.json                      plan and fingerprint
+        journal/                       the workers' attempt logs, removed before publishing
         table/part-*.parquet           becomes the output
-        sealed/                        `table` under the name that no late worker knows, while it is being published
-        old/                           the output that is being replaced, where two folders cannot be exchanged
+        sealed/                        `table`, renamed before publishing so that late workers cannot write to it
+        old/                           the output being replaced, where two folders cannot be exchanged
     <parent>/<name>/part-*.parquet, _torchlake/{commit,plan}.json
 
-A new output appears by one rename(2). An existing one is exchanged with the new in one step where the kernel and the
-file system can (renameat2 with RENAME_EXCHANGE); elsewhere two renames leave a moment without an output, and `repair`
-undoes the first one when the second never came.
+A new output appears by one rename(2). An existing one is exchanged with the new one in one step where the kernel and
+the file system can (renameat2 with RENAME_EXCHANGE); elsewhere there is no output between two renames, and `repair`
+undoes the first if the second never happened.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def staging_of(out: Path) -> Path:
 
 
 def fence(staging: Path) -> Path:
-    """Rename the table away from every worker that still knows its path; returns the new place."""
+    """Rename the table so that late workers cannot write to it; returns the new path."""
     fenced = staging / FENCED
     os.rename(staging / TABLE, fenced)
     failpoint("commit.fence")
@@ -43,7 +43,7 @@ def fence(staging: Path) -> Path:
 
 
 def publish(staging: Path, out: Path) -> None:
-    """Put `fenced` in the place of `out`, durably; what was there goes into the staging folder."""
+    """Replace `out` with the fenced table, durably; the old output goes into the staging folder."""
     fenced, old = staging / FENCED, staging / OLD
     atomic_io.sync_folder(fenced)
     failpoint("commit.before_publish")
@@ -60,7 +60,7 @@ def publish(staging: Path, out: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; False where that is not possible."""
+    """Exchange two folders in one step; returns False where that is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -73,7 +73,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def repair(staging: Path, out: Path) -> None:
-    """Bring back the old output when a replacement was cut short between its two renames."""
+    """Restore the old output if a replacement was interrupted between its two renames."""
     old = staging / OLD
     if old.exists() and not out.exists():
         os.rename(old, out)
@@ -81,7 +81,7 @@ def repair(staging: Path, out: Path) -> None:
 
 
 def reopen(staging: Path) -> None:
-    """Make the table writable again after a commit that was cut short, and drop what workers left behind."""
+    """Undo `fence` after an interrupted commit, and empty the attempt log."""
     table, fenced = staging / TABLE, staging / FENCED
     if fenced.exists() and not table.exists():
         os.rename(fenced, table)
@@ -91,12 +91,12 @@ def reopen(staging: Path) -> None:
 
 
 def clear_job(staging: Path) -> None:
-    """Forget the job in the staging folder; lock and lease stay. The plan goes first: without it there is no job."""
+    """Remove the job, but not lock and lease. The plan goes first: without it the rest is orphaned."""
     atomic_io.remove([staging / name for name in (PLAN, TABLE, FENCED, OLD, ATTEMPT_LOG)])
 
 
 def remove_staging(staging: Path) -> None:
-    """Remove the staging folder: out of the way by one rename first, so that the next writer may make its own."""
+    """Remove the staging folder; it is renamed first, so that the next writer can create its own."""
     failpoint("commit.cleanup")
     trash = staging.with_name(f"{staging.name}.{secrets.token_hex(4)}.old")
     os.rename(staging, trash)
@@ -105,7 +105,7 @@ def remove_staging(staging: Path) -> None:
 
 
 def vacuum(out: Path) -> None:
-    """Remove what `remove_staging` had no time to."""
+    """Remove staging folders whose removal was interrupted."""
     prefix = staging_of(out).name + "."
     if out.parent.is_dir():
         atomic_io.remove(

@@ -1,8 +1,8 @@
-"""`verify`: does an output hold what its commit record says, every row once, nothing else?
+"""`verify` checks a finished output against its commit record and plan: every row once, nothing else.
 
-Everything is looked at again, from the bytes up: sha256 of each part, every page's checksum, rows against the plan,
-row ids or keys one by one, files that the record does not know. Cost: one read of the output, by several threads, and
-one of the input's key column where there is a key. Memory is constant.
+It checks the sha256 of each part, every page's checksum, rows against the plan, each row id or key, and orphan files.
+Cost: one read of the output, by several threads, and one of the input's key column if there is a key. Memory is
+constant.
 """
 
 import os
@@ -21,19 +21,20 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io
 from torchlake.errors import DataError, TableError, UnsafeError
 from torchlake.tables.chunks import Chunk, Plan, plan_from_json
-from torchlake.tables.formats.extensions import check_parquet
+from torchlake.tables.failures import count_failed
+from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.keys import Keys, key_problem
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import FOLDER, PLAN, output_path, read_commit, recorded_schema
 from torchlake.tables.sources.versions import ContentChecker
 
 THREADS = 4
-"Parts that are read at once: hashing and decoding let go of Python's lock."
+"Parts that are read at the same time: hashing and decoding release the GIL."
 
 
 @dataclass(kw_only=True)
 class Verification:
-    """What `verify` found; the output is sound when `problems` is empty."""
+    """The result of `verify`; the output is sound if `problems` is empty."""
 
     rows_in: int
     rows_out: int = 0
@@ -43,11 +44,11 @@ class Verification:
     problems: list[str] = field(default_factory=list)
     "One sentence each."
     notes: list[str] = field(default_factory=list)
-    "What is worth knowing and no fault: an input that changed or is gone, one without page checksums."
+    "Not faults: inputs that changed, are gone, or have no page checksums."
 
 
 def verify(output: str | Path) -> Verification:
-    """Hold a finished output against its commit record and plan. Raises TableError when there is no finished output."""
+    """Check an output against its commit record and plan. Raises TableError when there is no finished output."""
     out = output_path(output)
     record = read_commit(out)
     plan = plan_from_json(atomic_io.read_json(out / PLAN))
@@ -57,17 +58,18 @@ def verify(output: str | Path) -> Verification:
     chunks, schema = {chunk.index: chunk for chunk in plan.chunks}, recorded_schema(record)
     sound: list[tuple[Path, Chunk]] = []
     with ThreadPoolExecutor(THREADS) as threads:
-        look = partial(_look_at_part, out, chunks, schema)
-        for part, seen in zip(record["parts"], threads.map(look, record["parts"]), strict=True):
+        check = partial(_check_part, out, chunks, schema)
+        for part, seen in zip(record["parts"], threads.map(check, record["parts"]), strict=True):
             found.problems += seen.problems
             if seen.rows is not None:
-                found.parts, found.rows_out = found.parts + 1, found.rows_out + seen.rows
+                found.parts += 1
+                found.rows_out += seen.rows
                 found.rows_failed += seen.failed
             if seen.path is not None and part["chunk"] in chunks:
                 sound.append((seen.path, chunks[part["chunk"]]))
-    _check_sums(record, plan, found)
+    _check_totals(record, plan, found)
     _find_orphan_files(out, {part["name"] for part in record["parts"]}, found)
-    unchanged = _look_at_inputs(plan, found)
+    unchanged = _check_inputs(plan, found)
     key = record["fingerprint"].get("key")
     if isinstance(key, str) and key in record["schema"]:
         _check_keys(sound, key, unchanged, found)
@@ -78,20 +80,18 @@ def verify(output: str | Path) -> Verification:
 
 @dataclass(kw_only=True)
 class _Part:
-    """What one part holds."""
+    """What `verify` found in one part."""
 
     rows: int | None = None
-    "None where it cannot be read."
+    "None if it cannot be read."
     failed: int = 0
     path: Path | None = None
-    "Where it can be read and has the columns of the record."
+    "None unless it can be read and has the recorded columns."
     problems: list[str] = field(default_factory=list)
 
 
-def _look_at_part(
-    out: Path, chunks: dict[int, Chunk], schema: pa.Schema | dict[str, str], part: dict[str, Any]
-) -> _Part:
-    """Look at one part down to its pages."""
+def _check_part(out: Path, chunks: dict[int, Chunk], schema: pa.Schema | dict[str, str], part: dict[str, Any]) -> _Part:
+    """Check one part, down to its pages."""
     name, seen = part["name"], _Part()
     try:
         path = atomic_io.safe_join(out, name)
@@ -115,20 +115,19 @@ def _look_at_part(
     if columns.equals(schema) if isinstance(schema, pa.Schema) else _as_names(columns) == schema:
         seen.path = path
     else:
-        said = _as_names(schema) if isinstance(schema, pa.Schema) else schema
-        seen.problems.append(f"{name}: its columns are {_as_names(columns)}, the record says {said}.")
+        recorded = _as_names(schema) if isinstance(schema, pa.Schema) else schema
+        seen.problems.append(f"{name}: its columns are {_as_names(columns)}, the record says {recorded}.")
     return seen
 
 
 def _count_rows(path: Path) -> tuple[pa.Schema, int, int]:
-    """The columns of a part, its rows, and those with an error; every page is read and its checksum verified."""
-    check_parquet(str(path))
+    """A part's columns, rows and failed rows; every page is read and its checksum verified."""
     rows = failed = 0
-    with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as parquet:
+    with open_parquet(str(path)) as parquet:
         columns = parquet.schema_arrow.remove_metadata()
         for batch in parquet.iter_batches(use_threads=False):
             rows += batch.num_rows
-            failed += batch.num_rows - batch["error"].null_count if "error" in columns.names else 0
+            failed += count_failed(batch)
     return columns, rows, failed
 
 
@@ -136,7 +135,7 @@ def _as_names(schema: pa.Schema) -> dict[str, str]:
     return {column.name: str(column.type) for column in schema}
 
 
-def _check_sums(record: dict[str, Any], plan: Plan, found: Verification) -> None:
+def _check_totals(record: dict[str, Any], plan: Plan, found: Verification) -> None:
     made = sorted(part["chunk"] for part in record["parts"])
     planned = sorted(chunk.index for chunk in plan.chunks) or [0]
     if made != planned:
@@ -155,7 +154,7 @@ def _check_sums(record: dict[str, Any], plan: Plan, found: Verification) -> None
 
 
 def _find_orphan_files(out: Path, names: set[str], found: Verification) -> None:
-    """Files that a reader of the folder would take for rows, though the record does not know them."""
+    """Report files that the record does not list; readers of the folder take the Parquet files for rows."""
     for folder, folders, listed in os.walk(out):
         folders[:] = [name for name in folders if Path(folder, name) != out / FOLDER]
         for name in sorted(listed):
@@ -170,14 +169,14 @@ def _find_orphan_files(out: Path, names: set[str], found: Verification) -> None:
                 found.notes.append(f"{path}: a file that the record does not list.")
 
 
-def _look_at_inputs(plan: Plan, found: Verification) -> set[str]:
-    """Note inputs that changed, are gone or have no checksums; returns the names of those that are as planned."""
+def _check_inputs(plan: Plan, found: Verification) -> set[str]:
+    """Note inputs that changed, are gone or have no checksums; returns the names of the unchanged ones."""
     unchanged, inputs = set(), ContentChecker()
     for one in plan.inputs:
         try:
             same = inputs.is_unchanged(one.path, one.version, one.sha256)
         except TableError:
-            found.notes.append(f"{one.path}: the input is gone; its rows cannot be looked at again.")
+            found.notes.append(f"{one.path}: the input is gone; its rows cannot be compared.")
             continue
         if same:
             unchanged.add(one.name)
@@ -199,7 +198,7 @@ def _check_row_ids(sound: list[tuple[Path, Chunk]], found: Verification) -> None
 
 
 def _check_keys(sound: list[tuple[Path, Chunk]], key: str, unchanged: set[str], found: Verification) -> None:
-    """Keys are unique over all parts, and in each part those of its chunk while the input is still the same."""
+    """Check that keys are unique, and that each part has the keys of its chunk if the input is unchanged."""
 
     def read() -> Iterator[Keys]:
         for path, _ in sound:
@@ -218,7 +217,7 @@ def _check_keys(sound: list[tuple[Path, Chunk]], key: str, unchanged: set[str], 
 
 
 def _same_values(written: pa.ChunkedArray, read: pa.ChunkedArray) -> bool:
-    """Whether what a Parquet file gives back is what was read from the input, in the type that Parquet has for it."""
+    """Whether a column of the output equals that of the input, cast to the type that Parquet stored."""
     try:
         same: bool = read.cast(written.type).equals(written)
     except pa.ArrowException:

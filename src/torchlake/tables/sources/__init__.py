@@ -1,5 +1,5 @@
-"""Where tables come from: local files, folders, URLs, frames in memory, and which version of them is read.
+"""Where tables come from: local files, folders, URLs and frames in memory; and the version of each file.
 
-In: a path, a glob, a URL or a frame. Out: files that open alike, each with a version that is checked around reading.
+In: a path, a glob, a URL or a frame. Out: files to open, each with a version that is checked before and after reading.
 Read `files.py` first.
 """

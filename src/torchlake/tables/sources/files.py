@@ -1,8 +1,8 @@
-"""Where a table's files are: local paths, folders, globs and fsspec URLs, found and opened alike.
+"""Find and open a table's files: local paths, folders, globs and fsspec URLs.
 
-A file has two names: its path or URL, to open it, and its name relative to the folder the user gave, which stays the
-same when the folder moves and is what row ids are made of. In folders and globs, links are followed and each file
-counts once; names that begin with "_" or "." do not count, as for Spark and Hive.
+A file has two names: its path or URL, and its name relative to the folder that the user gave, which stays the same when
+the folder moves and is used in row ids. In folders and globs, links are followed and each file counts once; names that
+begin with "_" or "." are ignored, as by Spark and Hive.
 """
 
 import glob
@@ -10,6 +10,7 @@ import logging
 import os
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,15 +29,15 @@ class InputPath(NamedTuple):
     name: str
     "Relative to the folder that was given."
     file: str
-    "An absolute path, or an URL."
+    "An absolute path or a URL."
     listed: bool = True
-    "InputPath in a folder or by a glob; False for a file that was named itself."
+    "Found in a folder or by a glob; False for a file that was named directly."
 
 
 def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool]) -> list[InputPath]:
-    """The files that `source` means, sorted by name; in folders and globs only those that are `wanted`.
+    """The files of `source`, sorted by name; in folders and globs only those for which `wanted` is true.
 
-    Raises TableError saying what was looked for when there is nothing, or naming a file that is named twice.
+    Raises TableError when there is none, or a file is named twice.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     if not sources:
@@ -46,12 +47,14 @@ def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool
         base, files, listed = _expand(local_path(os.fspath(one)), wanted)
         bases.append(base)
         found += [(file, listed) for file in files]
-    twice = _first_twice([_real(file) for file, _ in found]) if len(sources) > 1 else None  # a listing has each once
+    # A single listing has each file once.
+    counts = Counter(_real(file) for file, _ in found) if len(sources) > 1 else Counter()
+    twice = next((file for file, count in counts.items() if count > 1), None)
     if twice is not None:
-        raise TableError(f"{twice} is named twice by {describe(source)}: its rows would be there twice. Name it once.")
+        raise TableError(f"{twice} is named twice by {describe(source)}: its rows would be read twice. Name it once.")
     base = _common(bases)
     named = (InputPath(posixpath.relpath(file, base) if base else file, file, listed) for file, listed in found)
-    return [_with_utf8_name(one) for one in sorted(named)]
+    return [_check_utf8_name(one) for one in sorted(named)]
 
 
 def describe(source: str | Path | Sequence[str | Path]) -> str:
@@ -60,7 +63,7 @@ def describe(source: str | Path | Sequence[str | Path]) -> str:
 
 
 def local_path(source: str) -> str:
-    """The path in a `file:` URL; anything else as it is."""
+    """The path in a `file:` URL; anything else unchanged."""
     match = re.match(r"file:(?://(?:localhost)?)?(?=/)", source)
     if match is None:
         return source
@@ -69,7 +72,7 @@ def local_path(source: str) -> str:
 
 
 def open_binary(file: str) -> BinaryIO:
-    """Open a local file or an URL for reading. Raises Unavailable when it cannot be opened."""
+    """Open a local file or a URL for reading. Raises Unavailable when it cannot be opened."""
     try:
         if not is_url(file):
             return open(file, "rb")
@@ -80,7 +83,7 @@ def open_binary(file: str) -> BinaryIO:
 
 
 def read_range(file: str, start: int, stop: int) -> bytes:
-    """The bytes of a local file or an URL from `start` to `stop`, by one request; fewer where the file ends.
+    """The bytes from `start` to `stop` of a local file or a URL, by one request; fewer if the file ends.
 
     Raises Unavailable when it cannot be read.
     """
@@ -96,33 +99,33 @@ def read_range(file: str, start: int, stop: int) -> bytes:
 
 
 def unavailable(file: str, error: OSError) -> Unavailable:
-    """The error for a file that its storage does not give."""
+    """The error for a file that cannot be opened or read."""
     return Unavailable(f"{file}: {error.strerror or error}")
 
 
 def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
-    """The folder that names are relative to, the files, and whether they were listed rather than named."""
+    """The folder that names are relative to, the files, and whether they were listed rather than named directly."""
     if is_url(source):
         return _expand_url(source, wanted)
     path = os.path.abspath(os.path.expanduser(source))
     if os.path.isdir(path):
-        return path, _some(_wanted_files(path, _below(path), wanted), source), True
+        return path, _table_files(path, _walk(path), wanted, source), True
     if os.path.exists(path):
         return os.path.dirname(path), [path], False
     if WILDCARDS & set(source):
         base = _before_wildcard(path)
-        _check_listed(base, source)
+        _check_readable(base, source)
         found = (file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
-        return base, _some(_wanted_files(base, found, wanted), source), True
-    _check_listed(path, source)
+        return base, _table_files(base, found, wanted, source), True
+    _check_readable(path, source)
     raise TableError(f"{source}: there is no such file or folder.{_nearest(path)}")
 
 
-def _check_listed(folder: str, source: str) -> None:
-    """Raise Unavailable with the reason why nothing is found there, where it is another one than that nothing is."""
+def _check_readable(folder: str, source: str) -> None:
+    """Raise Unavailable if the folder exists and cannot be listed, for example without permission."""
     try:
         os.scandir(folder).close()
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a zero byte is no name
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
         return
     except OSError as error:
         raise unavailable(source, error) from error
@@ -131,7 +134,7 @@ def _check_listed(folder: str, source: str) -> None:
 def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
     filesystem, path = filesystem_of(url)
     try:
-        filesystem.invalidate_cache()  # fsspec keeps listings for the life of the process
+        filesystem.invalidate_cache()  # fsspec caches listings for the life of the process
         if filesystem.isfile(path):
             return url.rpartition("/")[0], [url], False
         if WILDCARDS & set(path):
@@ -144,14 +147,14 @@ def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]
         files = [filesystem.unstrip_protocol(found) for found in paths]
     except OSError as error:
         raise unavailable(url, error) from error
-    return root, _some(_wanted_files(root, files, wanted), url), True
+    return root, _table_files(root, files, wanted, url), True
 
 
-def _below(folder: str) -> Iterator[str]:
-    """The files below a folder, each folder once, linked ones included. Raises Unavailable where one is closed."""
+def _walk(folder: str) -> Iterator[str]:
+    """The files below a folder; links to folders are followed, each once. Raises Unavailable without permission."""
 
     def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # another process has just removed it
+        if not isinstance(error, FileNotFoundError):  # removed meanwhile
             raise unavailable(os.fsdecode(error.filename or folder), error) from error
 
     seen: set[str] = set()
@@ -163,14 +166,16 @@ def _below(folder: str) -> Iterator[str]:
         seen.add(real)
 
 
-def _wanted_files(base: str, files: Iterable[str], wanted: Callable[[str], bool]) -> list[str]:
-    """Those below `base` that are shown and wanted, each once: a link beside the file that it leads to does not count.
+def _table_files(base: str, files: Iterable[str], wanted: Callable[[str], bool], source: str) -> list[str]:
+    """The files below `base` that are not hidden and are `wanted`, each once, its path rather than a link to it.
 
-    Files that are left out are logged.
+    Logs files that are left out. Raises TableError when none are found.
     """
-    shown = [file for file in files if not any(part[0] in "._" for part in _parts(file, base))]
+    visible = [
+        file for file in files if not any(part[0] in "._" for part in file.removeprefix(base).split("/") if part)
+    ]
     found, left, linked = {}, [], []
-    reals = [(file, _real(file)) for file in shown]
+    reals = [(file, _real(file)) for file in visible]
     for file, real in sorted(reals, key=lambda one: (one[1] != one[0], one[0])):
         if not wanted(file):
             left.append(file)
@@ -184,38 +189,21 @@ def _wanted_files(base: str, files: Iterable[str], wanted: Callable[[str], bool]
     ):
         if some and found:
             log.warning("%s: %d files are not read (%s), for example %s", base, len(some), what, some[0])
-    return list(found.values())
-
-
-def _real(file: str) -> str:
-    """Where the links in a local path lead."""
-    return file if is_url(file) else os.path.realpath(file)
-
-
-def _parts(path: str, base: str) -> list[str]:
-    return [part for part in path.removeprefix(base).split("/") if part]
-
-
-def _some(files: list[str], source: str) -> list[str]:
-    if not files:
+    if not found:
         raise TableError(
             f"{source}: no table files there. Looked for .parquet, .csv, .tsv, .jsonl, .ndjson, .json and .arrow; "
             "names that begin with '_' or '.' do not count."
         )
-    return files
+    return list(found.values())
 
 
-def _first_twice(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+def _real(file: str) -> str:
+    """A local path with its links resolved."""
+    return file if is_url(file) else os.path.realpath(file)
 
 
-def _with_utf8_name(found: InputPath) -> InputPath:
-    """The file. Raises TableError when its name cannot be written into a record."""
+def _check_utf8_name(found: InputPath) -> InputPath:
+    """Return the file. Raises TableError when its name cannot be stored in a record."""
     try:
         found.file.encode()
     except UnicodeEncodeError:
@@ -230,7 +218,7 @@ def _before_wildcard(path: str) -> str:
 
 
 def _common(bases: list[str]) -> str:
-    """The deepest folder above all of them; the empty string when there is none."""
+    """The deepest folder that contains all of them; the empty string if there is none."""
     schemes = {base.partition("://")[0] if is_url(base) else "" for base in bases}
     if len(schemes) > 1:
         return ""

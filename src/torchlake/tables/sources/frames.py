@@ -1,6 +1,6 @@
-"""Frames in memory: pyarrow, pandas and polars in and out, so that `predict` gives back the kind it was given.
+"""Frames in memory: convert pyarrow, pandas and polars frames to Arrow tables and back.
 
-pandas and polars are recognised without being imported: who has such a frame has imported the library.
+pandas and polars are recognized without importing them: whoever passes such a frame has imported the library.
 """
 
 import sys
@@ -17,7 +17,7 @@ def is_frame(value: Any) -> bool:
 
 
 def engine_of(value: Any) -> str | None:
-    """The engine whose own, lazy kind of frame `value` is: a Spark DataFrame or a Ray Dataset; None for all else."""
+    """The engine of a lazy frame: "spark" for a Spark DataFrame, "ray" for a Ray Dataset, None for other values."""
     for cls in type(value).__mro__:
         if cls.__name__ == "DataFrame" and cls.__module__.startswith("pyspark.sql"):
             return "spark"
@@ -27,15 +27,15 @@ def engine_of(value: Any) -> str | None:
 
 
 def to_arrow(frame: Any) -> pa.Table:
-    """The frame's columns as an Arrow table; a pandas index is left out (`to_original_frame` puts it back).
+    """The frame's columns as an Arrow table, without a pandas index (`to_original_frame` restores it).
 
-    Raises TableError naming the column that Arrow cannot hold, or that is there twice.
+    Raises TableError naming a column that Arrow cannot store, or a duplicate one.
     """
     if isinstance(frame, pa.RecordBatch):
         frame = pa.Table.from_batches([frame])
     if not isinstance(frame, pa.Table):
         names = [str(name) for name in frame.columns]
-        _refuse_twice(names)
+        _refuse_duplicates(names)
         try:
             if _is(frame, "polars"):
                 return frame.to_arrow()
@@ -44,22 +44,22 @@ def to_arrow(frame: Any) -> pa.Table:
             return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise TableError(f"the frame cannot be read as an Arrow table: {error}") from error
-    _refuse_twice(frame.column_names)
+    _refuse_duplicates(frame.column_names)
     return frame
 
 
 def to_original_frame(frame: Any, table: pa.Table) -> Any:
-    """`table` as a frame of the kind of `frame`: its own columns first, in its order, then new ones; rows likewise.
+    """`table`, which is `frame` with columns appended, as a frame of the same library.
 
-    A pandas or polars frame keeps its own columns (and index) as they are, types that Arrow does not have included;
-    only the new ones are taken from `table`.
+    A pandas or polars frame keeps its columns and index unchanged, even with types that Arrow does not have; only the
+    new columns are taken from `table`.
     """
     if isinstance(frame, pa.RecordBatch):
         batches = table.combine_chunks().to_batches()
         return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
     if isinstance(frame, pa.Table):
         return table
-    assert table.num_rows == len(frame), "a frame comes back with as many rows as it had"
+    assert table.num_rows == len(frame), "the number of rows must not change"
     added = table.select(table.column_names[len(frame.columns) :])
     if added.num_columns == 0:
         return frame
@@ -75,7 +75,7 @@ def _is(value: Any, library: str) -> bool:
     return module is not None and isinstance(value, module.DataFrame)
 
 
-def _refuse_twice(names: list[str]) -> None:
+def _refuse_duplicates(names: list[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise TableError(f"the frame has two columns named {twice!r}; rename one.")

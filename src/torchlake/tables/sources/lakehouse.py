@@ -1,7 +1,7 @@
-"""Folders of Delta, Iceberg and Hudi tables are refused: read as loose files they give rows that were deleted.
+"""Refuse folders of Delta, Iceberg and Hudi tables: read as loose files they include deleted rows.
 
-A table is recognized by its log, in the folder of a file or in any folder above it, however the files were named: as a
-folder, a partition, a glob, a folder of tables, through a link or by an URL. Files that were named one by one are read.
+A table is recognized by its log, in the folder of a file or any folder above it, whether the input is a folder, a
+partition, a glob, a folder of tables, a link or a URL. Files that are named one by one are read.
 """
 
 import fnmatch
@@ -32,10 +32,10 @@ def refuse_lakehouse_tables(found: Sequence[InputPath]) -> None:
     folders: set[str] = set()
     for folder in {file.rpartition("/")[0] for file in files}:
         if is_url(folder):
-            # A partition's folder holds no log; there may be thousands, and each costs requests.
-            folders |= {above for above in _from(folder) if "=" not in posixpath.basename(above)}
+            # Partition folders have no log; there may be thousands, and each costs requests.
+            folders |= {above for above in _with_parents(folder) if "=" not in posixpath.basename(above)}
         else:
-            folders |= {*_from(folder), *_from(os.path.realpath(folder))}
+            folders |= {*_with_parents(folder), *_with_parents(os.path.realpath(folder))}
     local = [folder for folder in folders if not is_url(folder)]
     with ThreadPoolExecutor(THREADS) as threads:
         urls = sorted(folders - {*local})
@@ -43,13 +43,13 @@ def refuse_lakehouse_tables(found: Sequence[InputPath]) -> None:
     for folder, kind in kinds:
         if kind is not None:
             raise TableError(
-                f"{folder}: a table in {kind} format; read as loose files it would give deleted rows too. Give the "
+                f"{folder}: a table in {kind} format; read as loose files it includes deleted rows. Give the "
                 f"files of one version, {_ADVICE[kind]}."
             )
 
 
-def _from(folder: str) -> Iterator[str]:
-    """The folder and those above it; of an URL down to its bucket."""
+def _with_parents(folder: str) -> Iterator[str]:
+    """The folder and its parents; of a URL up to its bucket."""
     scheme, separator, folder = folder.rpartition("://")
     while folder.strip("/"):
         yield f"{scheme}{separator}{folder}"
@@ -68,7 +68,7 @@ def _kind_here(folder: str) -> str | None:
 
 def _kind_at(url: str) -> str | None:
     filesystem, path = filesystem_of(url)
-    with suppress(OSError):  # where folders may not be listed, there is nothing to be recognized
+    with suppress(OSError):  # without permission to list, nothing can be recognized
         for log, kind in _LOGS.items():
             if filesystem.isdir(f"{path}/{log}"):
                 return kind

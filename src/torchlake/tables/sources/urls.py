@@ -1,7 +1,7 @@
-"""URLs of storages: which may be opened, and the fsspec file system behind one.
+"""URLs: which protocols are allowed, and the fsspec file system of a URL.
 
-fsspec opens an URL only after `check_url`: it knows protocols that unpack archives, read through other URLs, render
-templates with the environment in them, run a shell elsewhere or send what they read in the clear, and it chains them.
+fsspec opens a URL only after `check_url`: it has protocols that unpack archives, read through other URLs, render
+templates with environment variables, run a remote shell or send data unencrypted, and it chains them.
 """
 
 from typing import Any
@@ -10,28 +10,28 @@ from torchlake.config.redaction import redacted
 from torchlake.errors import MissingExtra, TableError
 
 STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hdfs", "memory")
-"""Protocols of storages that hold files, and know who may read them. Not among them: plain http and what is made of it
-(webhdfs), what needs a password in the URL (ftp, smb), and ssh, which runs programs."""
+"""Protocols of storages with files and access control. Excluded: plain http, also as webhdfs, protocols with a password
+in the URL (ftp, smb), and ssh, which runs programs."""
 READ_ONLY = ("https", "hf")
-"Protocols of public files: nothing is written there."
+"Protocols of public files; never written to."
 
 _S3, _GCS, _AZURE = ("s3fs", "s3"), ("gcsfs", "gcs"), ("adlfs", "azure")
 EXTRAS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS} | dict.fromkeys(("abfs", "abfss", "az"), _AZURE)
-"By protocol, the library that opens it and the extra of torchlake that installs it."
+"By protocol, the library that opens it, and torchlake's extra that installs it."
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` is an fsspec URL (`file://` URLs are local paths and never get this far)."""
+    """Whether `path` is an fsspec URL (`file://` URLs are converted to local paths before)."""
     return "://" in path
 
 
 def check_url(url: str, *, to_write: bool = False) -> str:
-    """The protocol of an URL that may be opened. Raises TableError saying which may be, for all others."""
+    """The protocol of a URL. Raises TableError listing the allowed protocols for others."""
     protocol = url.partition("://")[0]
     shown, allowed = redacted(url), STORES if to_write else STORES + READ_ONLY
     if "::" in url:
         raise TableError(
-            f"{shown}: an URL in another one ('::') is refused: it would be unpacked, copied or led elsewhere. "
+            f"{shown}: a URL in another one ('::') is refused: it would be unpacked, copied or redirected. "
             "Name the files themselves; unpack an archive first."
         )
     if protocol not in allowed:
@@ -44,7 +44,7 @@ def check_url(url: str, *, to_write: bool = False) -> str:
 
 
 def missing_library(url: str, error: ImportError) -> str:
-    """What to install for the storage of an URL whose library is not there; `error` is fsspec's."""
+    """A message that names the missing library of a URL's protocol; `error` is fsspec's."""
     protocol = url.partition("://")[0]
     if protocol not in EXTRAS:
         return str(error)
@@ -53,7 +53,7 @@ def missing_library(url: str, error: ImportError) -> str:
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The fsspec file system of an URL and the path in it.
+    """The fsspec file system of a URL and the path in it.
 
     Raises TableError as `check_url` does, MissingExtra when the protocol's library is not installed.
     """
