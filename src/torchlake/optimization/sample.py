@@ -22,11 +22,12 @@ import pyarrow.compute as pc
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.scoring.scorer import check_text, string_column
+from torchlake.scoring.scorer import check_text
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
+from torchlake.tables.text_columns import is_blank, string_column
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> 
     elif label is not None:
         raise missing_column("the sample", label, pool.schema)
     texts = string_column(pool[spec.text])
-    usable = readable & np.asarray(pc.fill_null(pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0), False))
+    usable = readable & ~np.asarray(is_blank(texts))
     if targets is not None and targets.null_count == len(targets):
         targets = None
     if targets is not None:

@@ -24,10 +24,11 @@ from torchlake.config.task_spec import LabelColumn, TaskSpec
 from torchlake.errors import DataError, UsageError
 from torchlake.models.load import check_folder, load_config, load_tokenizer, max_length
 from torchlake.planning.costs import Parameters, Shape
-from torchlake.scoring.scorer import check_text, string_column
+from torchlake.scoring.scorer import check_text
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
+from torchlake.tables.text_columns import is_blank, string_column
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,8 +84,7 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     reader.close()
     pool = pool.take(pa.array(_every(len(pool), min(len(pool), rows))))
     texts = string_column(pool[data.text])
-    blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
-    usable = pc.and_(pc.invert(blank), _labelled(pool[data.label]))
+    usable = pc.and_(pc.invert(is_blank(texts)), _labelled(pool[data.label]))
     if not pc.any(usable).as_py():
         raise DataError(
             f"{table.source}: none of {len(pool):,} rows looked at has both a text in {data.text!r} and a label in "

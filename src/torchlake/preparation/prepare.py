@@ -29,13 +29,14 @@ from torchlake.models import folders, load
 from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
 from torchlake.scoring.poison_rows import Strikes, read_chunk
-from torchlake.scoring.scorer import beyond_embeddings, check_prompts, string_column, within, without_rows
+from torchlake.scoring.scorer import beyond_embeddings, check_prompts, within
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import TABLE, Part, part_name, part_of_lost_attempt, write_part
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
+from torchlake.tables.text_columns import is_blank, string_column, without_rows
 
 log = logging.getLogger(__name__)
 
@@ -265,8 +266,7 @@ def _select_texts(
     if task.PACKED and task.is_chat(column.type):
         texts, errors = task.rendered(tokenizer, texts, asking=False)
         unreadable, tokens_of = {**errors, **unreadable}, partial(tokens_of, chat=True)
-    blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
-    return blank, unreadable, lambda good: tokens_of(pc.filter(texts, good).to_pylist(), spec)
+    return is_blank(texts), unreadable, lambda good: tokens_of(pc.filter(texts, good).to_pylist(), spec)
 
 
 def _find_bad_rows(blank: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:

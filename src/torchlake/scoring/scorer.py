@@ -14,7 +14,7 @@ padding.
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ from torchlake.models import load as models
 from torchlake.models.generation import NON_FINITE, NOTHING, GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.scoring.poison_rows import Strikes
+from torchlake.tables.text_columns import is_blank, without_rows
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +116,7 @@ class TextReader:
             tokens_of = partial(tokens_of, chat=True)
         texts = pc.fill_null(texts, "")
         if self.settings.null == "error":
-            empty = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
-            for row in pc.indices_nonzero(empty).to_pylist():
+            for row in pc.indices_nonzero(is_blank(texts)).to_pylist():
                 errors.setdefault(row, "null_input")
         rows = np.setdiff1d(np.arange(len(texts)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
         readable = texts.take(pa.array(rows)).to_pylist()
@@ -257,23 +257,6 @@ def beyond_embeddings(tokens: Ragged, embeddings: int | None, tokenizer: Any) ->
         name = tokenizer.convert_ids_to_tokens(int(ids[place]))
         found.setdefault(row, f"token {name!r} has the id {ids[place]}, and the model has {embeddings:,} embeddings")
     return found
-
-
-def string_column(column: pa.ChunkedArray) -> pa.Array:
-    """A text column as one plain string array, whatever string type it has; conversations as they are."""
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
-    as_it_is = pa.types.is_string(array.type) or pa.types.is_nested(array.type)
-    return array if as_it_is else pc.cast(array, pa.large_string())
-
-
-def without_rows(column: pa.Array, rows: Collection[int]) -> pa.Array:
-    """The column with null in these rows."""
-    if not rows:
-        return column
-    places = np.arange(len(column))
-    return column.take(pa.array(places, mask=np.isin(places, [*rows])))
 
 
 def within(errors: dict[int, str], first: int, stop: int) -> dict[int, str]:

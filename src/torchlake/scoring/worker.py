@@ -22,10 +22,11 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.scoring.poison_rows import Strikes, read_chunk
-from torchlake.scoring.scorer import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, string_column, within
+from torchlake.scoring.scorer import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, within
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.output.parts import Part, part_of_lost_attempt, write_part
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
+from torchlake.tables.text_columns import string_column
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,12 @@ from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.models import load
 from torchlake.scoring.runtime_choice import refuse_unable
-from torchlake.scoring.scorer import Scorer, ScoringSettings, without_rows
+from torchlake.scoring.scorer import Scorer, ScoringSettings
 from torchlake.scoring.worker import make_chunk_worker, output_schema
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
+from torchlake.tables.text_columns import without_rows
 from torchlake.tasks import text_classification
 
 
