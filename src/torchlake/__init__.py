@@ -5,8 +5,7 @@
     run = tl.train("job.yaml")
     scored = tl.predict(run.model, "reviews.parquet", "scored/", key="id")
 
-Names are imported when they are first used: `import torchlake` alone loads neither torch nor anything else that is
-slow to load.
+Names are imported on first use, so `import torchlake` alone does not load torch or other slow libraries.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
+_MODULES = {
     "Job": "config.job",
     "Local": "engines.local",
     "Ray": "engines.ray",
@@ -85,12 +84,12 @@ def __getattr__(name: str) -> Any:
         value: Any = version("torchlake")
     elif name == "errors":
         value = import_module("torchlake.errors")
-    elif _HOMES.get(name, "").startswith("engines."):
+    elif _MODULES.get(name, "").startswith("engines."):
         from torchlake import plugins
 
-        value = getattr(plugins.load("engines", name.lower()), name)  # which says what to install
-    elif name in _HOMES:
-        value = getattr(import_module(f"torchlake.{_HOMES[name]}"), name)
+        value = getattr(plugins.load("engines", name.lower()), name)  # names the extra to install
+    elif name in _MODULES:
+        value = getattr(import_module(f"torchlake.{_MODULES[name]}"), name)
     else:
         raise AttributeError(f"module 'torchlake' has no attribute {name!r}")
     globals()[name] = value

@@ -1,35 +1,35 @@
-"""What can go wrong, as a tree; every leaf knows the exit code the command line ends with.
+"""The exceptions of torchlake, and the exit code of the command line for each.
 
-    TorchlakeError                 70  a fault of ours, or one nobody foresaw
-    ├── UsageError                 64  the command or the arguments are off
+    TorchlakeError                 70  a fault in torchlake, or an unexpected one
+    ├── UsageError                 64  the command or its arguments are wrong
     ├── DataError                  65  a table, job file, model folder or checkpoint cannot be used as it is
     │   ├── ConfigError            65  the job file (or a --set) is wrong
-    │   ├── TableError             65  a table cannot be read as asked
-    │   │   └── Unavailable        65  its storage does not give a file: no permission, no connection, gone
+    │   ├── TableError             65  a table cannot be read
+    │   │   └── Unavailable        65  a file cannot be fetched: no permission, no connection, removed
     │   └── FingerprintError       65  the output or run folder belongs to another job
     ├── TooManyErrors               4  more rows failed than the job allows
-    ├── Diverged                    5  the loss stayed non-finite
+    ├── Diverged                    5  the loss was not finite several times in a row
     ├── OutputError                73  the output cannot be created
-    ├── StorageError               74  reading or writing failed part-way (disk full, folder removed)
+    ├── StorageError               74  reading or writing failed midway (disk full, folder removed)
     ├── Locked                     75  another writer holds the output or the run
-    ├── LeaseLost                  76  another writer took the output over while this one slept
-    ├── UnsafeError                77  refused: the input would have to run code to be loaded
+    ├── LeaseLost                  76  another writer took over the output or the run
+    ├── UnsafeError                77  refused: loading the input could run code
     ├── MissingExtra               64  an optional library is not installed
     ├── RankFailed                 70  a process of a launched group failed
-    ├── OutOfMemory                70  a rank's memory ran out; smaller micro-batches are tried next
-    └── Interrupted            130/143  stopped by SIGINT or SIGTERM after saving what can be saved
+    ├── OutOfMemory                70  a rank ran out of memory; smaller micro-batches are tried next
+    └── Interrupted            130/143  stopped by SIGINT or SIGTERM, after saving
         ├── StopAsked             143  stopped by the file `stop` in the run folder, after saving
         └── MoreRoom              143  ranks stopped, after saving, so that more of them can start
 
-Messages are for people: what happened, where (file, row, key, rank), and what to do about it. `TorchlakeError` is a
-`ValueError`, so callers of the Python API may catch the standard type.
+Messages say what happened, where (file, row, key, rank), and what to do. `TorchlakeError` is a `ValueError`, so callers
+of the Python API may catch the standard type.
 """
 
 import signal
 
 
 class TorchlakeError(ValueError):
-    """The root: carries `exit_code`, the status the command line ends with."""
+    """The base class; `exit_code` is the exit status of the command line."""
 
     exit_code = 70
 
@@ -39,7 +39,7 @@ class UsageError(TorchlakeError):
 
 
 class MissingExtra(UsageError):
-    """An optional library is missing; the message holds the pip line that installs it."""
+    """An optional library is missing; the message has the pip command that installs it."""
 
 
 class DataError(TorchlakeError):
@@ -51,15 +51,15 @@ class ConfigError(DataError):
 
 
 class TableError(DataError):
-    """A table cannot be read as asked; the message names file, column or row."""
+    """A table cannot be read; the message names file, column or row."""
 
 
 class Unavailable(TableError):
-    """A file that the storage does not give: there is no permission, no connection, or it is gone. It may be sound."""
+    """A file cannot be fetched: no permission, no connection, or it was removed. Its content may be intact."""
 
 
 class FingerprintError(DataError):
-    """The folder holds the work of another job; the message lists what differs."""
+    """The folder belongs to another job; the message lists the differences."""
 
 
 class TooManyErrors(TorchlakeError):
@@ -91,9 +91,9 @@ class UnsafeError(TorchlakeError):
 
 
 class RankFailed(TorchlakeError):
-    """One rank of a launched group failed; `rank` is the first to fail, `traceback` its own words.
+    """A rank of a launch failed. `rank` failed first, with `traceback`.
 
-    `signal` is the number of the signal that killed it, None when it raised.
+    `signal` is the number of the signal that killed it; None if it raised an exception.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str = "", signal: int | None = None) -> None:
@@ -104,11 +104,11 @@ class RankFailed(TorchlakeError):
 
 
 class OutOfMemory(TorchlakeError):
-    """Memory ran out on one of several ranks; all of them begin again with smaller micro-batches."""
+    """One of several ranks ran out of memory; all ranks start again with smaller micro-batches."""
 
 
 class Interrupted(TorchlakeError):
-    """The job was asked to stop; running the same command again continues it."""
+    """The job was stopped on request; the same command continues it."""
 
     def __init__(self, message: str, *, signum: int = signal.SIGTERM) -> None:
         super().__init__(message)
@@ -116,11 +116,11 @@ class Interrupted(TorchlakeError):
 
 
 class StopAsked(Interrupted):
-    """The file `stop` in the run folder asked the job to stop; running the same command again continues it."""
+    """The file `stop` in the run folder stopped the job; the same command continues it."""
 
 
 class MoreRoom(Interrupted):
-    """There is room for more ranks than train: they saved and stopped, and `train` starts them again."""
+    """More ranks can run: the ranks saved and stopped, and `train` starts again with more of them."""
 
 
 _OUT_OF_MEMORY = (
@@ -132,20 +132,18 @@ _OUT_OF_MEMORY = (
     "failed to cuda malloc",  # NCCL
     "std::bad_alloc",
     "status_alloc_failed",  # cuBLAS, cuSOLVER, cuDNN, cuSPARSE
-    "cublas_status_not_initialized",  # what cublasCreate says when there is no room for its workspace
+    "cublas_status_not_initialized",  # cublasCreate without memory for its workspace
 )
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that the memory of a machine or a device ran out."""
-    seen: BaseException | None = error
-    while seen is not None:
-        words = str(seen).lower()
-        if (
-            isinstance(seen, MemoryError)
-            or type(seen).__name__ == "OutOfMemoryError"
-            or any(w in words for w in _OUT_OF_MEMORY)
-        ):
+    """Whether `error`, or an exception in its chain of causes, reports that a machine or device ran out of memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        message = str(cause).lower()
+        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
             return True
-        seen = seen.__cause__
+        if any(phrase in message for phrase in _OUT_OF_MEMORY):
+            return True
+        cause = cause.__cause__
     return False

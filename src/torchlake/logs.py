@@ -1,6 +1,6 @@
-"""Where log messages go: to standard error, without secrets, from the level that the command line was given.
+"""Log messages go to standard error, without secrets, at the level of --quiet or --verbose.
 
-Child processes on this machine read the level from the environment; those of a cluster log as the cluster does.
+Child processes on this machine read the level from the environment; on a cluster, the cluster configures logging.
 """
 
 import logging
@@ -12,33 +12,33 @@ from contextlib import contextmanager
 from torchlake.config.redaction import redacted
 
 LEVEL = "TORCHLAKE_LOG"
-"Environment variable: the level from which child processes log to standard error."
+"Environment variable: lowest level that child processes log to standard error."
 PROGRESS = "TORCHLAKE_PROGRESS"
 
 
-class WithoutSecrets(logging.Formatter):
-    """A log line, and its traceback, without secrets."""
+class RedactingFormatter(logging.Formatter):
+    """Formats a log line and its traceback without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return str(redacted(super().format(record)))
 
 
 def log_to_stderr(level: int) -> None:
-    """Write what torchlake logs from `level` on to standard error, unless the process has a place for it already.
+    """Log torchlake's messages of `level` and above to standard error, unless the process has configured logging.
 
-    Other libraries' messages are written from the level WARNING on, or from `level` if that is higher.
+    Messages of other libraries are logged from WARNING, or from `level` if that is higher.
     """
     handler = logging.StreamHandler(sys.stderr)
     detailed = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
-    handler.setFormatter(WithoutSecrets(detailed if level <= logging.DEBUG else "%(message)s"))
+    handler.setFormatter(RedactingFormatter(detailed if level <= logging.DEBUG else "%(message)s"))
     handler.setLevel(level)
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING))
     logging.getLogger("torchlake").setLevel(level)
 
 
 @contextmanager
-def loudness(*, quiet: bool, verbose: bool) -> Iterator[None]:
-    """Log from ERROR on and without progress, or from DEBUG on, in this process and those that it starts here."""
+def log_level(*, quiet: bool, verbose: bool) -> Iterator[None]:
+    """Log from ERROR and hide progress (quiet), or log from DEBUG (verbose), here and in child processes."""
     level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO
     added = {LEVEL: logging.getLevelName(level)} if quiet or verbose else {}
     if quiet:
@@ -60,7 +60,7 @@ def loudness(*, quiet: bool, verbose: bool) -> Iterator[None]:
 
 
 def log_as_parent() -> None:
-    """In a child process: log to standard error from the level that its parent was given, if it was given one."""
+    """In a child process, log to standard error at the parent's level, if it has set one."""
     level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, ""))
     if level is not None:
         log_to_stderr(level)

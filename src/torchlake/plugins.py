@@ -1,9 +1,9 @@
-"""Finding plug-ins: a plug-in is a file in its kind's folder, and the file is its registration.
+"""Find and load plug-ins. A plug-in is a file in the folder of its kind; the file is the registration.
 
-    engines/    Engine subclasses          strategies/   how ranks share a model
-    tasks/      what a model is asked      runtimes/     what executes a forward pass when scoring
+    engines/    where Python runs                   strategies/   how ranks share a model
+    tasks/      what a model predicts               runtimes/     what executes a forward pass when scoring
 
-Files that begin with an underscore are their neighbours' helpers, not plug-ins.
+Files whose names begin with an underscore are helpers, not plug-ins.
 """
 
 import importlib
@@ -21,17 +21,17 @@ ONE: dict[Kind, str] = {"engines": "engine", "strategies": "strategy", "tasks": 
 
 
 def names(kind: Kind) -> list[str]:
-    """The plug-ins of one kind, sorted; neither they nor their folder's package are imported."""
+    """The names of one kind's plug-ins, sorted. Imports neither the plug-ins nor their package."""
     package = find_spec(f"torchlake.{kind}")
     assert package is not None
     found = (module.name for module in pkgutil.iter_modules(package.submodule_search_locations))
     return sorted(name for name in found if not name.startswith("_"))
 
 
-def unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> str | None:
-    """What to say of a name that no plug-in has, with the nearest one and all choices; None for a name that one has.
+def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> str | None:
+    """A message for a name that no plug-in has, with the nearest name and all choices; None for a known name.
 
-    `besides` are names that are allowed without a file of their own.
+    besides: other allowed names.
     """
     known = [*besides, *names(kind)]
     if name in known:
@@ -42,12 +42,11 @@ def unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> str | No
 
 
 def load(kind: Kind, name: str) -> ModuleType:
-    """The module of one plug-in.
+    """The module of a plug-in.
 
-    Raises UsageError listing the choices for an unknown name, MissingExtra with the pip line when its library is
-    absent.
+    Raises UsageError with the choices for an unknown name, MissingExtra with the pip command for a missing library.
     """
-    problem = unknown(kind, name)
+    problem = explain_unknown(kind, name)
     if problem is not None:
         raise UsageError(problem[0].upper() + problem[1:])
     try:

@@ -1,7 +1,7 @@
-"""How far a long step is, on standard error: a bar on a terminal, a plain line now and then in a log.
+"""Progress of a long step on standard error: a bar on a terminal, a line every 10 s elsewhere.
 
-The bar is a single line at any width, because other processes write to the same terminal: what does not fit is left
-out, the least important first. Standard output stays free for results. TORCHLAKE_PROGRESS=0 silences both.
+The bar is one line, because other processes write to the same terminal; parts that do not fit are left out, the least
+important first. TORCHLAKE_PROGRESS=0 turns progress off.
 """
 
 import os
@@ -19,36 +19,35 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 REFRESHES_PER_S = 4
 NARROWEST_BAR = 6
-NO_NOTES: tuple[str, ...] = ()
 
 
 class Advance(Protocol):
-    """What `progress` yields; to be called from one thread."""
+    """What `progress` yields; call it from one thread only."""
 
     def __call__(self, n: int, notes: Sequence[str] | None = None) -> None:
-        """Count `n` more units as done; `notes` replace those shown so far, the most important first."""
+        """Count `n` more units as done and replace the notes shown, the most important first."""
 
 
 @contextmanager
 def progress(
     label: str, total: int, unit: str = "rows", *, done: int = 0, ahead: Callable[[], int] | None = None
 ) -> Iterator[Advance]:
-    """Show how many of `total` units are done while the block runs; `done` of them were when it began.
+    """Show how many of `total` units are done while the block runs.
 
-    `ahead()` is asked now and then, in a thread, how many units are done beyond those that were counted.
+    done: units that were done before. ahead: returns the units that are done but not yet counted; called in a thread.
     """
-    shown = _Shown(label=label, total=total, unit=unit, done=done, before=done, ahead=ahead)
+    state = _State(label=label, total=total, unit=unit, done=done, before=done, ahead=ahead)
     if os.environ.get("TORCHLAKE_PROGRESS") == "0":
         yield lambda n, notes=None: None
     elif sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-        yield from _bar(shown)
+        yield from _bar(state)
     else:
-        yield from _lines(shown)
+        yield from _lines(state)
 
 
 @dataclass(kw_only=True)
-class _Shown:
-    """What is known of a step; the bar is drawn from it in a thread of its own."""
+class _State:
+    """The state of a step; Rich renders the bar from it in a thread."""
 
     label: str
     total: int
@@ -57,10 +56,10 @@ class _Shown:
     before: int
     "Units that were done when the step began."
     ahead: Callable[[], int] | None
-    notes: tuple[str, ...] = NO_NOTES
+    notes: tuple[str, ...] = ()
     began: float = field(default_factory=time.monotonic)
     first: tuple[float, int] | None = None
-    "When the first units came, and how many: what came before, such as loading a model, is in no estimate."
+    "Time and number of the first units. The time before, such as loading a model, is not part of the estimate."
     most: int = 0
     ended: bool = False
 
@@ -71,7 +70,7 @@ class _Shown:
         self.count()
 
     def count(self) -> int:
-        """Units done, until the end with those not counted yet; never fewer than before."""
+        """Units done, with those not counted yet until the step ends; never decreases."""
         ahead = 0 if self.ahead is None else self.ahead()
         self.most = self.done if self.ended else max(self.most, self.done, min(self.total, self.done + ahead))
         if self.first is None and self.most > self.before:
@@ -79,26 +78,26 @@ class _Shown:
         return self.most
 
     def left_s(self) -> float | None:
-        """Estimated seconds to the end; None while nothing is known."""
+        """Estimated seconds to the end; None before there is an estimate."""
         if self.first is None or self.most == self.first[1]:
             return None
         rate = (self.most - self.first[1]) / max(time.monotonic() - self.first[0], 1e-6)
         return (self.total - self.most) / rate
 
     def line(self) -> str:
-        """The line of a log."""
+        """The line for a log."""
         count, seconds = self.count(), time.monotonic() - self.began
         share = f" ({count / self.total:.0%})" if self.total else ""
         rate = (count - self.before) / seconds if seconds > 0 else 0.0
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-        said = [f"{count:,}/{self.total:,} {self.unit}{share} in {seconds:.1f} s", f"{speed} {self.unit}/s"]
-        return f"{self.label}: {', '.join([*said, *self.notes])}"
+        parts = [f"{count:,}/{self.total:,} {self.unit}{share} in {seconds:.1f} s", f"{speed} {self.unit}/s"]
+        return f"{self.label}: {', '.join([*parts, *self.notes])}"
 
     def parts(self, width: int) -> list[str]:
-        """The parts of the bar's line that fit into `width` columns with blanks between; an empty one is the bar."""
+        """The parts of the line that fit into `width` columns; the empty one is the bar."""
         count, left = self.count(), self.left_s()
         clock = f"in {_clock(time.monotonic() - self.began)}" if self.ended else f"{_clock(left)} left" if left else ""
-        # In their order on the line; the number says which are left out last.
+        # In the order of the line; parts with the largest number are left out first.
         parts = [
             (2, self.label),
             (8, " " * NARROWEST_BAR),
@@ -127,30 +126,30 @@ class _Shown:
         yield grid
 
 
-def _bar(shown: _Shown) -> Iterator[Advance]:
+def _bar(state: _State) -> Iterator[Advance]:
     from rich.console import Console
     from rich.live import Live
 
     with Live(
-        shown, console=Console(stderr=True, highlight=False), refresh_per_second=REFRESHES_PER_S, redirect_stdout=False
+        state, console=Console(stderr=True, highlight=False), refresh_per_second=REFRESHES_PER_S, redirect_stdout=False
     ):
-        yield shown.advance
-        shown.ended = True
+        yield state.advance
+        state.ended = True
 
 
-def _lines(shown: _Shown) -> Iterator[Advance]:
-    last = shown.began
+def _lines(state: _State) -> Iterator[Advance]:
+    last = state.began
     printing, ended = threading.Lock(), threading.Event()
 
     def print_when_due() -> None:
         nonlocal last
         with printing:
-            if time.monotonic() - last >= LINE_EVERY_S and shown.done < shown.total and not shown.ended:
+            if time.monotonic() - last >= LINE_EVERY_S and state.done < state.total and not state.ended:
                 last = time.monotonic()
-                print(shown.line(), file=sys.stderr, flush=True)
+                print(state.line(), file=sys.stderr, flush=True)
 
     def advance(n: int, notes: Sequence[str] | None = None) -> None:
-        shown.advance(n, notes)
+        state.advance(n, notes)
         print_when_due()
 
     def watch() -> None:
@@ -158,16 +157,16 @@ def _lines(shown: _Shown) -> Iterator[Advance]:
             print_when_due()
 
     watching = threading.Thread(target=watch, name="progress", daemon=True)
-    if shown.ahead is not None:
+    if state.ahead is not None:
         watching.start()
     try:
         yield advance
         with printing:
-            shown.ended = True
-            print(shown.line(), file=sys.stderr, flush=True)
+            state.ended = True
+            print(state.line(), file=sys.stderr, flush=True)
     finally:
         ended.set()
-        if shown.ahead is not None:
+        if state.ahead is not None:
             watching.join()
 
 

@@ -76,13 +76,13 @@ def test_units_that_were_not_counted_yet_are_asked_for(
 )
 def test_a_slow_rate_keeps_its_digits(done: int, seconds: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic", lambda: 100.0 + seconds)
-    shown = module._Shown(label="predict", total=1000, unit="rows", done=done, before=0, ahead=None, began=100.0)
+    shown = module._State(label="predict", total=1000, unit="rows", done=done, before=0, ahead=None, began=100.0)
     assert shown.line().endswith(words)
 
 
 def test_what_was_done_before_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic", lambda: 102.0)
-    shown = module._Shown(label="predict", total=1000, unit="rows", done=900, before=800, ahead=None, began=100.0)
+    shown = module._State(label="predict", total=1000, unit="rows", done=900, before=800, ahead=None, began=100.0)
     assert shown.line() == "predict: 900/1,000 rows (90%) in 2.0 s, 50 rows/s"
 
 
@@ -149,7 +149,7 @@ def test_the_line_fits_whatever_it_says(
 ) -> None:
     """And the count is always there, where it fits at all."""
     done = int(share * total)
-    shown = module._Shown(label=label, total=total, unit="rows", done=0, before=0, ahead=None)
+    shown = module._State(label=label, total=total, unit="rows", done=0, before=0, ahead=None)
     shown.advance(done // 2)
     shown.began -= seconds
     shown.advance(done - done // 2, notes)
@@ -168,7 +168,7 @@ def test_the_line_fits_whatever_it_says(
 def test_it_never_goes_back() -> None:
     """A chunk whose worker died begins again: what it had scored is not taken back."""
     ahead = iter([10, 40, 0, 5, 90])
-    shown = module._Shown(label="predict", total=100, unit="rows", done=20, before=20, ahead=lambda: next(ahead))
+    shown = module._State(label="predict", total=100, unit="rows", done=20, before=20, ahead=lambda: next(ahead))
     assert [shown.count() for _ in range(5)] == [30, 60, 60, 60, 100]
 
 

@@ -1,10 +1,11 @@
-"""The commands: each names its options and returns the work, which `main.py` runs outside the parser.
+"""The commands of the command line. Each declares its options and returns its work, which `main.py` runs.
 
-The libraries that are slow to load are loaded by the work (`commands.py`), so --help takes a tenth of a second.
+Libraries that are slow to load are imported by the work (`commands.py`), so --help takes a tenth of a second.
 """
 
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,8 @@ import typer
 from torchlake import plugins
 from torchlake.cli import commands
 from torchlake.cli import options as o
-from torchlake.cli.commands import Outcome, engine_settings, given, make_engine
+from torchlake.cli.display import Outcome
+from torchlake.cli.engine import engine_settings, make_engine
 from torchlake.cli.help import Command, Group
 
 Work = Callable[[], Outcome]
@@ -32,8 +34,26 @@ SETTINGS = (
 )
 
 
-def _command(**options: Any) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
-    return app.command(cls=Command, **options)
+def _command(**options: Any) -> Callable[[Callable[..., Work]], None]:
+    """Register a command that also takes the general options; those that it does not declare are dropped."""
+
+    def register(declared: Callable[..., Work]) -> None:
+        signature = inspect.signature(declared)
+
+        def command(**values: Any) -> Work:
+            return declared(**{name: values[name] for name in signature.parameters})
+
+        general = {"as_json": o.Json, "quiet": o.Quiet, "verbose": o.Verbose}
+        added = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=annotation)
+            for name, annotation in general.items()
+        ]
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in general]
+        command.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        command.__name__, command.__doc__ = declared.__name__, declared.__doc__
+        app.command(cls=Command, **options)(command)
+
+    return register
 
 
 @_command(epilog=SETTINGS)
@@ -46,8 +66,6 @@ def train(
     mlflow: o.Mlflow = None,
     tensorboard: o.TensorBoard = False,
     as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint.
 
@@ -73,8 +91,6 @@ def tune(
     processes: o.Ranks = None,
     engine: o.EngineName = None,
     as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Search for the settings that train the best model. Run the same command again to continue.
 
@@ -96,9 +112,6 @@ def plan(
     flops: o.Flops = None,
     bandwidth: o.Bandwidth = None,
     latency: o.Latency = None,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy.
 
@@ -106,15 +119,8 @@ def plan(
     Example:
       torchlake plan job.yaml --gpu-memory 80GiB
     """
-    options = {
-        "processes": processes,
-        "gpu_memory": gpu_memory,
-        "flops": flops,
-        "bandwidth": bandwidth,
-        "latency": latency,
-        "sample_rows": sample_rows,
-    }
-    return lambda: commands.plan(job, list(overrides or ()), given(options))
+    options = _given(locals(), "job", "overrides")
+    return lambda: commands.plan(job, list(overrides or ()), options)
 
 
 @_command()
@@ -148,8 +154,6 @@ def predict(
     seed: o.Seed = None,
     chat: o.Chat = False,
     as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Score a table, every row exactly once. Run the same command again to score only what is missing.
 
@@ -157,32 +161,9 @@ def predict(
     Example:
       torchlake predict runs/reviews/model reviews.parquet scored/
     """
-    options = {
-        "text": text,
-        "key": key,
-        "columns": _listed(columns),
-        "all_probabilities": all_probabilities,
-        "prefix": prefix,
-        "runtime": runtime,
-        "max_error_rate": max_error_rate,
-        "null": null,
-        "row_timeout_s": row_timeout_s,
-        "batch_tokens": batch_tokens,
-        "chunk_rows": chunk_rows,
-        "overwrite": overwrite,
-        "accept_new_input": accept_new_input,
-        "accept_removed_input": accept_removed_input,
-        "on_bad_file": on_bad_file,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": stop or None,
-        "seed": seed,
-        "chat": chat,
-    }
+    options = _given(locals(), "model", "table", "output", "engine", "processes", "overrides", "as_json")
     return lambda: commands.predict(
-        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), given(options)
+        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), options
     )
 
 
@@ -197,8 +178,6 @@ def evaluate(
     processes: o.Processes = None,
     overrides: o.EngineSettings = None,
     as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval.
 
@@ -206,7 +185,7 @@ def evaluate(
     Example:
       torchlake evaluate runs/reviews/model test.parquet
     """
-    options = given({"text": text, "label": label, "runtime": runtime})
+    options = _given(locals(), "model", "table", "engine", "processes", "overrides", "as_json")
     return lambda: commands.evaluate(model, table, make_engine(engine, processes, overrides, as_json=as_json), options)
 
 
@@ -222,8 +201,6 @@ def optimize(
     runtimes: o.Runtimes = None,
     processes: o.Processes = None,
     as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it.
 
@@ -231,15 +208,8 @@ def optimize(
     Example:
       torchlake optimize runs/reviews/model --sample reviews.parquet
     """
-    options = {
-        "text": text,
-        "label": label,
-        "max_drop": max_drop,
-        "min_agreement": min_agreement,
-        "budget": budget,
-        "runtimes": _listed(runtimes),
-    }
-    return lambda: commands.optimize(model, sample, make_engine(None, processes, as_json=as_json), given(options))
+    options = _given(locals(), "model", "sample", "processes", "as_json")
+    return lambda: commands.optimize(model, sample, make_engine(None, processes, as_json=as_json), options)
 
 
 @_command()
@@ -253,8 +223,6 @@ def launch(
     engine: o.EngineName = None,
     overrides: o.EngineSettings = None,
     as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Run a script or function as ranks. Sets the environment variables that torchrun sets.
 
@@ -274,9 +242,6 @@ def launch(
 @_command()
 def verify(
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder written by predict.")],
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Check an output against its commit record. Checks checksums, rows and keys; exits with 65 on a problem.
 
@@ -290,9 +255,6 @@ def verify(
 @_command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine.
 
@@ -304,7 +266,7 @@ def report(
 
 
 @_command()
-def doctor(as_json: o.Json = False, quiet: o.Quiet = False, verbose: o.Verbose = False) -> Work:
+def doctor() -> Work:
     """Show what this machine can run. Lists versions, cores, memory, devices, disk space and problems.
 
     \b
@@ -318,9 +280,6 @@ def doctor(as_json: o.Json = False, quiet: o.Quiet = False, verbose: o.Verbose =
 def demo(
     folder: o.Folder = "demo",
     rows: o.Rows = 2400,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
-    verbose: o.Verbose = False,
 ) -> Work:
     """Train, predict, evaluate and verify on generated reviews. Needs no network and no data.
 
@@ -332,7 +291,7 @@ def demo(
 
 
 @_command()
-def version(as_json: o.Json = False, quiet: o.Quiet = False, verbose: o.Verbose = False) -> Work:
+def version() -> Work:
     """Print the version.
 
     \b
@@ -346,14 +305,20 @@ def version(as_json: o.Json = False, quiet: o.Quiet = False, verbose: o.Verbose 
 def _options(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """The options before the command; --version itself is answered by `cli.main`."""
+    """The options before the command; `cli.main` answers --version."""
 
 
 def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
-    """The overrides of a job, those with an option of their own after the others."""
+    """The overrides of a job; --processes and --engine come last."""
     return [*(overrides or ()), *engine_settings(engine, processes)]
 
 
-def _listed(names: str | None) -> list[str] | None:
-    """The names in a list such as "a, b"."""
-    return [name.strip() for name in names.split(",")] if names else None
+def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """The options that were given, by name; for the others the defaults of the Python function apply."""
+    given = {
+        name: value
+        for name, value in values.items()
+        if name not in without and value is not None and value is not False and value != []
+    }
+    lists = {"columns", "runtimes"} & given.keys()  # written "a, b"
+    return given | {name: [word.strip() for word in given[name].split(",")] for name in lists}

@@ -1,7 +1,7 @@
-"""The process around a command: where its result and its errors are written, and what SIGTERM does to it.
+"""Standard output, errors and SIGTERM while a command runs.
 
-Under --json, descriptor 1 itself points to standard error while a command runs, so that C libraries and child
-processes, which know nothing of Python's `sys.stdout`, write there too. Price: two system calls.
+Under --json, file descriptor 1 itself points to standard error, so that C libraries and child processes, which do not
+use Python's `sys.stdout`, write there too.
 """
 
 import os
@@ -13,13 +13,13 @@ from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 from typing import Any, TextIO
 
-from torchlake.cli.commands import Outcome
+from torchlake.cli.display import Outcome
 from torchlake.config.redaction import redacted
 from torchlake.errors import Interrupted, RankFailed
 
 
 def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: str = "") -> Outcome:
-    """The error on standard error, for people; and in `values`, for --json. Secrets are taken out of both."""
+    """Print `shown` to standard error and return the error for --json. Secrets are removed from both."""
     if shown:
         print(redacted(shown), file=sys.stderr, flush=True)
     described: dict[str, Any] = {"type": type(error).__name__, "message": message, "exit_code": exit_code}
@@ -28,14 +28,14 @@ def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: 
     return Outcome(values={"error": redacted(described)}, lines=(), exit_code=exit_code)
 
 
-def resume_line(words: Sequence[str]) -> str:
-    """What to type to continue where `torchlake WORDS` was stopped."""
+def resume_hint(words: Sequence[str]) -> str:
+    """The command that continues `torchlake WORDS` after it was stopped."""
     return f"To continue, run it again: {shlex.join(['torchlake', *words])}"
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """The first SIGTERM in the block raises Interrupted in it; further ones do nothing."""
+    """The first SIGTERM in the block raises Interrupted; further ones do nothing."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
@@ -44,8 +44,8 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def apart(as_json: bool) -> Iterator[TextIO]:
-    """Yield where the result goes; under --json all other writers of descriptor 1 write to standard error meanwhile."""
+def result_stream(as_json: bool) -> Iterator[TextIO]:
+    """Yield the stream for the result. Under --json all other output to descriptor 1 goes to standard error."""
     if not as_json:
         yield sys.stdout
         return
@@ -61,10 +61,10 @@ def apart(as_json: bool) -> Iterator[TextIO]:
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:
-    # Once: a second SIGTERM must not break the saving that the first one started.
+    # A second SIGTERM must not interrupt the saving that the first one started.
     signal.signal(signal.SIGTERM, _already_stopping)
     raise Interrupted("Stopped by SIGTERM.", signum=signum)
 
 
 def _already_stopping(signum: int, frame: FrameType | None) -> None:
-    """Keep saving. (SIG_IGN would be inherited by child processes; this is not.)"""
+    """Do nothing. Unlike SIG_IGN, a handler is not inherited by child processes."""

@@ -1,7 +1,7 @@
-"""How a command shows its help: options in named groups, and no line longer than the terminal is wide.
+"""Help texts with options in groups and lines that fit the terminal.
 
-typer's own plain help knows no groups, cuts the commands' summaries and shows types instead of what a value means; its
-rich help takes a tenth of a second to load. Arguments and options therefore carry their own `metavar` here.
+Typer's plain help has no groups, truncates the commands' summaries and shows types instead of meanings; its rich help
+takes 0.1 s to load. Every argument and option has its own `metavar`.
 """
 
 import shutil
@@ -12,11 +12,11 @@ from typer.core import TyperCommand, TyperGroup
 
 WIDEST = 110
 NARROW = 60
-"Columns below which descriptions stand under the options, not beside them."
+"Below this width descriptions are under the options, not beside them."
 
 
 class Command(TyperCommand):
-    """A command whose options are shown by their `rich_help_panel`, in the order in which they are declared."""
+    """A command that shows its options by `rich_help_panel`, in the order of declaration."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words of the usage line."""
@@ -24,8 +24,8 @@ class Command(TyperCommand):
         return ["[OPTIONS]", *(_metavar(one) if one.required else f"[{_metavar(one)}]" for one in arguments)]
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        """Write the usage line; from here on the formatter is as wide as the terminal."""
-        _fit(formatter)
+        """Set the formatter's width to that of the terminal and write the usage line."""
+        _set_width(formatter)
         super().format_usage(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -34,11 +34,11 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The program itself: its options, and a line for each command."""
+    """The program: its options, and a line for each command."""
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        """Write the usage line; from here on the formatter is as wide as the terminal."""
-        _fit(formatter)
+        """Set the formatter's width to that of the terminal and write the usage line."""
+        _set_width(formatter)
         super().format_usage(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -71,7 +71,7 @@ def _metavar(param: Any) -> str:
     return str(param.metavar or param.name.upper())
 
 
-def _fit(formatter: Any) -> None:
+def _set_width(formatter: Any) -> None:
     formatter.width = min(shutil.get_terminal_size().columns, WIDEST) - 1
 
 

@@ -1,9 +1,8 @@
-"""The command line: parse, work, print, and end with an exit status.
+"""The command line: parse the arguments, run the command, print its result and return an exit status.
 
-Results go to standard output, everything else to standard error. With --json, standard output carries exactly one JSON
-object, also for errors ({"error": {...}}): whatever else writes to it, child processes included, is sent to standard
-error. The exit status of an error is its class's (torchlake.errors); of a fault in torchlake itself 70, with traceback.
-An error of the operating system, such as a missing permission, is one of the user's (`system_errors.py`).
+Results go to standard output, everything else to standard error. With --json, standard output is exactly one JSON
+object, also for errors ({"error": {...}}). The exit status of an error is that of its class (`torchlake.errors`); a
+fault in torchlake itself exits with 70 and a traceback. `system_errors.py` explains errors of the operating system.
 """
 
 import json
@@ -15,14 +14,13 @@ from collections.abc import Sequence
 
 import typer
 
-from torchlake.cli import commands
 from torchlake.cli.app import app
-from torchlake.cli.commands import Outcome
-from torchlake.cli.console import apart, error_outcome, interruptible, resume_line
-from torchlake.cli.system_errors import in_words
+from torchlake.cli.console import error_outcome, interruptible, result_stream, resume_hint
+from torchlake.cli.display import Outcome, plain
+from torchlake.cli.system_errors import explain_os_error
 from torchlake.config.redaction import redacted
 from torchlake.errors import Interrupted, TorchlakeError, UsageError
-from torchlake.logs import loudness
+from torchlake.logs import log_level
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = words[: words.index("--")] if "--" in words else words
     words = ["version" if word == "--version" else word for word in words[:1]] + words[1:]
     as_json, quiet, verbose = (flag in ours for flag in ("--json", "--quiet", "--verbose"))
-    with loudness(quiet=quiet, verbose=verbose and not quiet), interruptible(), apart(as_json) as out:
+    with log_level(quiet=quiet, verbose=verbose and not quiet), interruptible(), result_stream(as_json) as out:
         outcome = _run(words)
-        text = json.dumps(commands.plain(outcome.values)) if as_json else "\n".join(outcome.lines)
+        text = json.dumps(plain(outcome.values)) if as_json else "\n".join(outcome.lines)
         if text:
             print(text, file=out, flush=True)
         return outcome.exit_code
 
 
 def _run(words: list[str]) -> Outcome:
-    """Parse, work, and turn whatever goes wrong into an outcome."""
+    """Parse and run; turn every exception into an outcome."""
     try:
-        # Not standalone: errors come back as exceptions, --help as an exit status, and a command as its work.
+        # Not standalone: errors are raised, --help returns an exit status, and a command returns its work.
         work = typer.main.get_command(app).main(words, prog_name="torchlake", standalone_mode=False)
         return work() if callable(work) else Outcome(values={}, lines=(), exit_code=int(work or 0))
     except typer.TyperException as error:
@@ -56,15 +54,15 @@ def _run(words: list[str]) -> Outcome:
             show(file=sys.stderr)
         return error_outcome(error, error.format_message(), UsageError.exit_code)
     except Interrupted as error:
-        return error_outcome(error, str(error), error.exit_code, shown=f"{error}\n{resume_line(words)}")
+        return error_outcome(error, str(error), error.exit_code, shown=f"{error}\n{resume_hint(words)}")
     except TorchlakeError as error:
         log.debug("%s", type(error).__name__, exc_info=True)
         return error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
     except KeyboardInterrupt as error:
         message = "Stopped by Ctrl-C."
-        return error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{resume_line(words)}")
+        return error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{resume_hint(words)}")
     except Exception as error:
-        known = in_words(error, words) if isinstance(error, OSError) else None
+        known = explain_os_error(error, words) if isinstance(error, OSError) else None
         if known is not None:
             log.debug("%s", type(error).__name__, exc_info=True)
             return error_outcome(known, str(known), known.exit_code, shown=f"error: {known}")
@@ -77,7 +75,7 @@ def _run(words: list[str]) -> Outcome:
 
 
 def _setting_hint(words: Sequence[str], option: str | None) -> str:
-    """How to give an unknown option that is a setting of the job (elsewhere: of the engine) with --set."""
+    """A hint to use --set, for an unknown option that is a setting of the job or the engine."""
     takes_job, takes_engine = words[:1] in (["train"], ["tune"], ["plan"]), words[:1] in (["predict"], ["evaluate"])
     if option is None or not (takes_job or takes_engine or words[:1] == ["launch"]):
         return ""
@@ -92,7 +90,7 @@ def _setting_hint(words: Sequence[str], option: str | None) -> str:
 
 
 def _value_after(words: Sequence[str], option: str) -> str:
-    """The value that was given to an option; VALUE where there is none."""
+    """The value given to an option; VALUE if there is none."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word == option:
             return after if after and not after.startswith("--") else "VALUE"

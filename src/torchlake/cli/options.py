@@ -1,6 +1,6 @@
-"""The arguments and options of the commands, as types for their parameters; `app.py` has the commands.
+"""The arguments and options of the commands, as types of the parameters in `app.py`.
 
-Defaults are those of the Python functions: an option that is not given is not passed on. Groups are those of --help.
+An option that is not given is not passed on, so the defaults are those of the Python functions.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,8 +18,7 @@ def _names(kind: plugins.Kind) -> str:
     return ", ".join(plugins.names(kind))
 
 
-# The flags are declared on every command for the parser and the help; `cli.main` reads them before anything is parsed,
-# because a usage error has to come out as JSON too.
+# Declared for the parser and the help; `main.py` reads these flags before parsing, because usage errors are JSON too.
 Json = Annotated[bool, _option("--json", None, "Print one JSON object to standard output.", "General")]
 Quiet = Annotated[bool, _option("--quiet", None, "Show errors and results only.", "General")]
 Verbose = Annotated[bool, _option("--verbose", None, "Show debug messages and tracebacks.", "General")]
@@ -30,7 +29,7 @@ OptionalJob = Annotated[
     str | None, typer.Argument(metavar="JOB.yaml", help="Job file; optional if --set gives the required settings.")
 ]
 
-# where and how fast
+# execution
 EngineName = Annotated[
     str | None, _option("--engine", "NAME", f"Where to run: {_names('engines')} (default: local).", "Execution")
 ]

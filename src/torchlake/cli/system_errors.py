@@ -1,8 +1,7 @@
-"""Errors of the operating system in words for people: which of them are not torchlake's, and what they end with.
+"""Turn errors of the operating system that nothing else caught into messages with a remedy.
 
-A folder without permission, a full disk or a link that leads to itself can be met wherever a path is opened. What is
-expected is caught there, with better words; this is for the rest. A file that is missing, or there already, is the
-user's error only where the user named its path: anywhere else it is a fault in torchlake.
+Missing permissions, a full disk or a link to itself can occur wherever a path is opened. A missing or existing file is
+the user's error only if the user named its path; otherwise it is a fault in torchlake.
 """
 
 import errno
@@ -16,7 +15,7 @@ from torchlake.config.redaction import redacted
 from torchlake.config.yaml import read_text, read_yaml
 from torchlake.errors import DataError, OutputError, TorchlakeError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 REMEDIES = {
     errno.EACCES: "Change its permissions or those of the folders above it, or name another path.",
     errno.EPERM: "Change its permissions or those of the folders above it, or name another path.",
@@ -26,8 +25,8 @@ REMEDIES = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENFILE: "Raise the limit of open files (ulimit -n).",
 }
-"What no program can prevent, by the number of the error."
-AT_NAMED_PATHS = {
+"By error number; never a fault in torchlake."
+NAMED_PATH_REMEDIES = {
     errno.ENOENT: "Look for a typing error, or for what removed it.",
     errno.ENOTDIR: "A part of this path is a file, not a folder.",
     errno.EISDIR: "A file is expected there: name another path.",
@@ -36,33 +35,34 @@ AT_NAMED_PATHS = {
     errno.ENODEV: "Name a file or folder.",
     errno.EINVAL: "Name a file or folder.",
 }
+"By error number; the user's error only at a path that the user named."
 SHOWN = 300
 "Characters of a path that a message shows."
 
 
-def in_words(error: OSError, words: Sequence[str]) -> TorchlakeError | None:
-    """The error to end with, in one sentence; None where it is a fault in torchlake.
+def explain_os_error(error: OSError, words: Sequence[str]) -> TorchlakeError | None:
+    """The error to report instead; None for a fault in torchlake.
 
-    `words` is the command line, job files among them: the paths that the user named.
+    words: the command line. The paths in it, and in the job files that it names, are those that the user named.
     """
     number, path = error.errno, "" if error.filename is None else os.fsdecode(error.filename)
-    if number in FULL and path:
+    if number in STORAGE_ERRORS and path:
         return atomic_io.storage_error(error, Path(path))
-    said = error.strerror or str(error)
-    if number in REMEDIES and (path or said != os.strerror(number)):  # pyarrow puts the path into the words
+    reason = error.strerror or str(error)
+    if number in REMEDIES and (path or reason != os.strerror(number)):  # pyarrow puts the path into the message
         remedy = REMEDIES[number]
-    elif number in AT_NAMED_PATHS and path and any(_concerns(path, one, number) for one in named_paths(words)):
-        remedy = AT_NAMED_PATHS[number]
+    elif number in NAMED_PATH_REMEDIES and path and any(_concerns(path, one, number) for one in named_paths(words)):
+        remedy = NAMED_PATH_REMEDIES[number]
     else:
         return None
     shown = f"{path[:SHOWN]}{'...' * (len(path) > SHOWN)}: " if path else ""
-    to_be_made = number in (errno.EACCES, errno.EPERM) and path and _was_to_be_made(path)
-    kind = OutputError if number == errno.EROFS or to_be_made else DataError
-    return kind(redacted(f"{shown}{said}. {remedy}"))
+    is_output = number in (errno.EACCES, errno.EPERM) and path and _is_missing(path)
+    kind = OutputError if number == errno.EROFS or is_output else DataError
+    return kind(redacted(f"{shown}{reason}. {remedy}"))
 
 
 def named_paths(words: Sequence[str]) -> Iterator[str]:
-    """What may be a path among the words of a command line, and in the job files that they name."""
+    """Every word of a command line, and every string of the job files in it: what may be a path."""
     for word in words:
         for text in (word, word.partition("=")[2]):
             yield text
@@ -82,7 +82,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _concerns(path: str, named: str, number: int) -> bool:
-    """Whether an error at `path` is one of the path that was named: that path itself, one above it, or one below it."""
+    """Whether `path` is the named path, a folder above it, or (if that explains the error) below it."""
     if not named or "\0" in named:
         return False
     path, named = os.path.abspath(path), os.path.abspath(os.path.expanduser(named))
@@ -90,7 +90,7 @@ def _concerns(path: str, named: str, number: int) -> bool:
     return above or (below and (number != errno.ENOENT or not os.path.exists(named)))
 
 
-def _was_to_be_made(path: str) -> bool:
-    """Whether there is no such file or folder where one can look."""
+def _is_missing(path: str) -> bool:
+    """Whether `path` does not exist, in a folder that can be searched."""
     parent = os.path.dirname(os.path.abspath(path))
     return os.access(parent, os.X_OK) and not os.path.lexists(path)

@@ -1,5 +1,5 @@
-"""What a user asks for: jobs, options of engines and strategies, and the task that a model is trained for.
+"""Settings of a user: jobs, options of engines and strategies, and the task that a model is trained for.
 
 In: job files, keyword arguments, `--set` overrides. Out: frozen, checked values that every other package reads.
-Read `job.py` first; `types.py` has the types of its fields, `messages.py` turns pydantic's errors into sentences.
+Read `job.py` first; `types.py` has the types of its fields, `messages.py` rewrites pydantic's errors.
 """

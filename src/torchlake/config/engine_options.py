@@ -1,4 +1,4 @@
-"""What a job may say about where it runs."""
+"""The section `engine` of a job: where it runs."""
 
 from typing import Any, Literal
 
@@ -13,11 +13,11 @@ class SparkOptions(BaseModel):
     model_config = STRICT
 
     master: Name | None = None
-    """Master of a session that is made; null: the session that runs, else one on this machine's cores."""
+    """Master of a new session; null: the running session, else a new one on this machine's cores."""
     conf: dict[str, str] = {}
-    """Spark configuration of a session that is made."""
+    """Spark configuration of a new session."""
     local_mode: bool = False
-    """Launch ranks on the driver's machine instead of the executors."""
+    """Launch ranks on the driver's machine instead of on executors."""
     launcher: Literal["barrier", "torch_distributor"] = "barrier"
     """What starts ranks: a barrier stage, or pyspark's TorchDistributor."""
 
@@ -28,15 +28,15 @@ class RayOptions(BaseModel):
     model_config = STRICT
 
     address: Name | None = None
-    """Cluster to join, "auto" for this machine's; null: the one joined already or that RAY_ADDRESS names, else one on
+    """Cluster to join, "auto" for this machine's; null: the one already joined, else RAY_ADDRESS, else a new one on
     this machine's cores."""
     gpus_per_process: Float | None = Field(default=None, ge=0)
-    """GPUs of each process; null: one where there are any."""
+    """GPUs of each process; null: one if the cluster has GPUs."""
     cpus_per_process: Float | None = Field(default=None, gt=0)
-    """CPUs that each process reserves, and its threads; null: as many as the job asks for, or an even part of the
-    cluster where the number of processes is given."""
+    """CPUs that each process reserves, and its threads; null: as many as the job needs, or an even share of the
+    cluster if the number of processes is given."""
     memory: Int | None = Field(default=None, gt=0)
-    """Bytes of memory that each process reserves by Ray's count."""
+    """Bytes of Ray's memory resource that each process reserves."""
     resources: dict[str, Float] = {}
     """Custom resources that each process reserves."""
     placement_strategy: Literal["DEFAULT", "SPREAD", "PACK", "STRICT_PACK", "STRICT_SPREAD"] | None = None
@@ -53,14 +53,13 @@ class EngineConfig(BaseModel):
     name: EngineName = "local"
     """Where Python runs: local, spark or ray; a file in torchlake/engines."""
     processes: Ranks | None = None
-    """Processes started; null: the engine's choice for scoring, and for training 1, or with the local engine one for
-    each GPU of the machine. [2, 8]: training goes on with as many of them as there is room for, and scoring takes up
-    to the most."""
+    """Number of processes; null: chosen by the engine for scoring, and for training 1, or one per GPU with the local
+    engine. [2, 8]: training runs on as many as fit, within this range, and scoring on up to the larger number."""
     spark: SparkOptions = SparkOptions()
     ray: RayOptions = RayOptions()
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the engine of that name is made with, besides its number of processes."""
+        """Keyword arguments of the engine, besides its name and number of processes."""
         section = getattr(self, self.name) if self.name in ("spark", "ray") else None
         return {} if section is None else dict(section)

@@ -1,17 +1,16 @@
-"""A job as frozen pydantic models, and the laying of a job file, sections and overrides over one another.
+"""A job as frozen pydantic models, and how job file, keyword sections and overrides are merged.
 
     job.yaml  <  keyword sections  <  --set a.b=c        later ones win, key by key
 
-Every value keeps where it came from, so that each mistake is named by its line, argument or override (`yaml.py`
-reads, `messages.py` words). Unknown keys are refused with the nearest known one. No environment variable is read into
-a job. Relative paths in a job file are relative to the current directory, as on the command line, not to the file.
-Price: milliseconds, all of it before anything slow is loaded.
+The origin of every value is kept, so that an error names its line, argument or override. Unknown keys are refused with
+the nearest known key. Environment variables are not read. Relative paths in a job file are relative to the current
+directory, not to the file.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -45,7 +44,7 @@ def _weights_kind(value: Any) -> str:
 
 
 def _label_names(value: Any) -> Any:
-    """Labels as text: YAML reads some as numbers or booleans."""
+    """Labels as strings; YAML reads some as numbers or booleans."""
     return {label_name(label): weight for label, weight in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -58,7 +57,7 @@ ManyPaths = Annotated[tuple[Name, ...], Field(min_length=1), Tag("<paths>")]
 
 
 class Fraction(BaseModel):
-    """A share of the training rows, chosen by the seed."""
+    """A share of the training rows, selected by the seed."""
 
     model_config = STRICT
 
@@ -67,29 +66,29 @@ class Fraction(BaseModel):
 
 
 class DataConfig(BaseModel):
-    """Where the rows are, and which columns say what."""
+    """The training and validation tables, and their columns."""
 
     model_config = STRICT
 
     train: Annotated[OnePath | ManyPaths, Discriminator(_kind)]
-    """Table to learn from: a file, folder, glob or URL, or a list of them."""
+    """Training table: a file, folder, glob or URL, or a list of them."""
     validation: Annotated[OnePath | ManyPaths | Annotated[Fraction, Tag("<fraction>")], Discriminator(_kind)] | None = (
         Fraction(fraction=0.1)
     )
-    """Table to validate on, or {fraction: f} of the training rows; null for none."""
+    """Validation table, or {fraction: f} of the training rows; null: none."""
     text: Name = "text"
     """Column of the input."""
     label: Name = "label"
     """Column of the target: strings or integers, lists of strings, or floats; text generation has none."""
     problem: Literal["single_label", "multi_label", "regression"] | None = None
-    """What the label says: one class per row, several (lists of strings), or a number; null: found from the column."""
+    """One class per row, several (lists of strings), or a number; null: inferred from the label column."""
     learn: Literal["all", "assistant"] = "all"
-    """Of conversations: every token, or those of the assistant's turns, where the chat template marks them."""
+    """Tokens of conversations in the loss: all, or those of the assistant's turns as marked by the chat template."""
     key: Name | None = None
-    """Column that identifies a row, unique and never null; null: file and row number."""
+    """Column that identifies a row, unique and without nulls; null: file and row number."""
     bad_rows: Literal["error", "drop"] = "error"
-    """What a row does that is null, cannot be decoded or has a label that is NaN or no class of the model: stop the
-    job, or be left out and counted."""
+    """A row that is null, cannot be decoded, or has a label that is NaN or not a class of the model: stop the job, or
+    drop the row and count it."""
 
     @field_validator("label")
     @classmethod
@@ -100,23 +99,23 @@ class DataConfig(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """What is fine-tuned, for which task."""
+    """The model to fine-tune, and its task."""
 
     model_config = STRICT
 
     base: Name
-    """Model folder, or a name on the Hugging Face hub; `name@revision` for a branch, tag or commit there."""
+    """Model folder, or a name on the Hugging Face Hub; `name@revision` for a branch, tag or commit."""
     task: TaskName = "text_classification"
     """What the model predicts; a file in torchlake/tasks."""
     max_length: Int | None = Field(default=None, ge=2)
-    """Tokens a row is cut to, special tokens counted (text generation: of a block, and nothing is cut); null: what the
-    model can take, at most 512."""
+    """Maximum tokens of a row, including special tokens; for text generation, tokens of a block. null: the model's
+    maximum, at most 512."""
     lora: LoraOptions | None = None
-    """Train small matrices beside the frozen ones of the base instead of those; null: train the model itself."""
+    """Train low-rank adapters instead of all weights; null: train all weights."""
 
 
 class TrainConfig(BaseModel):
-    """The recipe of one training run."""
+    """The settings of a training run."""
 
     model_config = STRICT
 
@@ -125,30 +124,30 @@ class TrainConfig(BaseModel):
     batch_size: Int = Field(default=64, ge=1)
     """Rows of one optimizer step, over all ranks; for text generation, blocks of `model.max_length` tokens."""
     learning_rate: Float = Field(default=1e-4, gt=0)
-    """AdamW's step size at the peak of the schedule."""
+    """AdamW's learning rate at the peak of the schedule."""
     weight_decay: Float = Field(default=0.01, ge=0)
-    """AdamW's decay, on matrices only: biases and norms are spared."""
+    """AdamW's weight decay, on matrices only, not on biases and norms."""
     warmup: Float = Field(default=0.1, ge=0, lt=1)
     """Share of all steps over which the learning rate rises from 0."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the learning rate falls after the warm-up."""
     class_weights: ClassWeights | None = None
-    """Weights of the classes in the loss: balanced, or {label: weight} with 1 for the others; null: none."""
+    """Weights of classes in the loss: balanced, or {label: weight} with 1 for other classes; null: none."""
     label_smoothing: Float = Field(default=0.0, ge=0, lt=1)
-    """Share of each target that is spread over all classes."""
+    """Share of each target that is spread evenly over all classes."""
     clip_norm: Float | None = Field(default=1.0, gt=0)
-    """Largest norm of the gradient over all ranks; null: not clipped."""
+    """Maximum norm of the global gradient; null: no clipping."""
     micro_batch_tokens: Int = Field(default=16384, ge=1)
-    """Tokens, padding counted, that one rank holds at once; bounds memory, changes no result."""
+    """Maximum tokens, including padding, that a rank processes at once; limits memory, does not change results."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the forward pass; auto: bf16 where the hardware has it."""
+    """Arithmetic of the forward pass; auto: bf16 if the hardware supports it."""
     activation_checkpointing: bool = False
-    """Compute each layer's activations again in the backward pass instead of keeping them: a third slower, far less
+    """Recompute each layer's activations in the backward pass instead of keeping them: a third slower, far less
     memory."""
     compile: bool = False
-    """Compile the model with torch.compile: minutes at the start, faster steps on GPUs."""
+    """Compile the model with torch.compile: takes minutes at the start, faster steps on GPUs."""
     strategy: StrategyName = "auto"
-    """How ranks share the model, a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
+    """How ranks share the model: a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
     ddp: DdpOptions = DdpOptions()
     """Options of the strategy ddp."""
     fsdp: FsdpOptions = FsdpOptions()
@@ -156,51 +155,50 @@ class TrainConfig(BaseModel):
     deepspeed: DeepSpeedOptions = DeepSpeedOptions()
     """Options of the strategy deepspeed."""
     seed: Int = Field(default=0, ge=0, lt=2**63)
-    """Decides initial weights, dropout and the order of rows."""
+    """Seed of initial weights, dropout and the order of rows."""
     checkpoint_every: Interval = Every(seconds=600.0)
     """Interval between checkpoints: "10min", "200steps" or "epoch"."""
     checkpoint_in_background: bool = True
-    """Go on with training while a checkpoint is written, for a copy of what is written in main memory."""
+    """Continue training while a checkpoint is written; needs main memory for a copy of it."""
     checkpoint_folder: Name | None = None
-    """Where checkpoints are kept, a folder or an URL such as s3://bucket/reviews, one for each run; null: in the run
-    folder."""
+    """Where checkpoints are kept: a folder or URL such as s3://bucket/reviews, one per run; null: the run folder."""
     keep_checkpoints: Int = Field(default=2, ge=1)
-    """Checkpoints kept, the newest ones."""
+    """Number of checkpoints to keep."""
     validate_every: Interval = Every(epochs=1)
     """Interval between validations: "epoch" or "200steps"."""
     metric: Name | None = None
-    """Validation metric that picks the best model; null: the task's own."""
+    """Validation metric that selects the best model; null: the default of the task."""
     patience: Int | None = Field(default=None, ge=1)
     """Validations without improvement before training stops; null: never."""
     max_restarts: Int = Field(default=2, ge=0)
-    """Times the ranks are started again after one of them failed."""
+    """Number of restarts after a rank has failed."""
     collective_timeout: Seconds = 600.0
-    """Seconds ("10min") that a rank waits for the others before the run counts as hung."""
+    """Seconds ("10min") that a rank waits for others before the run counts as hung."""
     max_steps: Int | None = Field(default=None, ge=1)
-    """Optimizer steps after which training stops; null: as many as the epochs hold."""
+    """Optimizer steps after which training stops; null: those of all epochs."""
 
     @field_validator("validate_every")
     @classmethod
     def _no_clock(cls, every: Every) -> Every:
-        # A validation by the clock would fall on other steps each time, and with it the best model.
+        # Validations by the clock would fall on different steps in each run and select different models.
         if every.seconds is not None:
             raise ValueError(f'{every} is a time; write "epoch" or "200steps"')
         return every
 
 
 class TrackConfig(BaseModel):
-    """Where a run's parameters and curves are told besides metrics.jsonl."""
+    """Where parameters and metrics are logged besides metrics.jsonl."""
 
     model_config = STRICT
 
     mlflow: Name | None = None
-    """MLflow store, sqlite:///FILE or a folder; null: not told to MLflow."""
+    """MLflow store, sqlite:///FILE or a folder; null: no MLflow."""
     tensorboard: bool = False
-    """Whether event files are written to tensorboard/ in the run folder."""
+    """Write event files to tensorboard/ in the run folder."""
 
 
 class Job(BaseModel):
-    """One training job: everything that decides its result, where it runs, and where it is told."""
+    """A training job: everything that determines its result, where it runs, and where it logs."""
 
     model_config = STRICT
 
@@ -212,28 +210,28 @@ class Job(BaseModel):
 
 
 class _EngineAlone(BaseModel):
-    """The engine's section of a job that is not there."""
+    """The section `engine` without a job."""
 
     model_config = STRICT
 
     engine: EngineConfig = EngineConfig()
 
 
-SECTIONS: dict[str, type[BaseModel]]
-SECTIONS = {
+SECTIONS: dict[str, type[BaseModel]] = {
     "data": DataConfig,
     "model": ModelConfig,
     "train": TrainConfig,
     "engine": EngineConfig,
     "track": TrackConfig,
 }
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sections: Any) -> Job:
-    """The job in `path` (None: no file), with `sections` (data={...} or a DataConfig), then `overrides`, laid over it.
+    """The job in `path` (None: no file), updated by `sections` (data={...} or a DataConfig), then by `overrides`.
 
-    A Job in the place of the file is what they are laid over. Raises ConfigError listing every mistake with its file
-    and line, UnsafeError for a tag that would build an object.
+    `path` may also be a Job. Raises ConfigError with every error, its file and line; UnsafeError for a YAML tag that
+    would create an object.
     """
     if isinstance(path, Job):
         merged: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in path}
@@ -251,22 +249,22 @@ def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sec
             raise ConfigError(
                 f"{path}:1: a job file is a mapping of sections ({', '.join(SECTIONS)}), not a {shape(values)}"
             )
-        # A section whose keys are all commented out reads as null; it means the defaults.
+        # A section whose keys are all commented out is null in YAML; its defaults apply.
         values = {key: value for key, value in values.items() if value is not None or key not in SECTIONS}
         origins = {location: f"{path}:{line}" for location, line in lines.items()}
     for name, section in sections.items():
         plain = section.model_dump(mode="json", exclude_unset=True) if isinstance(section, BaseModel) else section
-        _lay_over(values, origins, (name,), plain, f"argument {name}")
+        _set_value(values, origins, (name,), plain, f"argument {name}")
     for override in overrides:
         keys, value = _parse_override(override)
-        _lay_over(values, origins, keys, value, f"--set {override}")
-    return _job(values, origins, path)
+        _set_value(values, origins, keys, value, f"--set {override}")
+    return _validated(Job, values, origins, path)
 
 
 def load_engine(overrides: Sequence[str]) -> EngineConfig:
-    """The engine that overrides of its own section ("engine.processes=2") describe, where there is no job.
+    """The engine section from overrides ("engine.processes=2") without a job.
 
-    Raises ConfigError as `load_job` does, and for another section.
+    Raises ConfigError as `load_job` does, and for other sections.
     """
     values: dict[str, Any] = {}
     origins: dict[Location, str] = {}
@@ -274,28 +272,24 @@ def load_engine(overrides: Sequence[str]) -> EngineConfig:
         keys, value = _parse_override(override)
         if keys[0] != "engine":
             raise ConfigError(f"--set {override}: without a job only the section engine can be set")
-        _lay_over(values, origins, keys, value, f"--set {override}")
-    try:
-        return _EngineAlone.model_validate(values).engine
-    except ValidationError as error:
-        problems = [sentence(problem, origins, None, SECTIONS) for problem in error.errors(include_url=False)]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+        _set_value(values, origins, keys, value, f"--set {override}")
+    return _validated(_EngineAlone, values, origins, None).engine
 
 
 def with_values(job: Job, values: Mapping[str, Any], origins: Mapping[str, str]) -> Job:
-    """`job` with other values by dotted name ("train.epochs"); `origins` tell where each name came from.
+    """`job` with other values by dotted name ("train.epochs"). Raises ConfigError as `load_job` does.
 
-    Raises ConfigError as `load_job` does.
+    origins: for error messages, where the value of each name came from.
     """
     plain: dict[str, Any] = job.model_dump(mode="json")
     places: dict[Location, str] = {}
     for name, value in values.items():
-        _lay_over(plain, places, tuple(name.split(".")), value, origins[name])
-    return _job(plain, places, None)
+        _set_value(plain, places, tuple(name.split(".")), value, origins[name])
+    return _validated(Job, plain, places, None)
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by dotted name: {"train": {"epochs": 4}} as {"train.epochs": 4}."""
+    """Nested mappings as one mapping of dotted names: {"train": {"epochs": 4}} as {"train.epochs": 4}."""
     if not isinstance(value, Mapping):
         return {prefix: value}
     return {
@@ -309,13 +303,15 @@ def job_to_yaml(job: Job) -> str:
     """The job as YAML text that `load_job` reads back to an equal job."""
     value = job.model_dump(mode="json")
     text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
-    # PyYAML writes these line breaks unescaped, and reads them back as blanks.
+    # PyYAML writes these line breaks unescaped and reads them back as spaces.
     return yaml.safe_dump(value, sort_keys=False) if re.search("[\x85\u2028\u2029\ufeff]", text) else text
 
 
-def _job(values: Mapping[str, Any], origins: Mapping[Location, str], path: str | Path | None) -> Job:
+def _validated(
+    model: type[Model], values: Mapping[str, Any], origins: Mapping[Location, str], path: str | Path | None
+) -> Model:
     try:
-        return Job.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         problems = [sentence(problem, origins, path, SECTIONS) for problem in error.errors(include_url=False)]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
@@ -330,15 +326,15 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     return keys, value
 
 
-def _lay_over(
+def _set_value(
     values: dict[str, Any], origins: dict[Location, str], keys: tuple[str, ...], value: Any, origin: str
 ) -> None:
-    """Put `value` at `keys`; a mapping for a whole section is laid over what is there key by key."""
+    """Set `value` at `keys`; a mapping for a whole section is merged key by key."""
     if isinstance(value, Mapping) and len(keys) == 1:
         values.setdefault(keys[0], {})
         origins.setdefault(keys, origin)
         for key, item in value.items():
-            _lay_over(values, origins, (keys[0], str(key)), item, origin)
+            _set_value(values, origins, (keys[0], str(key)), item, origin)
         return
     for key in keys[:-1]:
         inner = values.get(key)

@@ -1,7 +1,4 @@
-"""What pydantic found wrong in a job, as sentences for people: where, what was given, what is allowed, the nearest key.
-
-Price: nothing until a job is wrong.
-"""
+"""Rewrite pydantic's errors as sentences: where, what was given, what is allowed, the nearest key."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,18 +15,18 @@ from torchlake.config.yaml import Location, dotted, quote
 def sentence(
     problem: Any, origins: Mapping[Location, str], path: str | Path | None, sections: Mapping[str, type[BaseModel]]
 ) -> str:
-    """One mistake as pydantic found it, in plain words: where, what was given, what is allowed.
+    """One of pydantic's errors as a sentence.
 
-    `origins` tells where each value came from, `path` the job file for what is in none of them, `sections` the keys.
+    origins: where each value came from. path: the job file, for values without an origin. sections: the known keys.
     """
     location = tuple(part for part in problem["loc"] if not str(part).startswith("<"))
     known = [location[:length] for length in range(len(location), 0, -1) if location[:length] in origins]
     origin = origins[known[0]] if known else str(path) if path is not None else "job"
-    return f"{origin}: {dotted(location)}: {_complaint(problem, location, sections)}"
+    return f"{origin}: {dotted(location)}: {_explanation(problem, location, sections)}"
 
 
 def nearest_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:
-    """The settings, by dotted name, that are called `name`; else the one that is nearly called so; or none."""
+    """The dotted names of settings called `name`; if there are none, the one with the nearest name."""
     every = [setting for section, model in sections.items() for setting in _settings(model, section)]
     exact = [setting for setting in every if f".{setting}".endswith(f".{name}")]
     if exact:
@@ -52,7 +49,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-def _complaint(problem: Any, location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
+def _explanation(problem: Any, location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     given = redacted(problem["input"], dotted(location))
     shown = quote(given)
@@ -84,7 +81,7 @@ def _complaint(problem: Any, location: Location, sections: Mapping[str, type[Bas
 
 
 def _nearest(location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
-    """A hint for an unknown key: the nearest key of its section, else the section that has such a key."""
+    """A hint for an unknown key: the nearest key of its section, else of another section."""
     key = str(location[-1])
     section = sections.get(str(location[0])) if len(location) == 2 else None
     fields = list(section.model_fields) if section else list(sections) if len(location) == 1 else ["fraction"]

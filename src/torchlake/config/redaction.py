@@ -1,9 +1,9 @@
-"""Secrets taken out of what is written or shown: by the name that a value has, and by the value's own shape.
+"""Remove secrets from what is written or shown, by the name of a value and by the form of the value itself.
 
-A name is read as words: `spark.ssl.keyStorePassword` is "spark ssl key store password". Some words and pairs of words
-name a credential (SECRET); a word after them may say that the value is only about one, as in `credentials.provider`
-(ABOUT). The names are those of Spark, Hadoop (S3A, ABFS, WASB, GCS), fsspec, MLflow, Hugging Face, and of environment
-variables. Price: a few regular expressions for each value; a log passes at 5 MB a second.
+A name is split into words: `spark.ssl.keyStorePassword` is "spark ssl key store password". SECRET matches words that
+name a credential, ABOUT words after them that show that the value is not the credential itself, as in
+`credentials.provider`. The names are those of Spark, Hadoop (S3A, ABFS, WASB, GCS), fsspec, MLflow, Hugging Face and
+environment variables. Cost: logs pass at 5 MB/s.
 """
 
 import re
@@ -31,13 +31,13 @@ TEXT_TOKEN = re.compile(
     r"\b(?:additional|audio|begin|bos|cls|end|eos|first|image|last|mask|next|pad|padding|per|sep|special|start|stop|unk"
     r"|video) token\b"
 )
-# A storage account or container may have any name, also one of the words in ABOUT: it ends what is read.
+# A storage account or container may have any name, also a word in ABOUT.
 OF_AZURE = re.compile(r"(?i)fs\.azure\.(?:account\.key(?![a-z])|sas\.[^.]+\.[^.]+\.(?:blob|dfs|file)\.)")
 AZURE_ACCOUNT = re.compile(r"(?i)\.[\w-]+\.(?:blob|dfs|file)\.(?:core|fabric|storage)\.[\w.]+$")
 PLAIN = frozenset({"", "true", "false", "none", "null"})
-"What is no secret under any name."
+"Values that are never secrets."
 
-# A user, and a password; but Azure's URLs name a container there.
+# user:password@host; in Azure's URLs the part before @ is a container.
 USER = re.compile(r"\b(?!(?:abfss?|wasbs?)://[^:/\s@]+@)(\w+://)([^/\s@]+)@")
 SECRETS = (
     (USER, rf"\1{REDACTED}@"),
@@ -57,7 +57,7 @@ ASSIGNED = re.compile(
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """`value` with every secret replaced, by its dotted name, which begins with `key`, or by its own shape."""
+    """`value` with every secret replaced. key: the dotted name of `value`."""
     if isinstance(value, Mapping):
         return {name: redacted(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -69,7 +69,7 @@ def redacted(value: Any, key: str = "") -> Any:
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether the value of a setting, option or variable of that name is a credential."""
+    """Whether a setting, option or variable of this name is a credential."""
     if OF_AZURE.search(name):
         return True
     words = " ".join(WORD.findall(AZURE_ACCOUNT.sub("", name))).lower()
@@ -82,7 +82,7 @@ def _without_secrets(text: str) -> str:
         text = pattern.sub(replacement, text)
     pieces, done, start = [], 0, 0
     while match := ASSIGNED.search(text, start):
-        # The value of a harmless name may be a name itself, as in "refused: password=x".
+        # The value of a harmless name may contain another name, as in "refused: password=x".
         start = match.start("value")
         if match["value"].strip("\"'").lower() not in PLAIN and is_secret(match["name"]):
             quote = match["value"][0] if match["value"][0] in "\"'" else ""

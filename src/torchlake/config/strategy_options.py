@@ -1,4 +1,4 @@
-"""What a job may say about how a model is shared out between ranks, and about LoRA."""
+"""Options of the strategies, and of LoRA."""
 
 from typing import Literal
 
@@ -13,9 +13,9 @@ class DdpOptions(BaseModel):
     model_config = STRICT
 
     bucket_mib: Float = Field(default=25.0, gt=0)
-    """Gradients sent at once; smaller ones start earlier, larger ones cost less each."""
+    """MiB of gradients sent at once: smaller buckets start earlier, larger ones have less overhead."""
     compress: Literal["none", "fp16", "bf16"] = "none"
-    """How gradients are sent: as they are, or in 16 bits; bf16 needs GPUs."""
+    """Precision in which gradients are sent: unchanged, or 16 bits; bf16 needs GPUs."""
 
 
 class FsdpOptions(BaseModel):
@@ -24,9 +24,9 @@ class FsdpOptions(BaseModel):
     model_config = STRICT
 
     reshard: bool = True
-    """Give a layer's weights back after its forward pass (ZeRO-3); false: keep them for the backward pass (ZeRO-2)."""
+    """Free gathered weights after a layer's forward pass (ZeRO-3); false: keep them for the backward pass (ZeRO-2)."""
     shard_ranks: Int | None = Field(default=None, ge=2)
-    """Neighbouring ranks that share one copy of the model, as those of one machine do; null: all of them."""
+    """Number of adjacent ranks that share one copy of the model, such as those of one machine; null: all ranks."""
     cpu_offload: bool = False
     """Keep weights, gradients and moments in main memory; needs GPUs."""
 
@@ -37,13 +37,13 @@ class DeepSpeedOptions(BaseModel):
     model_config = STRICT
 
     stage: Literal[1, 2, 3] = 2
-    """What is shared out: 1 the optimizer's moments, 2 the gradients too, 3 the weights too."""
+    """What is sharded: 1 the optimizer's moments, 2 also gradients, 3 also weights."""
     offload_optimizer: bool = False
-    """Keep the moments in main memory, and step there; needs GPUs."""
+    """Keep the moments in main memory and step there; needs GPUs."""
     offload_parameters: bool = False
     """Keep the weights in main memory; needs GPUs and stage 3."""
     config: Name | None = None
-    """DeepSpeed's own JSON file, laid under what the job says; null: none."""
+    """A DeepSpeed JSON file; it may not contradict the job. null: none."""
 
     @model_validator(mode="after")
     def _fits_the_stage(self) -> "DeepSpeedOptions":
@@ -60,8 +60,8 @@ class LoraOptions(BaseModel):
     rank: Int = Field(default=16, ge=1)
     """Rows of A, columns of B."""
     alpha: Int = Field(default=32, ge=1)
-    """Weight of the sum of both."""
+    """Numerator of the scale alpha / rank."""
     dropout: Float = Field(default=0.0, ge=0, lt=1)
-    """Share of x that is left out before A, in training."""
+    """Dropout of x before A, in training."""
     targets: tuple[Name, ...] | None = Field(default=None, min_length=1)
-    """Names of the linear layers that get matrices, as their last part ("query"); null: all but the head."""
+    """Last parts of the names of the linear layers to adapt ("query"); null: all but the head."""

@@ -1,4 +1,4 @@
-"""The types that the fields of a job are made of: numbers that are no booleans, lengths of time, intervals, names."""
+"""The types of a job's fields: numbers that are not booleans, durations, intervals, names of plug-ins."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """How often something happens; exactly one field is set. Written "30s", "10min", "1h", "200steps" or "epoch"."""
+    """An interval; exactly one field is set. Written "30s", "10min", "1h", "200steps" or "epoch"."""
 
     seconds: float | None = None
     steps: int | None = None
@@ -30,7 +30,7 @@ class Every:
 
 
 def parse_every(value: Any) -> Every:
-    """ "200steps", "10min" or "epoch" as an Every. Raises ValueError with the forms that are allowed."""
+    """ "200steps", "10min" or "epoch" as an Every. Raises ValueError with the allowed forms."""
     if isinstance(value, Every):
         return value
     text = str(value).strip().lower()
@@ -46,7 +46,7 @@ def parse_every(value: Any) -> Every:
 
 
 def parse_seconds(value: Any) -> float:
-    """ "30s", "10min", "1h" or a number of seconds, as seconds > 0. Raises ValueError with the forms allowed."""
+    """ "30s", "10min", "1h" or a number, in seconds > 0. Raises ValueError with the allowed forms."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
     text = value.strip().lower() if isinstance(value, str) else ""
@@ -57,7 +57,7 @@ def parse_seconds(value: Any) -> float:
 
 
 def _number(value: Any) -> Any:
-    # YAML reads `yes` as true, and Python counts true as 1: nobody means that by a number.
+    # YAML reads `yes` as true, and Python counts True as 1.
     if isinstance(value, bool):
         raise ValueError(f"a number is expected, given {str(value).lower()}")
     return value
@@ -68,7 +68,7 @@ def _path(value: Any) -> Any:
 
 
 def parse_ranks(value: Any) -> int | tuple[int, int]:
-    """A number of processes, or [fewest, most]. Raises ValueError with the forms that are allowed."""
+    """A number of processes, or [fewest, most]. Raises ValueError with the allowed forms."""
     numbers = list(value) if isinstance(value, list | tuple) else [value]
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
     if not whole or len(numbers) > 2 or not numbers:
@@ -84,7 +84,7 @@ def _plain_ranks(value: int | tuple[int, int]) -> int | list[int]:
 
 
 def _plugin(kind: plugins.Kind, besides: tuple[str, ...], name: str) -> str:
-    problem = plugins.unknown(kind, name, besides=besides)
+    problem = plugins.explain_unknown(kind, name, besides=besides)
     if problem is not None:
         raise ValueError(problem)
     return name

@@ -1,7 +1,7 @@
-"""YAML as plain values, each with the line it stands on, so that a mistake can be named by its line.
+"""Read YAML as plain values and the line of each, so that error messages can name the line.
 
-A text is data. It is read through YAML's node tree: a duplicate key is an error, no tag builds an object, and size,
-depth and alias expansion are bounded before anything is built. Price: two passes, the first of which builds nothing.
+Duplicate keys are errors, no tag creates an object, and size, depth and alias expansion are limited before any value is
+built, which takes a second pass over the text.
 """
 
 from difflib import get_close_matches
@@ -21,7 +21,7 @@ Location = tuple[str | int, ...]
 
 
 def read_text(path: Path) -> str:
-    """The text of a job file, cut where `read_yaml` refuses it. Raises ConfigError saying why it cannot be read."""
+    """The text of a job file, cut just above the limit of `read_yaml`. Raises ConfigError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -42,7 +42,7 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Location, int]]:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{name}: larger than {MAX_BYTES:,} bytes; a job file is not")
     try:
-        # Events come from a parser with a stack of its own; the composer recurses, so depth is bounded before it runs.
+        # The parser of events is not recursive; the composer is, so depth is checked before it runs.
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -62,7 +62,7 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Location, int]]:
 
 
 def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, lines: dict[Location, int]) -> Any:
-    """The plain value of a node; `lines` collects a line per location and thereby counts what aliases expand to."""
+    """The plain value of a node. `lines` collects the line of each location; its length limits alias expansion."""
     where = f"{name}:{node.start_mark.line + 1}"
     lines.setdefault(at, node.start_mark.line + 1)
     if len(lines) > MAX_NODES or len(at) > MAX_DEPTH:
@@ -95,7 +95,7 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, li
 
 
 def _nearest(path: Path) -> str:
-    """A hint for a job file that is not there: one of its folder with nearly its name, such as .yaml for .yml."""
+    """A hint for a missing job file: a file of the folder with nearly the same name, such as .yaml for .yml."""
     try:
         there = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
     except OSError:
@@ -112,16 +112,16 @@ def _refuse_tag(node: yaml.Node, where: str) -> None:
 
 
 def dotted(location: Location) -> str:
-    """A location as one writes it: train.epochs."""
+    """A location as a dotted name: train.epochs."""
     return ".".join(str(part) for part in location) or "(top)"
 
 
 def quote(value: Any) -> str:
-    """A value as a message shows it: as YAML says it, and cut when it is long."""
+    """A value for a message, in YAML's notation, at most 80 characters."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def shape(value: Any) -> str:
-    """What kind of YAML value it is."""
+    """The kind of a YAML value, for messages."""
     return "list" if isinstance(value, list | tuple) else "mapping" if isinstance(value, dict) else "single value"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.task_spec import TASK_FILE, WRITING, Label, Problem, TaskSpec, label_name, spec_from_json
+from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, label_name, spec_from_json
 from torchlake.errors import DataError
 from torchlake.models.config import embeddings, in_words, load_config, positions, set_pad_id
 from torchlake.models.folders import model_folder
@@ -117,7 +117,7 @@ def load_model(
             f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned model of its kind "
             f"({type(model).__name__}): its answers would be random. Fine-tune it first (torchlake train)."
         )
-    if spec is not None and spec.problem not in WRITING and model.config.num_labels != max(1, len(spec.labels)):
+    if spec is not None and spec.problem not in GENERATIVE and model.config.num_labels != max(1, len(spec.labels)):
         raise DataError(
             f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} names {len(spec.labels)} classes"
         )
@@ -159,7 +159,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
 
     folder = model_folder(base)
     check_folder(folder)
-    if spec.problem in WRITING:
+    if spec.problem in GENERATIVE:
         return _language_model(folder, auto_class)
     trained = head_spec(folder)
     config = _whole_config(folder, auto_class)

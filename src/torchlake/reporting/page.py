@@ -1,7 +1,7 @@
-"""The page of `report`: facts in, one HTML text out.
+"""The HTML page of `report`.
 
-The page carries everything in itself: its style, its curves as inline SVG, no script, nothing fetched from elsewhere.
-Every text in it is escaped. Price: one pass over the facts, whose curves `report.py` has thinned before.
+The page is self-contained: inline style, curves as inline SVG, no script, nothing loaded from elsewhere. Every text is
+escaped.
 """
 
 import html
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 VALIDATIONS_SHOWN = 20
-# A chart's size in its own units; about a phone's width, so that its letters stay readable there.
+# A chart's size in SVG units: about the width of a phone, so that text stays readable there.
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 400, 210, 44, 24, 10, 10
 Point = tuple[float, float]
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    """The page of these facts."""
+    """The page for the facts that `report.collect` returns."""
     progress, job = facts["progress"], facts["job"]
     state = "complete" if facts["complete"] else f"at step {progress['steps']:,}, not complete"
     validation = facts["validations"]
@@ -57,7 +57,7 @@ def render(facts: Mapping[str, Any]) -> str:
 
 
 def _tiles(facts: Mapping[str, Any]) -> str:
-    """The few numbers that one looks for first."""
+    """The main numbers: metrics, steps, time and speed."""
     progress, metrics = facts["progress"], facts["metrics"]
     names = dict.fromkeys(name for name in (facts["metric"], *metrics) if name in metrics and name != "loss")
     tiles = [(name.replace("_", " "), f"{metrics[name]:.4f}") for name in names if metrics[name] is not None][:2]
@@ -75,7 +75,7 @@ def _series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
 
 
 def _figure(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    """A chart of lines with a legend; its axes begin and end at round numbers."""
+    """A line chart with a legend; its vertical axis begins and ends at round numbers."""
     points = [point for _, line in series for point in line]
     if not points:
         return ""
@@ -100,15 +100,15 @@ def _figure(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> str:
         drawn.append(f'<polyline class="c{index % 6}" points="{path}"/>')
         for point in line if len(line) <= 40 else ():
             x, y = place(point)
-            told = f"{_text(name)} {point[1]:.4f} at step {point[0]:,.0f}"
-            drawn.append(f'<circle class="c{index % 6}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{told}</title></circle>')
+            text = f"{_text(name)} {point[1]:.4f} at step {point[0]:,.0f}"
+            drawn.append(f'<circle class="c{index % 6}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{text}</title></circle>')
     legend = "".join(f'<span class="c{index % 6}">{_text(name)}</span>' for index, (name, _) in enumerate(series))
     picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(title)}">{"".join(drawn)}</svg>'
     return f'<figure><figcaption>{_text(title)}<span class="legend">{legend}</span></figcaption>{picture}</figure>'
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, seven at most, that enclose both."""
+    """At most seven round numbers from below `low` to above `high`."""
     span = max(high - low, 1e-6 * max(abs(low), abs(high)))
     rough = (span if span > 1e-30 else 1.0) / 4
     unit = 10.0 ** math.floor(math.log10(rough))

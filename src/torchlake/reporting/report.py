@@ -1,7 +1,6 @@
-"""`report`: a run folder told on one page, report.html, and the same facts for programs, report.json.
+"""`report`: write the facts of a run to report.html (by `page.py`) and report.json, without secrets.
 
-Secrets are taken out (`config/redaction.py`) before either file is written; `page.py` draws the page of what is left.
-It can be written while the run still trains. Price: one pass over metrics.jsonl.
+A report can be written while the run is training. It takes one pass over metrics.jsonl.
 """
 
 import json
@@ -32,7 +31,7 @@ WARNINGS_SHOWN = 20
 def report(run: str | Path) -> Path:
     """Write report.html and report.json into the run folder `run`; returns the path of the page.
 
-    Raises DataError when `run` is no run folder, UsageError for an URL, StorageError when the files cannot be written.
+    Raises DataError if `run` is not a run folder, UsageError for a URL, StorageError if the files cannot be written.
     """
     folder = local_output(run)
     if not (folder / "job.yaml").is_file():
@@ -97,33 +96,33 @@ def _progress(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
 
 
 def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
-    """What the first epoch read; padding is known where the steps tell how many tokens they held with it."""
+    """What the first epoch read; padding is None if the steps have no padded_tokens."""
     first = [line for line in steps if line["epoch"] == 1]
     rows, tokens = (sum(line[name] for line in first) for name in ("rows", "tokens"))
-    held = sum(line.get("padded_tokens", 0) for line in first)
+    padded = sum(line.get("padded_tokens", 0) for line in first)
     return {
         "rows_in_epoch_1": rows,
         "tokens_in_epoch_1": tokens,
         "tokens_per_row": round(tokens / rows, 1) if rows else None,
-        "padding_percent": round(100 * (1 - tokens / held), 1) if held else None,
+        "padding_percent": round(100 * (1 - tokens / padded), 1) if padded else None,
     }
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """The data as it was summarized before training; a run of an earlier version has no such file."""
+    """The data summary that training wrote; runs of earlier versions have none."""
     path = folder / summary.FILE
     return {"summary": summary.summary_lines(atomic_io.read_json(path))} if path.is_file() else {}
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
-    """The complete checkpoints, oldest first; none where their storage cannot be reached."""
+    """The complete checkpoints, oldest first; none if their storage cannot be reached."""
     found = []
     try:
         store = location.find_store(kept_in, folder)
         manifests = {name: store.read_json(f"{name}/{atomic_io.MANIFEST}") for name in store.list_complete()}
         stored = [(store.read_state(name), manifest) for name, manifest in manifests.items() if manifest is not None]
     except (StorageError, UsageError) as error:
-        log.warning("the report tells of no checkpoints: %s", error)
+        log.warning("the report has no checkpoints: %s", error)
         return []
     for state, manifest in stored:
         size = sum(file["bytes"] for file in manifest["files"].values())
@@ -144,21 +143,21 @@ def _model(folder: Path) -> dict[str, Any]:
 
 
 def _warnings(folder: Path) -> list[str]:
-    """The last warnings and errors of all ranks' logs, in the order of time."""
+    """The last warnings and errors in the logs of all ranks, by time."""
     found = []
     for path in sorted(folder.glob("rank_*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue  # a kill may cost half a line
+                continue  # a line may be incomplete after a kill
             if entry.get("level") in ("WARNING", "ERROR", "CRITICAL"):
                 found.append(f"{entry.get('time')} rank {entry.get('rank')}: {entry.get('message')}")
     return sorted(found)[-WARNINGS_SHOWN:]
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most CURVE_POINTS points, each the mean of as many neighbours; points that are not finite are left out."""
+    """At most CURVE_POINTS points, each the mean of neighboring ones; points that are not finite are dropped."""
     finite = [point for point in points if math.isfinite(point[1])]
     width = max(1, math.ceil(len(finite) / CURVE_POINTS))
     groups = [finite[start : start + width] for start in range(0, len(finite), width)]
@@ -166,7 +165,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _plain(value: Any) -> Any:
-    """NaN and the infinities, for which JSON has no numbers, as null."""
+    """`value` with NaN and infinities, which JSON lacks, as null."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

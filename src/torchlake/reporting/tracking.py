@@ -1,9 +1,8 @@
-"""Telling a run to MLflow and TensorBoard: the job as parameters, every metrics line as curves, the model's hash.
+"""Log a run to MLflow and TensorBoard: the job as parameters, metrics as curves, the model's hash.
 
-Both follow metrics.jsonl from the launching process (`runs/follow.py`), each in a thread of its own. A store that is
-broken, full or slow is a warning and never costs a training anything. What is told can be told again: a run that
-continues, or has long been finished, adds the points that are missing, none twice. No server is started, and MLflow
-reports nothing to its makers. Price: a second of imports beside the training; a new MLflow database takes several.
+Each follows metrics.jsonl (`runs/follow.py`) in a thread of the launching process. A store that fails or is slow leads
+to a warning, never to a failed training. A continued run, also a finished one, adds only the points that are missing.
+No server is started, and MLflow's telemetry is off. Cost: a second of imports; a new MLflow database takes several.
 """
 
 import os
@@ -30,13 +29,13 @@ EXPERIMENT = "torchlake"
 STATE = "tracking.json"
 EVENTS = "tensorboard"
 LINES_AT_ONCE = 50
-"Lines of one MLflow request, which may hold 1,000 numbers."
+"Lines per MLflow request, which may have 1,000 values."
 PARAMETERS_AT_ONCE = 100
 LONGEST_PARAMETER = 6000
 
 
 def check(track: TrackConfig) -> None:
-    """Raise MissingExtra with the pip line when a library that `track` needs is not installed."""
+    """Raise MissingExtra with the pip command if a library that `track` needs is not installed."""
     for wanted, library in ((track.mlflow, "mlflow"), (track.tensorboard, "tensorboard")):
         if wanted and find_spec(library) is None:
             raise MissingExtra(
@@ -47,7 +46,7 @@ def check(track: TrackConfig) -> None:
 
 @contextmanager
 def tracked(job: Job, folder: Path) -> Iterator[None]:
-    """While the block trains `job` in the run folder, tell its curves where `job.track` says; after it, the model."""
+    """While the block trains `job`, log its metrics to the stores of `job.track`; afterwards, log the model."""
     status = "FAILED"
     metrics = folder / metrics_log.METRICS
     with ExitStack() as stack:
@@ -65,7 +64,7 @@ def tracked(job: Job, folder: Path) -> Iterator[None]:
 
 
 def _to_tensorboard(folder: Path, batches: Iterator[list[metrics_log.Line]]) -> None:
-    """Write event files; those of earlier attempts are replaced, because the lines come from the first one on."""
+    """Write event files. Those of earlier attempts are replaced, because `batches` starts with the first line."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -84,8 +83,8 @@ def _to_tensorboard(folder: Path, batches: Iterator[list[metrics_log.Line]]) -> 
 
 
 def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Iterator[list[metrics_log.Line]]) -> None:
-    """Tell an MLflow store; the same MLflow run again when the training continues."""
-    # Before the import, which looks at them: its makers are sent nothing, and a folder for a store is what was asked.
+    """Log to an MLflow store; a continued training continues its MLflow run."""
+    # Read at import: no telemetry, and allow a folder as store.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
@@ -94,15 +93,15 @@ def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Itera
     assert job.track.mlflow is not None
     client = MlflowClient(tracking_uri=_uri(job.track.mlflow))
     run_id = _run_id(client, job.track.mlflow, folder)
-    told = client.get_run(run_id).data
+    logged = client.get_run(run_id).data
     parameters = [
         Param(name, str(value)[:LONGEST_PARAMETER])
         for name, value in redacted(flat(job.model_dump(mode="json"))).items()
-        if name not in told.params
+        if name not in logged.params
     ]
     for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
         client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
-    newest = {name: max(point.step for point in client.get_metric_history(run_id, name)) for name in told.metrics}
+    newest = {name: max(point.step for point in client.get_metric_history(run_id, name)) for name in logged.metrics}
     for lines in batches:
         now = int(time.time() * 1000)
         for first in range(0, len(lines), LINES_AT_ONCE):
@@ -120,7 +119,7 @@ def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Itera
 
 
 def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
-    """The MLflow run of this run folder in that store, made when there is none yet."""
+    """The ID of this run folder's MLflow run in the store; creates the run if there is none."""
     state: dict[str, Any] = atomic_io.read_json(folder / STATE) if (folder / STATE).exists() else {}
     shown = str(redacted(store))
     if shown in state:
@@ -137,10 +136,7 @@ def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
 
 
 def _drop_empty(store: str, run_id: str) -> None:
-    """Remove the run's files that a killed process had opened in a folder store and not yet written.
-
-    MLflow refuses to read the run, and to list its experiment, as long as one metric's file is empty.
-    """
+    """Remove empty files that a killed process left in a folder store: MLflow cannot read a run that has one."""
     if "://" not in store:
         for file in Path(store).glob(f"*/{run_id}/*/*"):
             if file.is_file() and file.stat().st_size == 0:
@@ -148,7 +144,7 @@ def _drop_empty(store: str, run_id: str) -> None:
 
 
 def _uri(store: str) -> str:
-    """A store as MLflow names it: a folder becomes a file URL, a database's folder is made."""
+    """The URI of a store: a file URL for a folder. Creates the folder of a SQLite database."""
     if "://" not in store:
         return Path(store).absolute().as_uri()
     if store.startswith("sqlite:///"):

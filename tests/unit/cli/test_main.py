@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from torchlake import errors, logs
-from torchlake.cli import commands
+from torchlake.cli import commands, display
 from torchlake.cli import main as cli
 from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job
@@ -238,7 +238,7 @@ def test_the_demo_without_its_model_says_what_to_install(
 
 def test_json_is_strict() -> None:
     value = {1: np.float32(0.5), "nan": float("nan"), "path": Path("a"), "n": [np.int64(3), (None, True)]}
-    assert json.loads(json.dumps(commands.plain(value), allow_nan=False)) == {
+    assert json.loads(json.dumps(display.plain(value), allow_nan=False)) == {
         "1": 0.5,
         "nan": None,
         "path": "a",

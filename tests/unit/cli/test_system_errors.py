@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torchlake as tl
 from torchlake.cli.main import main
-from torchlake.cli.system_errors import in_words
+from torchlake.cli.system_errors import explain_os_error
 from torchlake.errors import DataError, OutputError, StorageError
 
 DATA, OUTPUT, USAGE, STORAGE = 65, 73, 64, 74
@@ -225,7 +225,7 @@ def test_which_errors_are_the_users(here: Path, error: OSError, kind: type[Excep
     Path("named.yaml").write_text("data: {train: [in/the.job]}\n")
     words = ["predict", "no/such/table", "folder", "--key=missing.parquet", "file", "damaged.yaml", "named.yaml"]
     Path("damaged.yaml").write_text("data: {")
-    found = in_words(error, words)
+    found = explain_os_error(error, words)
     assert type(found) is (type(None) if kind is None else kind)
     assert said in str(found)
 

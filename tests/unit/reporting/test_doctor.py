@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlake.cli.commands import plain
+from torchlake.cli.display import plain
 from torchlake.processes import hardware
 from torchlake.reporting import doctor as diagnosing
 from torchlake.reporting.doctor import CORE, OPTIONAL, doctor

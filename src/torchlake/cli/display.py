@@ -1,0 +1,82 @@
+"""What a command returns, and how its values become lines of text or strict JSON."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a command: `values` for --json, `lines` for people."""
+
+    values: Mapping[str, Any]
+    lines: Sequence[str]
+    exit_code: int = 0
+
+
+def grid(rows: Sequence[Sequence[Any]], left: Sequence[int] = (0,)) -> list[str]:
+    """Lines of aligned columns: those in `left` to the left, the others to the right."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    aligned = (
+        [
+            f"{cell!s:<{width}}" if at in left else f"{cell!s:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    )
+    return ["  ".join(row).rstrip() for row in aligned]
+
+
+def fact_lines(facts: Mapping[str, Any]) -> list[str]:
+    """A line for each name and its value."""
+    width = max(map(len, facts), default=0)
+    return [f"{name:<{width}}  {_formatted(name, value)}" for name, value in facts.items()]
+
+
+def metric_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """A line for each metric, with its interval."""
+    cells = [[name, f"{m.value:.4f}", f"{m.low:.4f} to {m.high:.4f}"] for name, m in metrics.items()]
+    return grid([["metric", "value", "95 % interval"], *cells])
+
+
+def metric_values(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Metrics and their intervals for --json."""
+    return {name: {"value": m.value, "low": m.low, "high": m.high} for name, m in metrics.items()}
+
+
+def candidate_lines(candidates: Sequence[Any]) -> list[str]:
+    """A line for each runtime that `optimize` tried; a dash for what was not measured."""
+    head = ["runtime", "threads", "batch", "rows/s", "agreement", "difference", "change", "95 % interval", "verdict"]
+    rows = []
+    for one in candidates:
+        interval = None if one.change is None else f"{one.change_low:+.4f} to {one.change_high:+.4f}"
+        numbers = [(one.threads, "d"), (one.batch_tokens, ",d"), (one.rows_per_s, ",.1f"), (one.agreement, ".2%")]
+        numbers += [(one.difference, ".1e"), (one.change, "+.4f"), (interval, "")]
+        rows.append([one.runtime, *("-" if v is None else format(v, form) for v, form in numbers), one.verdict])
+    return grid([head, *rows], left=(0, len(head) - 1))
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON allows it: dataclasses as objects, paths as strings, NaN as null, no numpy types."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _formatted(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, int) and "memory" in name:
+        return f"{value / 2**30:.1f} GiB"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item / 2**30:.1f} GiB" if key == "free" else str(item) for key, item in value.items())
+    return "none" if value is None else str(value)
