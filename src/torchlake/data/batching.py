@@ -45,6 +45,13 @@ def pad(tokens: Ragged, rows: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.n
     return rectangle(tokens.values[ranges(tokens.offsets[rows], lengths)], lengths, pad_id)
 
 
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """(N + 1,) int64: 0 and the cumulative sums of the lengths (N,)."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The numbers from each start (B,) on, as many as its length (B,), concatenated."""
     ends = np.cumsum(lengths)

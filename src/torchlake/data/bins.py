@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchlake.data.batching import Ragged, ranges, rectangle
+from torchlake.data.batching import Ragged, offsets_of, ranges, rectangle
 from torchlake.errors import DataError
 
 
@@ -97,8 +97,7 @@ def pack_whole(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
         blocks[block].append(place)
         by_room[room - needed].append(block)
         rooms |= 1 << (room - needed)
-    starts = np.zeros(len(blocks) + 1, dtype=np.int64)
-    np.cumsum([len(block) for block in blocks], out=starts[1:])
+    starts = offsets_of(np.array([len(block) for block in blocks]))
     return _bins(tokens, order[np.array([place for block in blocks for place in block])], starts, length)
 
 
@@ -108,6 +107,4 @@ def one_per_block(tokens: Ragged, length: int) -> Bins:
 
 
 def _bins(tokens: Ragged, order: np.ndarray, starts: np.ndarray, length: int) -> Bins:
-    ends = np.zeros(len(order) + 1, dtype=np.int64)
-    np.cumsum(np.minimum(tokens.lengths_of(order), length), out=ends[1:])
-    return Bins(tokens, order, starts, ends, length)
+    return Bins(tokens, order, starts, offsets_of(np.minimum(tokens.lengths_of(order), length)), length)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io
-from torchlake.data.batching import Ragged
+from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.bins import Bins
 from torchlake.data.packing import Blocks
 from torchlake.errors import DataError
@@ -75,13 +75,13 @@ def open_tokens(cache: Path) -> TokenTable:
         raise DataError(
             "the table has no row with both a text and a label, where the task has labels: nothing to learn"
         )
-    offsets = np.zeros(rows + 1, dtype=np.int64)
-    np.cumsum(_map(cache / "lengths.bin", np.dtype(np.int32)), out=offsets[1:])
+    offsets = offsets_of(_map(cache / "lengths.bin", np.dtype(np.int32)))
     targets = None if about["target"] is None else _map(cache / "targets.bin", np.dtype(about["target"]))
     if targets is not None and about["width"]:
         targets = targets.reshape(rows, about["width"])
     values = _map(cache / "values.bin", np.dtype(np.int32))
-    assert len(values) == offsets[-1], f"{cache}: {len(values)} tokens, but {offsets[-1]} by the lengths"
+    found = (len(offsets) - 1, len(values))
+    assert found == (rows, offsets[-1]), f"{cache}: {found} rows and tokens, expected {rows} and {offsets[-1]}"
     return TokenTable(Ragged(values, offsets), targets)
 
 

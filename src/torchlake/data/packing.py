@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchlake.data.batching import Ragged, ranges, rectangle
+from torchlake.data.batching import Ragged, offsets_of, ranges, rectangle
 from torchlake.data.bins import Bins
 from torchlake.errors import DataError
 
@@ -73,8 +73,7 @@ def pack(tokens: Ragged, order: np.ndarray, length: int) -> Blocks:
 
     Raises DataError when they have fewer than two tokens in all.
     """
-    starts = np.zeros(len(order) + 1, dtype=np.int64)
-    np.cumsum(tokens.lengths_of(order), out=starts[1:])
+    starts = offsets_of(tokens.lengths_of(order))
     if starts[-1] < 2:
         raise DataError(f"the rows have {starts[-1]} tokens together; a text to learn from has 2 or more")
     return Blocks(tokens, order, starts, length)

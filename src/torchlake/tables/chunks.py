@@ -20,7 +20,7 @@ from torchlake.errors import DataError, TableError
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.sources.versions import Version, content_id, settled_version_of, version_of
-from torchlake.tables.table import Table, missing_column
+from torchlake.tables.table import Table, check_columns
 
 FORMAT = 2
 CHUNKS = 64
@@ -108,9 +108,7 @@ def plan_chunks(
     A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for a
     plan that is only read from. Raises TableError when a column is missing, or a file cannot be read or is changing.
     """
-    for name in columns:
-        if name not in table.schema.names:
-            raise missing_column(table.source, name, table.schema)
+    check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
     # The versions before the scan, so that rows appended later count as a change.
     versions = [settled_version_of(file) for file in table.files]
@@ -218,11 +216,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "index": [chunk.index for chunk in chunks],
             "input": [place[chunk.name] for chunk in chunks],
             "format": chunks[0].format if chunks else "",
-            "row_groups": [chunk.row_groups for chunk in chunks],
-            "first_row": [chunk.first_row for chunk in chunks],
-            "rows": [chunk.rows for chunk in chunks],
-            "offset": [chunk.offset for chunk in chunks],
-            "bytes": [chunk.bytes for chunk in chunks],
+            **{
+                field: [getattr(chunk, field) for chunk in chunks]
+                for field in ("row_groups", "first_row", "rows", "offset", "bytes")
+            },
         },
     }
 

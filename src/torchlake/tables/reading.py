@@ -7,7 +7,6 @@ verified. Strings are validated by column; only a column that fails is searched 
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,16 @@ from torchlake.tables.chunks import Chunk
 from torchlake.tables.formats import values
 from torchlake.tables.formats.bad_text import without_bad_text
 from torchlake.tables.formats.columnar import (
-    is_random_access,
     open_arrow,
     open_parquet,
     parquet_batches,
+    record_batches,
     translate_errors,
 )
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
 from torchlake.tables.sources.versions import ContentChecker
-from torchlake.tables.table import is_compatible, missing_column
+from torchlake.tables.table import check_columns, is_compatible
 
 BATCH_ROWS = 4096
 BAD_UTF8 = "bad_utf8"
@@ -89,7 +88,8 @@ class ChunkReader:
         if chunk.file not in self._headers:
             self._headers = {chunk.file: csv_header(chunk.file)}
         header = self._headers[chunk.file]
-        places = [_index_of(chunk.file, header, field) for field in schema]
+        check_columns(chunk.file, schema.names, pa.schema([pa.field(name, pa.string()) for name in header]))
+        places = [header.index(name) for name in schema.names]
         records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes, len(header)))
         errors = _bad_records(chunk, records)
         columns = [
@@ -159,39 +159,22 @@ class _Cursor:
 
     def _open_parquet(self, first: int, count: int, columns: tuple[str, ...]) -> None:
         parquet = self._open.enter_context(open_parquet(self.file))
-        metadata = parquet.metadata
-        groups = range(first, min(first + count, metadata.num_row_groups))
-        names = parquet.schema_arrow.names
-        for name in columns:
-            if name not in names:
-                raise missing_column(self.file, name, parquet.schema_arrow)
+        groups = range(first, min(first + count, parquet.metadata.num_row_groups))
+        check_columns(self.file, columns, parquet.schema_arrow)
         self.batches: Iterator[pa.RecordBatch] = (
             parquet_batches(self.file, parquet, groups, columns, BATCH_ROWS) if groups else iter(())
         )
 
     def _open_arrow(self, first: int, count: int, columns: tuple[str, ...]) -> None:
         reader = self._open.enter_context(open_arrow(self.file, columns))
-        for name in columns:
-            if name not in reader.schema.names:
-                raise missing_column(self.file, name, reader.schema)
-        batches: Iterator[pa.RecordBatch]
-        if is_random_access(reader):
-            batches = map(reader.get_batch, range(first, min(first + count, reader.num_record_batches)))
-        else:
-            batches = islice(reader, first, first + count)
-        self.batches = (batch.select(list(columns)) for batch in batches)
+        check_columns(self.file, columns, reader.schema)
+        self.batches = (batch.select(list(columns)) for batch in record_batches(reader, first, count))
 
 
 def row_ids(chunk: Chunk) -> pa.Array:
     """Each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
     numbers = pa.array(np.arange(chunk.first_row, chunk.first_row + chunk.rows)).cast(pa.string())
     return pc.binary_join_element_wise(pa.scalar(chunk.name), numbers, ":")
-
-
-def _index_of(file: str, header: list[str], field: pa.Field) -> int:
-    if field.name not in header:
-        raise missing_column(file, field.name, pa.schema([pa.field(name, pa.string()) for name in header]))
-    return header.index(field.name)
 
 
 def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:

@@ -109,6 +109,13 @@ def missing_column(file: str, name: str, schema: pa.Schema) -> TableError:
     return TableError(f"{file}: there is no column {name!r}.{hint} It has: {', '.join(schema.names) or 'no columns'}.")
 
 
+def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:
+    """Raise TableError if one of `columns` is missing in `schema`."""
+    for name in columns:
+        if name not in schema.names:
+            raise missing_column(file, name, schema)
+
+
 def is_compatible(one: pa.DataType, other: pa.DataType) -> bool:
     """Whether files may have one column in these types: equal, both strings, both binary, or one of them null."""
     if pa.types.is_null(one) or pa.types.is_null(other) or one == other:
@@ -147,9 +154,8 @@ def _inspect(path: InputPath, columns: Sequence[str]) -> _File | DataError:
         version = settled_version_of(file)
         format = format_of(file)
         schema, footer = schema_of(file, format, version, columns)
+        check_columns(file, columns, schema)
         for name in columns:
-            if name not in schema.names:
-                raise missing_column(file, name, schema)
             times = schema.names.count(name)
             if times > 1:
                 raise TableError(f"{file}: has {times} columns named {name!r}; rename all but one.")
@@ -185,9 +191,8 @@ def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, t
 def _check_types(one: _File, names: Sequence[str], common: dict[str, tuple[pa.DataType, str]]) -> None:
     """Check a file's columns against `common`, the types of earlier files and the file that set each; updates it."""
     file = one.path.file
+    check_columns(file, names, one.schema)
     for name in names:
-        if name not in one.schema.names:
-            raise missing_column(file, name, one.schema)
         kind = _type_of(one, name)
         before, where = common.get(name, (kind, file))
         if not is_compatible(kind, before):

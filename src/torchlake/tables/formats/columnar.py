@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -148,19 +149,20 @@ def open_arrow(
         yield reader
 
 
-def is_random_access(reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader) -> bool:
-    """Whether the batches can be read in any order."""
-    return isinstance(reader, pa.RecordBatchFileReader)
+def record_batches(
+    reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader, first: int = 0, count: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    """`count` batches (None: all) from `first` on, fewer if the file ends."""
+    stop = None if count is None else first + count
+    if isinstance(reader, pa.RecordBatchFileReader):
+        return map(reader.get_batch, range(reader.num_record_batches)[first:stop])
+    return islice(reader, first, stop)
 
 
-def arrow_batches(file: str, columns: Sequence[str]) -> list[Segment]:
+def arrow_segments(file: str, columns: Sequence[str]) -> list[Segment]:
     """Rows and bytes of each record batch; decompresses the columns."""
     with open_arrow(file, columns) as reader:
-        batches = (
-            (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_random_access(reader) else reader
-        )
-        with translate_errors(file):
-            return [Segment(batch.num_rows, batch.nbytes if columns else 0) for batch in batches]
+        return [Segment(batch.num_rows, batch.nbytes if columns else 0) for batch in record_batches(reader)]
 
 
 def open_native(file: str) -> pa.NativeFile:

@@ -12,23 +12,16 @@ import pyarrow as pa
 
 from torchlake.errors import TableError
 from torchlake.tables.formats import lines, values
-from torchlake.tables.formats.columnar import Footer, arrow_batches, open_arrow, parquet_footer, sampled_size
+from torchlake.tables.formats.columnar import Footer, arrow_segments, open_arrow, parquet_footer, sampled_size
 from torchlake.tables.formats.lines import BadRecord, Segment
 from torchlake.tables.sources.files import read_range
 from torchlake.tables.sources.versions import Version
 
 EXTENSIONS = {
-    ".parquet": "parquet",
-    ".parq": "parquet",
-    ".pq": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".arrow": "arrow",
-    ".ipc": "arrow",
-    ".feather": "arrow",
+    **dict.fromkeys((".parquet", ".parq", ".pq"), "parquet"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((".arrow", ".ipc", ".feather"), "arrow"),
 }
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip"})
 MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow"}
@@ -109,7 +102,7 @@ def split_candidates(
         start, segments = lines.scan(file, format, segment_rows)
         return SplitCandidates(segments, start, None)
     if format == "arrow":
-        return SplitCandidates(arrow_batches(file, columns), 0, None)
+        return SplitCandidates(arrow_segments(file, columns), 0, None)
     if footer is None or footer.version != version or {*columns} != {*footer.columns}:
         footer = parquet_footer(file, version, columns)
     ratio = sampled_size(file, footer, MAX_BYTES) if columns else 1.0

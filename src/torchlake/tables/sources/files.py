@@ -223,10 +223,8 @@ def _common(bases: list[str]) -> str:
     if len(schemes) > 1:
         return ""
     scheme = schemes.pop()
-    return posixpath.commonpath(bases) if not scheme else _common_url(scheme, bases)
-
-
-def _common_url(scheme: str, bases: list[str]) -> str:
+    if not scheme:
+        return posixpath.commonpath(bases)
     common = posixpath.commonpath(["/" + base.partition("://")[2].lstrip("/") for base in bases])
     lead = "/" if bases[0].startswith(f"{scheme}:///") else ""
     return f"{scheme}://{lead}{common.lstrip('/')}"
