@@ -56,7 +56,8 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The numbers from each start (B,) on, as many as its length (B,), concatenated."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    numbers: np.ndarray = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    return numbers
 
 
 def rectangle(values: np.ndarray, lengths: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
