@@ -63,6 +63,6 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
         if device.type == "cuda":
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            has_bf16 = device.type == "cpu" and hardware.multiplies_bf16()
+            has_bf16 = device.type == "cpu" and hardware.supports_bf16()
         return torch.bfloat16 if has_bf16 else None
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

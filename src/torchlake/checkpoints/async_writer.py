@@ -51,13 +51,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def begin(
-        self,
-        draft: Draft,
-        kinds: Mapping[str, Pieces],
-        *,
-        background: bool,
-        keep: int | None = None,
-        **publish: Any,
+        self, draft: Draft, kinds: Mapping[str, Pieces], *, background: bool, keep: int | None = None, **publish: Any
     ) -> None:
         """Copy this rank's pieces and write them in the background; without `background`, write them before returning.
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from torchlake import atomic_io
 from torchlake.checkpoints import shards as sharding
-from torchlake.checkpoints.location import check_owner
+from torchlake.checkpoints.location import CheckpointStore, check_owner
 from torchlake.checkpoints.shards import Pieces, Shards, Tensors
-from torchlake.checkpoints.store import BEST, STATE, CheckpointStore, Draft
+from torchlake.checkpoints.store import BEST, STATE, Draft
 from torchlake.errors import DataError, TorchlakeError, UnsafeError
 from torchlake.failpoints import failpoint
 

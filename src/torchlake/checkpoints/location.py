@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from torchlake.checkpoints.object_store import ObjectStore
-from torchlake.checkpoints.store import RUN, CheckpointStore, FolderStore
+from torchlake.checkpoints.store import RUN, FolderStore
 from torchlake.errors import FingerprintError, LeaseLost
 from torchlake.tables.sources.urls import is_url
 
 FOLDER = "checkpoints"
 SCRATCH = ".checkpoints"
+
+CheckpointStore = FolderStore | ObjectStore
 
 
 def find_store(folder: str | None, run: Path) -> CheckpointStore:
@@ -46,8 +48,7 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
     found, used = store.read_json(RUN), store.is_used()
     if found is None and used:
         raise FingerprintError(
-            f"{store}: is not empty, and holds no {RUN} that would say whose checkpoints are there. "
-            "Give another train.checkpoint_folder."
+            f"{store}: is not empty, and has no {RUN} that identifies its run. Give another train.checkpoint_folder."
         )
     before = found.get("belongs") if isinstance(found, dict) else None
     if found is not None and not isinstance(before, dict):
@@ -72,6 +73,4 @@ def check_owner(store: CheckpointStore, attempt: str) -> None:
         return
     found = store.read_json(RUN)
     if not isinstance(found, dict) or found.get("attempt") != attempt:
-        raise LeaseLost(
-            f"{store}: another process has taken this run over and goes on with it, or {RUN} was deleted there"
-        )
+        raise LeaseLost(f"{store}: another process has taken this run over, or {RUN} was deleted there")

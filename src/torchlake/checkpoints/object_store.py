@@ -45,7 +45,7 @@ class _NotFound(DataError):
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """A folder below an URL; see CheckpointStore for its methods."""
+    """A folder below an URL; see FolderStore for its methods."""
 
     url: str = field(repr=False)
     "May hold a password; `str` does not."

@@ -1,4 +1,4 @@
-"""Where checkpoint files are stored: the interface of a store, and the first of them, a folder.
+"""Where checkpoint files are stored: a draft of a checkpoint, and the store in a folder.
 
     step_00000120/   model*.safetensors  optimizer*.safetensors  state.json  manifest.json
     best/step_00000080/   model*.safetensors  manifest.json
@@ -12,11 +12,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
 from torchlake.errors import StorageError
 from torchlake.failpoints import failpoint
+
+if TYPE_CHECKING:
+    from torchlake.checkpoints.location import CheckpointStore
 
 STATE = "state.json"
 BEST = "best"
@@ -58,83 +61,31 @@ class Draft:
         return self.staging / f".rank_{rank:05d}.json"
 
 
-class CheckpointStore(Protocol):
-    """What `format.py` requires of a store. Messages show it as `str` gives it."""
-
-    @property
-    def external(self) -> bool:
-        """Whether it is outside of the run folder, so that other runs may use it."""
-
-    def path(self, name: str) -> Path:
-        """The local path for a name."""
-
-    def upload(self, draft: Draft, files: Files) -> None:
-        """Move this rank's `files` and its manifest out of the draft's staging folder. Raises StorageError."""
-
-    def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
-        """The manifest of each rank, in order, once all have uploaded."""
-
-    def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
-        """Make a draft visible by its manifest; `mine` are this rank's files. Raises StorageError, OSError."""
-
-    def list_complete(self, within: str = "") -> list[str]:
-        """The names of the visible checkpoints, oldest first; with `within` BEST, those of best models."""
-
-    def read_state(self, name: str) -> Any:
-        """The state of a visible checkpoint."""
-
-    def delete(self, name: str) -> None:
-        """Delete a checkpoint; a half-deleted one is not visible. Raises StorageError, OSError."""
-
-    def remove_incomplete(self) -> None:
-        """Remove what crashes left of this run; no rank may be writing."""
-
-    def fetch(self, name: str, kind: str = "") -> Path:
-        """A local folder with those files of a checkpoint whose names begin with `kind`, verified.
-
-        Raises DataError naming a file that is missing or corrupt, UnsafeError for a name that leads out.
-        """
-
-    def delete_fetched(self) -> None:
-        """Delete fetched copies."""
-
-    def set_aside(self, name: str) -> str:
-        """Hide a corrupt checkpoint without deleting it; returns its new name."""
-
-    def has_corrupt(self) -> bool:
-        """Whether corrupt checkpoints were set aside."""
-
-    def is_used(self) -> bool:
-        """Whether it holds anything besides RUN."""
-
-    def read_json(self, name: str) -> Any:
-        """The JSON value of a file; None when there is none. Raises DataError, StorageError."""
-
-    def write_json(self, name: str, value: Any, *, site: str) -> None:
-        """Write a JSON file atomically. Raises StorageError."""
-
-
 @dataclass(frozen=True)
 class FolderStore:
-    """A folder that all ranks can reach."""
+    """A folder that all ranks can reach. Messages show a store as `str` gives it."""
 
     root: Path
     external: bool = False
+    "Whether it is outside of the run folder, so that other runs may use it."
 
     def __str__(self) -> str:
         return str(self.root)
 
     def path(self, name: str) -> Path:
-        """See CheckpointStore, here and below."""
+        """The local path for a name."""
         return self.root / name
 
     def upload(self, draft: Draft, files: Files) -> None:
-        """Nothing to do: files are written in place."""
+        """Move this rank's `files` and its manifest out of the draft's staging folder. Raises StorageError."""
+        # Nothing to do: files are written in place.
 
     def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
+        """The manifest of each rank, in order, once all have uploaded."""
         return [atomic_io.read_json(draft.rank_manifest(rank)) for rank in range(draft.world_size)]
 
     def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
+        """Make a draft visible by its manifest; `mine` are this rank's files. Raises StorageError, OSError."""
         atomic_io.remove(draft.rank_manifest(rank) for rank in range(draft.world_size))
         atomic_io.write_json(draft.staging / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
@@ -146,13 +97,16 @@ class FolderStore:
         _verify_files(draft.path, manifest["files"], mine)
 
     def list_complete(self, within: str = "") -> list[str]:
+        """The names of the visible checkpoints, oldest first; with `within` BEST, those of best models."""
         folders = [path for path in (self.root / within).glob("step_*") if path.is_dir()]
         return sorted(path.relative_to(self.root).as_posix() for path in folders if not path.name.endswith(TORN))
 
     def read_state(self, name: str) -> Any:
+        """The state of a visible checkpoint."""
         return atomic_io.read_json(self.root / name / STATE)
 
     def delete(self, name: str) -> None:
+        """Delete a checkpoint; a half-deleted one is not visible. Raises StorageError, OSError."""
         path = self.root / name
         # A half-deleted folder must not look like a corrupt checkpoint.
         leaving = atomic_io.temporary_path(path)
@@ -160,16 +114,23 @@ class FolderStore:
         atomic_io.remove([leaving])
 
     def remove_incomplete(self) -> None:
+        """Remove what crashes left of this run; no rank may be writing."""
         atomic_io.remove([*self.root.glob(".*.tmp"), *(self.root / BEST).glob(".*.tmp")])
 
     def fetch(self, name: str, kind: str = "") -> Path:
+        """A local folder with those files of a checkpoint whose names begin with `kind`, verified.
+
+        Raises DataError naming a file that is missing or corrupt, UnsafeError for a name that leads out.
+        """
         atomic_io.check_manifest(self.root / name, kind=kind)
         return self.root / name
 
     def delete_fetched(self) -> None:
-        """Nothing was fetched."""
+        """Delete fetched copies."""
+        # Nothing is copied.
 
     def set_aside(self, name: str) -> str:
+        """Hide a corrupt checkpoint without deleting it; returns its new name."""
         path = self.root / name
         torn = path.with_name(path.name + TORN)
         atomic_io.remove([torn])
@@ -177,16 +138,20 @@ class FolderStore:
         return torn.name
 
     def has_corrupt(self) -> bool:
+        """Whether corrupt checkpoints were set aside."""
         return any(self.root.glob(f"*{TORN}"))
 
     def is_used(self) -> bool:
+        """Whether it holds anything besides RUN."""
         return self.root.is_dir() and any(RUN not in entry.name for entry in self.root.iterdir())
 
     def read_json(self, name: str) -> Any:
+        """The JSON value of a file; None when there is none. Raises DataError, StorageError."""
         path = self.root / name
         return atomic_io.read_json(path) if path.exists() else None
 
     def write_json(self, name: str, value: Any, *, site: str) -> None:
+        """Write a JSON file atomically. Raises StorageError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -200,4 +165,4 @@ def _verify_files(path: Path, files: Files, mine: Files) -> None:
         file = path / name
         size = file.stat().st_size if file.is_file() else None
         if size != expected["bytes"] or (name in mine and atomic_io.size_and_sha256(file) != expected):
-            raise StorageError(f"{file}: just written, and read back otherwise. The disk is failing.")
+            raise StorageError(f"{file}: differs when read back right after writing. The disk is failing.")

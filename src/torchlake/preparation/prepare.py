@@ -244,8 +244,8 @@ def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *,
         )
     if not task.marks_answers(load.load_tokenizer(tokenizer)):
         raise UsageError(
-            f"data.learn is assistant, and the chat template in {tokenizer} does not mark what the assistant says with "
-            "{% generation %} and {% endgeneration %}. Add the two there, or leave data.learn out."
+            f"data.learn is assistant, and the chat template in {tokenizer} does not mark the assistant's turns with "
+            "{% generation %} and {% endgeneration %}. Add them, or leave data.learn out."
         )
 
 
@@ -255,7 +255,7 @@ def _select_texts(
     """Rows without text (B,) bool, unreadable rows and why, and a function that tokenizes the good rows."""
     texts = without_rows(string_column(column), unreadable)
     if spec.problem == "next_answer_token":
-        rows, errors = task.answers(tokenizer, texts)
+        rows, errors = task.tokenize_chats(tokenizer, texts)
         nothing = pa.array([row is None for row in rows], pa.bool_())
         return (
             nothing,
@@ -264,7 +264,7 @@ def _select_texts(
         )
     tokens_of = partial(task.documents if task.PACKED else task.tokenize, tokenizer)
     if task.PACKED and task.is_chat(column.type):
-        texts, errors = task.rendered(tokenizer, texts, asking=False)
+        texts, errors = task.render_chats(tokenizer, texts, add_generation_prompt=False)
         unreadable, tokens_of = {**errors, **unreadable}, partial(tokens_of, chat=True)
     return is_blank(texts), unreadable, lambda good: tokens_of(pc.filter(texts, good).to_pylist(), spec)
 

@@ -100,8 +100,8 @@ def _check_classes(found: LabelColumn) -> None:
         )
     if single:
         log.warning(
-            "%d of %d classes have a single row (%s): such a class is hardly learned, and is not in the validation "
-            "that is cut from the training table",
+            "%d of %d classes have a single row (%s): such classes are hard to learn, and are not in the validation "
+            "rows taken from the training table",
             len(single),
             len(found.labels),
             shown,

@@ -39,9 +39,7 @@ def follow_metrics(path: Path, watch: Watch, name: str) -> Iterator[None]:
         over.set()
         thread.join(JOIN_TIMEOUT_S)
         if thread.is_alive():
-            log.warning(
-                "%s: has not come to an end %.0f s after the run; not waited for any longer", name, JOIN_TIMEOUT_S
-            )
+            log.warning("%s: still running %.0f s after the end of the run; no longer waiting", name, JOIN_TIMEOUT_S)
 
 
 def _watch(path: Path, watch: Watch, name: str, over: threading.Event) -> None:
@@ -49,7 +47,7 @@ def _watch(path: Path, watch: Watch, name: str, over: threading.Event) -> None:
         watch(_new_lines(path, over))
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        log.warning("%s: %s: %s; the run goes on without it", name, type(error).__name__, cause)
+        log.warning("%s: %s: %s; the run continues without it", name, type(error).__name__, cause)
 
 
 def _new_lines(path: Path, over: threading.Event) -> Iterator[list[metrics_log.Line]]:

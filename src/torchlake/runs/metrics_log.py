@@ -56,25 +56,23 @@ def is_validation(line: Line) -> bool:
 
 def parse_line(text: str | bytes) -> Line:
     """One line of a metrics file, non-finite numbers as floats."""
-    return _decode(json.loads(text))
+    line = json.loads(text)
+    return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in line.items()}
 
 
 def read_metrics(path: Path) -> list[Line]:
     """The lines of a metrics file, non-finite numbers as floats; without an incomplete last line."""
     if not path.exists():
         return []
-    return [_decode(line) for line in _lines(path)]
+    return [parse_line(text) for text in _complete_lines(path)]
 
 
 def truncate_metrics(path: Path, step: int, validated: int) -> None:
     """Remove the steps after `step`, the validations after step `validated`, and an incomplete last line."""
     if not path.exists():
         return
-    kept = [
-        json.dumps(line, ensure_ascii=False) + "\n"
-        for line in _lines(path)
-        if line["step"] <= (validated if is_validation(line) else step)
-    ]
+    lines = [(text, parse_line(text)) for text in _complete_lines(path)]
+    kept = [text for text, line in lines if line["step"] <= (validated if is_validation(line) else step)]
     atomic_io.write_bytes(path, "".join(kept).encode(), site="metrics.cut")
 
 
@@ -116,16 +114,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _complete_lines(path: Path) -> list[str]:
     with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            if text.endswith("\n"):
-                yield json.loads(text)
+        return [text for text in file if text.endswith("\n")]
 
 
 def _encode(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _decode(line: Line) -> Line:
-    return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in line.items()}

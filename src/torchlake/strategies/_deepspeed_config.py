@@ -151,9 +151,7 @@ def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
                 yield f"{key}.{name}={value!r}: how weights, moments and inputs are kept cannot be chosen. Delete it."
     scaling = given.get("fp16", {})
     if train.precision == "fp16" and scaling.get("loss_scale", AUTO) not in (AUTO, 0):
-        yield (
-            f'fp16.loss_scale={scaling["loss_scale"]!r}: the loss is scaled as its gradients bear. Write 0 or "auto".'
-        )
+        yield (f'fp16.loss_scale={scaling["loss_scale"]!r}: the loss scale is adjusted dynamically. Write 0 or "auto".')
     sums = given.get("data_types", {}).get("grad_accum_dtype", AUTO)
     if train.deepspeed.stage == 1 and sums not in (AUTO, None, "bf16") and train.precision in ("auto", "bf16"):
         yield (

@@ -19,7 +19,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
@@ -56,9 +56,7 @@ def refusal(train: TrainConfig) -> str | None:
         if train.precision == "fp16":
             return "DeepSpeed computes in fp16 on GPUs only, and there is none here. Take train.precision=bf16 or fp32"
     if train.compile and train.deepspeed.stage == 3:
-        return (
-            "train.compile and stage 3 do not go together: its hooks cut the model into pieces. Take stage 2, or fsdp"
-        )
+        return "train.compile and stage 3 cannot be combined: its hooks split the compiled graph. Use stage 2, or fsdp"
     _deepspeed_config.check(train)
     return None
 
@@ -99,17 +97,14 @@ def wrap(
 
 
 @contextmanager
-def _without_step(engine: Any) -> Iterator[None]:
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Gradients accumulate: on each rank, whole (stage 1), or reduced and sharded (stages 2 and 3)."""
+    engine = cast(Any, module)
     engine.set_gradient_accumulation_boundary(False)
     try:
         yield
     finally:
         engine.set_gradient_accumulation_boundary(True)
-
-
-def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Gradients accumulate: on each rank, whole (stage 1), or reduced and sharded (stages 2 and 3)."""
-    return _without_step(module)
 
 
 def backward(module: nn.Module, loss: torch.Tensor) -> None:

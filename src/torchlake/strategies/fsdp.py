@@ -11,7 +11,7 @@ trained weights stay in fp32.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -56,18 +56,14 @@ def wrap(
 
 
 @contextmanager
-def _without_sync(module: FSDPModule) -> Iterator[None]:
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Gradients accumulate whole on each rank and are not reduced: faster, but needs memory for a whole gradient."""
+    assert isinstance(module, FSDPModule), "wrap() was not called"
     module.set_requires_gradient_sync(False)
     try:
         yield
     finally:
         module.set_requires_gradient_sync(True)
-
-
-def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Gradients accumulate whole on each rank and are not reduced: faster, but needs memory for a whole gradient."""
-    assert isinstance(module, FSDPModule), "wrap() was not called"
-    return _without_sync(module)
 
 
 def _mesh(group: Group, shard_ranks: int | None) -> DeviceMesh:
@@ -76,7 +72,7 @@ def _mesh(group: Group, shard_ranks: int | None) -> DeviceMesh:
         return init_device_mesh(group.device.type, (group.world_size,), mesh_dim_names=("shard",))
     if group.world_size % shard_ranks:
         raise UsageError(
-            f"train.fsdp.shard_ranks={shard_ranks}: {group.world_size} ranks cannot be split into groups of as many. "
+            f"train.fsdp.shard_ranks={shard_ranks}: {group.world_size} ranks cannot be split into groups of that size. "
             "Choose a divisor."
         )
     shape = (group.world_size // shard_ranks, shard_ranks)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchlake.engines import Engine, Span
+from torchlake.engines import Engine, ProcessRange
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.serialization import find_spec
@@ -33,7 +33,7 @@ def launch(
     target: Callable[..., Any],
     *args: Any,
     engine: Engine | None = None,
-    processes: Span | None = None,
+    processes: ProcessRange | None = None,
     gpus_per_process: int = 0,
 ) -> Any:
     """Run `target(*args)` as `processes` ranks at the same time and return rank 0's value.

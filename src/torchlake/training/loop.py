@@ -149,7 +149,7 @@ def train_loop(
             if votes[2] == group.world_size:
                 writer.commit_oldest()
             write_line(line)
-            show(1)
+            show(1, None)
             _check_divergence(settings, progress)
 
 

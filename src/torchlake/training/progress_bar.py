@@ -1,32 +1,27 @@
 """The progress bar of a training: steps, loss, the last validation and the best step; on rank 0 only."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
 from torchlake.training.saving import LOSS
 from torchlake.training.state import TrainProgress
 
-
-class Show(Protocol):
-    """The function that `training_bar` yields."""
-
-    def __call__(self, steps: int, outcome: metrics_log.Line | None = None) -> None:
-        """Advance by `steps` and, after a validation, show its outcome."""
+Show = Callable[[int, metrics_log.Line | None], None]
+"Advances by a number of steps and, after a validation, shows its outcome."
 
 
 @contextmanager
 def training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -> Iterator[Show]:
     """A function that shows `progress` (updated in place) up to step `total`; `metric` chooses the best model."""
     if rank != 0:
-        yield lambda steps, outcome=None: None
+        yield lambda steps, outcome: None
         return
     validated = ""
     with progress_bar("train", total, "steps", done=progress.step) as advance:
 
-        def show(steps: int, outcome: metrics_log.Line | None = None) -> None:
+        def show(steps: int, outcome: metrics_log.Line | None) -> None:
             nonlocal validated
             if outcome is not None:
                 name = "validation loss" if metric == LOSS else metric

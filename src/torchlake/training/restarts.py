@@ -21,11 +21,11 @@ from typing import Any
 
 from torchlake import atomic_io
 from torchlake.checkpoints import location
-from torchlake.checkpoints.store import CheckpointStore
-from torchlake.engines import Engine, Span, bounds
+from torchlake.checkpoints.location import CheckpointStore
+from torchlake.engines import Engine, ProcessRange, process_bounds
 from torchlake.errors import Interrupted, MoreRoom, OutOfMemory, RankFailed, StopAsked
 from torchlake.failpoints import failpoint
-from torchlake.processes.interrupts import announced
+from torchlake.processes.interrupts import announce_interrupt
 from torchlake.runs import folder, metrics_log
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ POLL_INTERVAL_S = 30.0
 def run_with_restarts(
     engine: Engine,
     settings: Mapping[str, Any],
-    processes: Span,
+    processes: ProcessRange,
     strategy_for: Callable[[int], str],
     store: CheckpointStore,
     identity: Mapping[str, Any],
@@ -67,7 +67,7 @@ def run_with_restarts(
         for problem in problems:
             log.warning("%s", problem)
         where = "the beginning" if newest is None else f"step {step:,}"
-        number = engine.ranks(processes, None)
+        number = engine.num_ranks(processes, None)
         log.info("training on %d rank%s from %s", number, "s" * (number > 1), where)
         start = {
             **settings,
@@ -76,7 +76,7 @@ def run_with_restarts(
             "attempt": launch,
         }
         try:
-            with announced(SAVING), _watching_capacity(engine, processes, number, run):
+            with announce_interrupt(SAVING), _watching_capacity(engine, processes, number, run):
                 summary: dict[str, Any] = engine.launch(
                     train_rank,
                     start,
@@ -134,18 +134,18 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _watching_capacity(engine: Engine, processes: Span, number: int, run: Path) -> Iterator[None]:
+def _watching_capacity(engine: Engine, processes: ProcessRange, number: int, run: Path) -> Iterator[None]:
     """While `number` ranks train, ask them to stop as soon as there is capacity for more."""
     stop_file, done = run / folder.MORE_ROOM, threading.Event()
     atomic_io.remove([stop_file, run / folder.INTERRUPTED])  # left by a killed launcher
-    if number == bounds(processes)[1]:
+    if number == process_bounds(processes)[1]:
         yield
         return
 
     def poll() -> None:
         while not done.wait(POLL_INTERVAL_S):
             try:
-                found = engine.ranks(processes, None, held=number)
+                found = engine.num_ranks(processes, None, running=number)
             except Exception as error:  # any library's error; training continues
                 log.warning("cannot tell whether there is room for more ranks: %s", error)
                 continue

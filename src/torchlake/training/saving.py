@@ -18,7 +18,7 @@ from typing import Any
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
-from torchlake.checkpoints.store import CheckpointStore
+from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import base_model, save_model_folder
@@ -113,7 +113,7 @@ def fenced(settings: RankSettings) -> Iterator[None]:
     folder, token = settings.lease
     with lease.locked(Path(folder)):
         if atomic_io.read_json(Path(folder) / "lease.json")["token"] != token:
-            raise LeaseLost(f"{settings.run}: another process has taken this run over and goes on with it")
+            raise LeaseLost(f"{settings.run}: another process has taken this run over")
         yield
 
 

@@ -175,13 +175,15 @@ class TrainState:
             ) from error
         largest = max(len(each) * int(lengths[each].max(initial=0)) for each in share)
         self.micro_batch_tokens = max(1, largest // 2)
-        log.warning("memory ran out over %d tokens while %s; micro-batches are cut to %d", largest, doing, largest // 2)
+        log.warning(
+            "memory ran out over %d tokens while %s; micro-batches are limited to %d", largest, doing, largest // 2
+        )
         atomic_io.write_json(
             self.limit_file, {"asked": self.requested_tokens, "tokens": self.micro_batch_tokens}, site="run.micro_batch"
         )
         if self.group.world_size > 1 or not repeatable:
             raise OutOfMemory(
-                f"memory ran out over {largest:,} tokens, padding counted, while {doing}; half as many are tried next"
+                f"memory ran out over {largest:,} tokens, padding counted, while {doing}; restarting with half as many"
             ) from error
 
     @contextmanager

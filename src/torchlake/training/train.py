@@ -21,14 +21,8 @@ from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
 from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
-from torchlake.engines import Engine, bounds, make_engine
-from torchlake.errors import (
-    ConfigError,
-    FingerprintError,
-    OutputError,
-    TableError,
-    UsageError,
-)
+from torchlake.engines import Engine, make_engine, process_bounds
+from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.models.load import model_folder
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
@@ -94,8 +88,8 @@ def train(
         lora.check_installed()
     if engine is None:
         engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
-    processes = wanted.engine.processes or engine.span or engine.usual_ranks()
-    for number in bounds(processes):
+    processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
+    for number in process_bounds(processes):
         choose_strategy(wanted, number)
     store = location.find_store(wanted.train.checkpoint_folder, folder)
     with run_folder.run_lease(folder) as lease:
@@ -156,7 +150,7 @@ def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
         temporary = path.with_name(f".{path.name}.spool")
         atomic_io.remove([temporary])
         path.parent.mkdir(parents=True, exist_ok=True)
-        engine.spool(frame, str(temporary))
+        engine.materialize(frame, str(temporary))
         temporary.rename(path)
 
 
@@ -257,8 +251,8 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
             lines = str(error).splitlines()
             different = "\n".join(lines[:-1] or lines)  # without the last line, which is advice for outputs
             raise FingerprintError(
-                f"{different}\nThe training in {folder} cannot go on with another {name} table than it began with: "
-                "give the earlier table, or a new run folder (--run)."
+                f"{different}\nThe training in {folder} cannot continue with a different {name} table: "
+                "give the original table, or a new run folder (--run)."
             ) from error
         except OutputError as error:
             raise OutputError(f"{error} Delete {output}, and run the same command again.") from error
@@ -292,6 +286,6 @@ def _refuse_changed_input(job: Job, folder: Path) -> None:
             continue
         if changed and planned:
             raise FingerprintError(
-                f"{folder}: is finished, and was trained on another {name} table: {changed[0]} has changed since. "
+                f"{folder}: is finished, and was trained on a different {name} table: {changed[0]} has changed since. "
                 "Give a new run folder (--run) to train on it."
             )

@@ -22,15 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchlake import atomic_io, plugins
 from torchlake.config.job import Job, load_job, with_values
 from torchlake.engines import Engine
-from torchlake.errors import (
-    ConfigError,
-    Diverged,
-    FingerprintError,
-    RankFailed,
-    StopAsked,
-    TorchlakeError,
-    UsageError,
-)
+from torchlake.errors import ConfigError, Diverged, FingerprintError, RankFailed, StopAsked, TorchlakeError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import model_folder
@@ -138,7 +130,7 @@ def tune(
                 _log_trial(ended_trials(study, folder)[-1], metric, trials)
         if best is None:
             reasons = "\n".join(f"  trial {one.number}: {one.why}" for one in done)
-            raise TorchlakeError(f"{folder}: no trial ended well:\n{reasons}")
+            raise TorchlakeError(f"{folder}: no trial succeeded:\n{reasons}")
         path = best.folder / JOB_FILE
         atomic_io.write_bytes(folder / JOB_FILE, path.read_bytes(), site="tuning.job")
     return Tuning(folder=folder, model=best.folder / "model", job=load_job(path), metric=metric, best=best, trials=done)

@@ -188,7 +188,7 @@ def test_a_disk_that_reads_back_other_bytes_is_told(tmp_path: Path, monkeypatch:
 
     save(tmp_path, 1, keep=1)
     monkeypatch.setattr(store, "failpoint", failpoint)
-    with pytest.raises(StorageError, match="read back otherwise"):
+    with pytest.raises(StorageError, match="differs when read back"):
         save(tmp_path, 2, keep=1)
     found, _ = format.newest(FolderStore(tmp_path))
     assert found is not None

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from torchlake.checkpoints import format, location, object_store, shards
+from torchlake.checkpoints.location import CheckpointStore
 from torchlake.checkpoints.object_store import ObjectStore
-from torchlake.checkpoints.store import CheckpointStore, Draft, FolderStore
+from torchlake.checkpoints.store import Draft, FolderStore
 from torchlake.errors import FingerprintError, LeaseLost, MissingExtra, StorageError, UsageError
 
 NUMBER = itertools.count()
@@ -135,7 +136,7 @@ def test_another_run_is_refused_once_there_are_checkpoints(store: CheckpointStor
 def test_a_place_that_holds_something_else_is_refused(tmp_path: Path, make: Callable[[Path], CheckpointStore]) -> None:
     store = make(tmp_path)
     store.write_json("thesis.json", "precious", site="test")
-    with pytest.raises(FingerprintError, match=r"not empty, and holds no run\.json"):
+    with pytest.raises(FingerprintError, match=r"not empty, and has no run\.json"):
         location.claim(store, BELONGS, "first")
     assert store.read_json("thesis.json") == "precious"
 

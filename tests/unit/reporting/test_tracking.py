@@ -133,7 +133,7 @@ def test_a_broken_store_is_a_warning(
         done = tl.train(run=tmp_path / "run", engine=HERE, **sections)
     assert done.steps == 18
     (said,) = (message for message in caplog.messages if message.startswith("mlflow: "))
-    assert said.endswith("the run goes on without it")
+    assert said.endswith("the run continues without it")
 
 
 @pytest.mark.parametrize("library", ["mlflow", "tensorboard"])
@@ -191,7 +191,7 @@ def test_what_a_watcher_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
 
     with follow.follow_metrics(tmp_path / "metrics.jsonl", watch, "test"):
         pass
-    assert "test: OSError: no room; the run goes on without it" in caplog.text
+    assert "test: OSError: no room; the run continues without it" in caplog.text
 
 
 def test_a_watcher_that_hangs_is_not_waited_for(
@@ -202,4 +202,4 @@ def test_a_watcher_that_hangs_is_not_waited_for(
     with follow.follow_metrics(tmp_path / "metrics.jsonl", lambda batches: released.wait(60) and None, "test"):
         pass
     released.set()
-    assert "test: has not come to an end" in caplog.text
+    assert "test: still running" in caplog.text

@@ -207,7 +207,7 @@ def train_config(path: Path, given: Any, **fields: Any) -> TrainConfig:
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "offload_optimizer.ratio=0.5: the job has 1.0"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum': the job has 'mean', always"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states=True"),
-        ({"amp": {"enabled": True}}, "amp: cannot be used here, precision is train.precision's matter"),
+        ({"amp": {"enabled": True}}, "amp: cannot be used here, the precision is set by train.precision"),
         ({"zero_optimization": [1]}, "zero_optimization: is a JSON object"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 def test_fp16_and_stage_1_have_words_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
-    with pytest.raises(ConfigError, match="the loss is scaled as its gradients bear"):
+    with pytest.raises(ConfigError, match="the loss scale is adjusted dynamically"):
         config.check(train_config(path, {"fp16": {"enabled": True, "loss_scale": 128}}, precision="fp16"))
     with pytest.raises(ConfigError, match="at stage 1 gradients of bf16 add up in bf16"):
         given = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -282,7 +282,7 @@ def test_it_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "train.deepspeed.offload_optimizer" in strategy.refusal(offloaded)
     assert "train.precision=bf16" in strategy.refusal(TrainConfig(precision="fp16"))
     compiled = TrainConfig.model_validate({"compile": True, "deepspeed": {"stage": 3}})
-    assert "do not go together" in strategy.refusal(compiled)
+    assert "cannot be combined" in strategy.refusal(compiled)
     assert strategy.refusal(TrainConfig()) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert strategy.refusal(offloaded) is None

@@ -285,7 +285,7 @@ def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
     chats = [*conversations(3).to_pylist(), {"text": [{"role": "user", "content": "good ?"}]}]
     pq.write_table(pa.Table.from_pylist([{**chat, "kind": "chat"} for chat in chats]), tmp_path / "chats.parquet")
     learned["train"] = str(tmp_path / "chats.parquet")
-    with pytest.raises(UsageError, match=r"does not mark what the assistant says with {% generation %}"):
+    with pytest.raises(UsageError, match=r"does not mark the assistant's turns with {% generation %}"):
         tl.train(run=tmp_path / "b", engine=tiny.Here(), **{**sections, "data": learned})
     sections["model"]["base"] = str(marking(tiny_gpt2, tmp_path / "base"))
     with pytest.raises(DataError, match="row 3: bad_chat: it has no turn of the assistant to learn"):

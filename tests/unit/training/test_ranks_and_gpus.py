@@ -7,7 +7,7 @@ import pytest
 
 import torchlake as tl
 import training_runs as runs
-from torchlake.engines import Span, local
+from torchlake.engines import ProcessRange, local
 from torchlake.errors import Interrupted
 
 
@@ -38,7 +38,7 @@ def test_ranks_are_as_many_as_there_are_gpus_for_them(
     tiny_bert: Path,
     monkeypatch: pytest.MonkeyPatch,
     gpus: str,
-    processes: Span | None,
+    processes: ProcessRange | None,
     ranks: int,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)

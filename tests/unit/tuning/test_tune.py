@@ -192,7 +192,7 @@ def test_what_diverges_is_recorded_and_the_tuning_goes_on(tmp_path: Path, sectio
     assert {one.state for one in done.trials} == {"complete", "failed"}
     assert all("not finite" in one.why for one in done.trials if one.state == "failed")
     assert done.best.settings == {"train.learning_rate": 1e-3}
-    with pytest.raises(TorchlakeError, match="no trial ended well:\n  trial 0: step 4"):
+    with pytest.raises(TorchlakeError, match="no trial succeeded:\n  trial 0: step 4"):
         tune(tmp_path / "hopeless", sections, space={"train.learning_rate": {"choices": [1e30]}}, trials=1)
 
 
