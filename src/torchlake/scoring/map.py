@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import make_engine
-from torchlake.engines._frames import worker_of
+from torchlake.engines._frames import cached_worker
 from torchlake.processes.serialization import pack
 from torchlake.scoring.options import (
     added_columns,
@@ -29,8 +29,6 @@ from torchlake.scoring.worker import make_reading_worker, make_table_worker, mak
 if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import SparkSession
-
-ROW_TIMEOUT_S = 600.0
 
 Stage = Callable[[Any], Any]
 
@@ -125,14 +123,12 @@ def _asked(
     model: str | Path, runtime: Runtime | None, null: str, batch_tokens: int | None, **settings: Any
 ) -> tuple[ScoringSettings, TaskSpec]:
     """What workers have to know. Raises UsageError for a value that means nothing, or that the model cannot do."""
-    check_options(0.5, null, ROW_TIMEOUT_S, "error", batch_tokens=batch_tokens)
-    asked, spec, _ = scoring_settings(
-        model, runtime, {}, null=null, batch_tokens=batch_tokens, row_timeout_s=ROW_TIMEOUT_S, **settings
-    )
+    check_options({"null": null, "batch_tokens": batch_tokens})
+    asked, spec, _ = scoring_settings(model, runtime, {}, null=null, batch_tokens=batch_tokens, **settings)
     return asked, spec
 
 
 def _score(payload: bytes, text: str, names: list[str], texts: "pd.Series") -> "pd.DataFrame":
     """The predictions for a column of texts, in a Python process of an executor."""
     table = pa.table({text: pa.Array.from_pandas(texts, type=pa.string())})
-    return worker_of(payload)(table).select(names).to_pandas()
+    return cached_worker(payload)(table).select(names).to_pandas()

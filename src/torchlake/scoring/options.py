@@ -1,14 +1,15 @@
-"""What a call of `predict` asks of a model: its options checked, and told to workers as plain values.
+"""The options of `predict`: checked, completed from the model folder, and turned into plain values for workers.
 
-Shared by stored tables, frames and functions of SQL. Nothing here reads a row.
+Stored tables, frames and SQL functions share them. Nothing here reads a row.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import pyarrow as pa
 
@@ -30,6 +31,62 @@ MAX_TIMEOUT_S = 1_000_000
 NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
 
 
+class PredictOptions(TypedDict, total=False):
+    """The options of `predict` besides the columns, the runtime and the engine; `predict` documents each."""
+
+    all_probabilities: bool
+    prefix: str
+    null: Literal["error", "score"]
+    row_timeout_s: float
+    batch_tokens: int | None
+    max_error_rate: float
+    chunk_rows: int | None
+    overwrite: bool
+    accept_new_input: bool
+    accept_removed_input: bool
+    on_bad_file: Literal["error", "quarantine"]
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    stop: str | Sequence[str] | None
+    seed: int | None
+    chat: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """How a stored table becomes an output folder. None of it changes a score."""
+
+    max_error_rate: float = 0.5
+    "The share of failed rows, of 1, above which nothing is published."
+    chunk_rows: int | None = None
+    "Rows of a chunk, at most; None: by the size of the table."
+    overwrite: bool = False
+    accept_new_input: bool = False
+    accept_removed_input: bool = False
+    on_bad_file: Literal["error", "quarantine"] = "error"
+
+
+def split_options(
+    given: PredictOptions,
+) -> tuple[dict[str, Any], dict[str, Any], OutputOptions]:
+    """The options of `ScoringSettings`, those of `GenerationOptions`, and those of the output.
+
+    Raises TypeError for a name that is no option, UsageError for a value out of range.
+    """
+    unknown = sorted(given.keys() - PredictOptions.__annotations__.keys())
+    if unknown:
+        close = get_close_matches(unknown[0], PredictOptions.__annotations__, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"predict() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    check_options(given)
+    groups = (ScoringSettings, GenerationOptions, OutputOptions)
+    names = [{field.name for field in fields(group)} for group in groups]
+    scoring, generation, output = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
+    return scoring, generation, OutputOptions(**output)
+
+
 def scoring_settings(
     model: str | Path,
     runtime: Runtime | None,
@@ -38,8 +95,8 @@ def scoring_settings(
     text: str | None,
     key: str | None = None,
     columns: Sequence[str] = (),
-    batch_tokens: int | None,
-    all_probabilities: bool,
+    batch_tokens: int | None = None,
+    all_probabilities: bool = False,
     **settings: Any,
 ) -> tuple[ScoringSettings, TaskSpec, RuntimeChoice]:
     """What workers have to know to score with a model folder.
@@ -72,18 +129,18 @@ def scoring_settings(
     return made, spec, choice
 
 
-def check_options(
-    max_error_rate: float, null: str, row_timeout_s: float, on_bad_file: str, **counts: int | None
-) -> None:
-    """Raise UsageError for a value that means nothing."""
-    if not 0 <= max_error_rate <= 1:
-        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {max_error_rate} was given.")
-    if not 0 < row_timeout_s <= MAX_TIMEOUT_S:
-        raise UsageError(f"row_timeout_s is seconds, above 0 and up to {MAX_TIMEOUT_S:,}; {row_timeout_s} was given.")
-    for name, value, choices in (("null", null, NULL), ("on_bad_file", on_bad_file, ON_BAD_FILE)):
-        if value not in choices:
-            raise UsageError(f"{name} is one of {', '.join(choices)}; {value!r} was given.")
-    for name, count in counts.items():
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for a value out of range."""
+    rate, timeout = given.get("max_error_rate", 0), given.get("row_timeout_s", 1)
+    if not 0 <= rate <= 1:
+        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {rate} was given.")
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise UsageError(f"row_timeout_s is seconds, above 0 and up to {MAX_TIMEOUT_S:,}; {timeout} was given.")
+    for name, choices in (("null", NULL), ("on_bad_file", ON_BAD_FILE)):
+        if given.get(name, "error") not in choices:
+            raise UsageError(f"{name} is one of {', '.join(choices)}; {given[name]!r} was given.")
+    for name in ("batch_tokens", "chunk_rows"):
+        count = given.get(name)
         if count is not None and count < 1:
             raise UsageError(f"{name} has to be 1 or more; {count} was given.")
 

@@ -1,8 +1,8 @@
 """`predict`: a table in, the same rows with predictions out, exactly once.
 
 A stored table becomes a chunk job: the plan is fixed and written first, the engine's workers score chunks into parts,
-and one commit record makes them visible at once; whatever is killed when, the same command run again scores only what
-is missing. A frame in memory becomes a frame of the same kind: no files, no plan.
+and one commit record makes them visible at once. Even if processes are killed, the same command run again scores only
+what is missing. A frame in memory becomes a frame of the same kind, without files or a plan.
 """
 
 import logging
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,17 +24,19 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
-from torchlake.processes.interrupts import announced
+from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
 from torchlake.scoring.in_flight import InFlight
 from torchlake.scoring.options import (
+    OutputOptions,
+    PredictOptions,
     added_columns,
-    check_options,
     checked_input,
     fingerprint_of,
     make_export,
     refuse_collisions,
     scoring_settings,
+    split_options,
 )
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name, worker_memory
@@ -84,26 +86,9 @@ def predict(
     text: str | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
-    all_probabilities: bool = False,
-    prefix: str = "",
     runtime: Runtime | None = None,
     engine: Engine | None = None,
-    max_error_rate: float = 0.5,
-    null: Literal["error", "score"] = "error",
-    row_timeout_s: float = 600.0,
-    batch_tokens: int | None = None,
-    chunk_rows: int | None = None,
-    overwrite: bool = False,
-    accept_new_input: bool = False,
-    accept_removed_input: bool = False,
-    on_bad_file: Literal["error", "quarantine"] = "error",
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: str | Sequence[str] | None = None,
-    seed: int | None = None,
-    chat: bool = False,
+    **options: Unpack[PredictOptions],
 ) -> Any:
     """Score `table` with the model folder `model`.
 
@@ -112,86 +97,57 @@ def predict(
     with every column kept and the predictions added; or a Spark DataFrame or Ray Dataset, which comes back likewise and
     lazily: its own engine scores it when its rows are asked for, and rows that fail carry their `error`.
 
-    `text` names the text column where it is not the training table's; `key` a column of unique values without nulls to
-    carry instead of a generated `row_id`; `columns` more columns to carry; `prefix` is put before the prediction
-    columns' names. `all_probabilities` adds a column per class. `runtime` is a runtime's name, or a module-level
-    function like a runtime's `load`; by default it is what `optimize` chose for this model, with its batches and
-    threads, else `eager`. `null="score"` scores rows without text as the empty string; by default they are error rows.
-    Rows whose forward pass (or the writing of their answers) or tokenizing takes longer than `row_timeout_s` seconds
-    are tried alone, and given up the second time.
-    `batch_tokens` bounds a batch's padded tokens (default: the choice's, else by the device), `chunk_rows` a chunk's
-    rows (default: from the table's size).
-    `overwrite` replaces an output of another job, and in an unfinished write of this one scores the chunks again in
-    which rows failed; `accept_new_input` scores only the files that the input gained or that changed, and
-    `accept_removed_input` drops the rows of files that left it. `key`, `columns`, `row_timeout_s`, `chunk_rows`,
-    `overwrite`, both `accept_...` and `on_bad_file` concern stored tables.
+    Columns: `text` is the text column (default: the name of the training table's); `key` a column of unique values
+    without nulls, carried instead of a generated `row_id`; `columns` are more columns to carry; `prefix` comes before
+    the names of the prediction columns; `all_probabilities` adds a column per class.
 
-    For a model that writes (text generation): `max_new_tokens` bounds each answer (default: 64). By default the
-    likeliest token is taken; a `temperature` above 0 draws, among the `top_k` likeliest tokens or those that together
-    have the probability `top_p`. What is drawn for a row depends on `seed` and the row's own text, so equal rows get
-    equal texts, whatever is retried or run beside them. Strings in `stop` end a text. A column of conversations (lists
-    of structs with `role` and `content`) goes through the tokenizer's chat template, and so does one of JSON strings
-    with `chat`. A batch's tokens are then those of its prompts and of all that may be written.
+    Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
+    chose for this model, with its batches and threads, else `eager`). `batch_tokens` limits the padded tokens of a
+    batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows whose
+    tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried alone, and
+    become error rows the second time.
+
+    Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
+    unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
+    are new or have changed, `accept_removed_input` drops the rows of files that are gone.
+    `on_bad_file="quarantine"` leaves out files that cannot be read. `max_error_rate` (default: 0.5) is below.
+
+    Text generation: `max_new_tokens` limits each answer (default: 64). By default the likeliest token is taken; with
+    a `temperature` above 0 tokens are sampled, among the `top_k` likeliest or those that together have the probability
+    `top_p`. Sampling depends on `seed` and the row's own text, so equal rows get equal answers on every retry. Strings
+    in `stop` end an answer. A column of conversations (lists of structs with `role` and `content`) goes through the
+    tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts prompts and
+    the longest possible answers.
 
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
-    UsageError for what is wrong before any work.
+    UsageError for mistakes found before any work.
     """
-    check_options(max_error_rate, null, row_timeout_s, on_bad_file, batch_tokens=batch_tokens, chunk_rows=chunk_rows)
-    generation = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": stop,
-        "seed": seed,
-        "chat": chat,
-    }
+    scoring, generation, output_options = split_options(options)
     settings, spec, choice = scoring_settings(
-        model,
-        runtime,
-        generation,
-        text=text,
-        key=key,
-        columns=columns,
-        all_probabilities=all_probabilities,
-        prefix=prefix,
-        null=null,
-        row_timeout_s=row_timeout_s,
-        batch_tokens=batch_tokens,
+        model, runtime, generation, text=text, key=key, columns=columns, **scoring
     )
-    home = engine_of(table)
-    if home is not None:
-        engine = engine or make_engine(home, None)
-        if type(engine).__name__.lower() != home:
-            raise UsageError(f"A frame of {home} is predicted by {home}: give no engine, or one of that kind.")
+    native = engine_of(table)
+    if native is not None:
+        engine = engine or make_engine(native, None)
+        if type(engine).__name__.lower() != native:
+            raise UsageError(f"A frame of {native} is predicted by {native}: give no engine, or one of that kind.")
     engine = engine or Local()
-    if home is not None or is_frame(table):
+    if native is not None or is_frame(table):
         if output is not None or key is not None or columns:
             raise UsageError(
                 "A frame comes back as a frame with all its columns: output, key and columns are for stored tables. "
                 "To write an output folder, save the frame as Parquet and predict that."
             )
-        if home is not None:
+        if native is not None:
             return _map_frame(table, engine.frame_schema(table), settings, spec, engine)
-        return _predict_frame(table, settings, spec, engine, max_error_rate)
+        return _predict_frame(table, settings, spec, engine, output_options.max_error_rate)
     if output is None:
         raise UsageError(
             "predict: a stored table needs an output folder: predict(model, table, output). Texts in memory are given "
             f'as a frame, and come back as one: predict(model, pyarrow.table({{"{settings.text}": [...]}})).'
         )
-    return _predict_table(
-        table,
-        local_output(output),
-        settings,
-        spec,
-        engine,
-        choice,
-        max_error_rate=max_error_rate,
-        chunk_rows=chunk_rows,
-        allowed=AllowedChanges(overwrite=overwrite, new_input=accept_new_input, removed_input=accept_removed_input),
-        on_bad_file=on_bad_file,
-    )
+    return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
 
 
 def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
@@ -220,15 +176,11 @@ def _predict_table(
     spec: TaskSpec,
     engine: Engine,
     choice: RuntimeChoice,
-    *,
-    max_error_rate: float,
-    chunk_rows: int | None,
-    allowed: AllowedChanges,
-    on_bad_file: Literal["error", "quarantine"],
+    options: OutputOptions,
 ) -> Scored:
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
-    source = open_table(table, columns=columns, on_bad_file=on_bad_file)
+    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
@@ -236,7 +188,7 @@ def _predict_table(
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:
         log.warning("%s is left out: %s", file, reason)
-    plan = plan_chunks(source, columns=columns, chunk_rows=chunk_rows, cached=planned_inputs(output))
+    plan = plan_chunks(source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
     make_export(settings, engine)
@@ -246,7 +198,11 @@ def _predict_table(
         plan=plan,
         fingerprint=fingerprint,
         schema=schema,
-        allowed=allowed,
+        allowed=AllowedChanges(
+            overwrite=options.overwrite,
+            new_input=options.accept_new_input,
+            removed_input=options.accept_removed_input,
+        ),
         environment=_environment(),
         quarantined=source.quarantined,
     ) as out:
@@ -257,7 +213,7 @@ def _predict_table(
         else:
             items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
             scored_rows = sum(chunk.rows for chunk in out.pending)
-            made = _score(out, items, settings, engine, choice.threads, max_error_rate=max_error_rate)
+            made = _score(out, items, settings, engine, choice.threads, max_error_rate=options.max_error_rate)
             seconds = time.perf_counter() - began
             provenance = _provenance(settings, engine, choice, made, seconds=seconds, rows=scored_rows)
             record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
@@ -301,7 +257,7 @@ def _score(
         label=chunk_label,
     )
     before, ahead = rows, InFlight(out.staging / "journal").rows
-    with announced(KEPT), closing(chunks), progress("predict", total, "rows", done=before, ahead=ahead) as advance:
+    with announce_interrupt(KEPT), closing(chunks), progress("predict", total, "rows", done=before, ahead=ahead) as advance:
         _refuse_too_many(failed, rows, total, max_error_rate, examples)  # of a run before this one
         for chunk in chunks:
             made.append(chunk)
@@ -320,8 +276,8 @@ def _refuse_too_many(failed: int, rows: int, total: int, max_error_rate: float, 
     shown = f" For example: {'; '.join(examples)}." if examples else ""
     raise TooManyErrors(
         f"{failed:,} of {rows:,} rows failed, more than max_error_rate={max_error_rate} allows.{shown} Nothing was "
-        "published; finished chunks are kept. Mend the rows, or allow more with a higher max_error_rate; overwrite "
-        "scores the chunks again in which rows failed."
+        "published; finished chunks are kept. Fix the rows, or allow more with a higher max_error_rate; overwrite "
+        "scores the chunks with failed rows again."
     )
 
 

@@ -63,14 +63,14 @@ class ScoringSettings:
     keep: tuple[str, ...]
     "Columns carried from the input to the output, key first; `None` in `key` puts a generated `row_id` before them."
     key: str | None
-    prefix: str
+    prefix: str = ""
     "Put before the names of the prediction columns."
-    all_probabilities: bool
-    null: str
+    all_probabilities: bool = False
+    null: str = "error"
     "`error`: rows without text become error rows; `score`: they are scored as the empty string."
-    row_timeout_s: float
+    row_timeout_s: float = 600.0
     "Seconds a forward pass, or the tokenizing of a row alone, may take; `poison_rows.py` says what then happens."
-    batch_tokens: int | None
+    batch_tokens: int | None = None
     "Padded tokens of a batch, at most; None: what suits the device."
     generation: GenerationOptions | None = None
     "How the model writes; None for a task that does not."
@@ -111,7 +111,7 @@ class TextReader:
         """
         errors, tokens_of = dict(unreadable), self.task.tokenize
         if self.settings.generation is not None and self.settings.generation.chat:
-            texts, bad = self.task.rendered(self.tokenizer, without_rows(texts, unreadable), asking=True)
+            texts, bad = self.task.render_chats(self.tokenizer, without_rows(texts, unreadable), add_generation_prompt=True)
             errors = {**bad, **errors}
             tokens_of = partial(tokens_of, chat=True)
         texts = pc.fill_null(texts, "")

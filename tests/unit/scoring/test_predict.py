@@ -133,3 +133,8 @@ def test_a_carried_column_may_not_have_the_name_of_a_prediction(model: Path, tmp
         tl.predict(model, tmp_path / "t.parquet", tmp_path / "out", columns=[name])
     with pytest.raises(UsageError, match="would be there twice"):
         tl.predict(model, pa.table({"text": ["good"], name: ["x"]}))
+
+
+def test_an_unknown_option_is_a_type_error_with_the_nearest_name(model: Path) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'chunk_row'\. Did you mean 'chunk_rows'\?"):
+        tl.predict(model, "reviews.parquet", "scored", chunk_row=10)  # type: ignore[call-arg]
