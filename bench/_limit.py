@@ -39,7 +39,7 @@ def _rates_of(shape: tuple[int, int, int], repetitions: int) -> dict[str, float]
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), tokens)
         return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
-    def quantised() -> Callable[[], object]:
+    def quantized() -> Callable[[], object]:
         packed = torch.ops.onednn.qlinear_prepack(weight8.T.contiguous(), [tokens, inner])
         return lambda: torch.ops.onednn.qlinear_pointwise(
             x8, 0.01, 128, packed, scales, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
@@ -51,7 +51,7 @@ def _rates_of(shape: tuple[int, int, int], repetitions: int) -> dict[str, float]
             lambda: lambda: torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""),
             packed_linear,
         ],
-        "int8": [quantised, lambda: lambda: torch._int_mm(signed, weight8)],
+        "int8": [quantized, lambda: lambda: torch._int_mm(signed, weight8)],
     }
     operations = 2 * tokens * inner * outer
     return {

@@ -1,6 +1,6 @@
 """A language model on Ray by hand, as Ray's documentation shows it: the peer of bench/ray_generation.py.
 
-read_text -> map_batches(tokenised) -> TorchTrainer with deepspeed.initialize, ZeRO-3 -> the best of its checkpoints as
+read_text -> map_batches(tokenized) -> TorchTrainer with deepspeed.initialize, ZeRO-3 -> the best of its checkpoints as
 a model folder -> map_batches(Completer)
 """
 
@@ -27,10 +27,10 @@ def lines_of(setup: dict[str, Any], name: str) -> ray.data.Dataset:
 def by_hand(setup: dict[str, Any], pad_to: int | None) -> dict[str, Any]:
     """`pad_to`: tokens that every line is padded to; None: those of the longest line of its batch."""
     home = Path(setup["home"])
-    tokenise = partial(tokenised, model=setup["model"], block=setup["block"])
-    # Materialised, or Ray would tokenise the lines anew in every epoch.
+    tokenize = partial(tokenized, model=setup["model"], block=setup["block"])
+    # Materialized, or Ray would tokenize the lines anew in every epoch.
     datasets = {
-        name: lines_of(setup, name).map_batches(tokenise, batch_size=1024).materialize()
+        name: lines_of(setup, name).map_batches(tokenize, batch_size=1024).materialize()
         for name in ("train", "validation")
     }
     trainer = TorchTrainer(
@@ -64,7 +64,7 @@ def by_hand(setup: dict[str, Any], pad_to: int | None) -> dict[str, Any]:
     }
 
 
-def tokenised(batch: dict[str, np.ndarray], model: str, block: int) -> dict[str, Any]:
+def tokenized(batch: dict[str, np.ndarray], model: str, block: int) -> dict[str, Any]:
     """A line's tokens and the end token, as Ray's workers make them."""
     from transformers import AutoTokenizer
 

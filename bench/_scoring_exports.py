@@ -77,8 +77,8 @@ def export_openvino_int8(setup: dict[str, Any], file: Path) -> None:
     model = openvino.convert_model(_Logits.of(load_model(setup)), example_input=_example())
     singles = batches(load_tokenizer(setup), setup["texts"], 1)
     rows = [{"input_ids": ids, "attention_mask": mask} for ids, mask, _ in singles]
-    quantised = nncf.quantize(model, nncf.Dataset(rows), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(rows))
-    openvino.save_model(quantised, file.with_name("making.xml"))
+    quantized = nncf.quantize(model, nncf.Dataset(rows), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(rows))
+    openvino.save_model(quantized, file.with_name("making.xml"))
     file.with_name("making.bin").rename(file.with_suffix(".bin"))
     file.with_name("making.xml").rename(file)
 

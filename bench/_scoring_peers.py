@@ -71,7 +71,7 @@ def bettertransformer(setup: dict[str, Any]) -> Mapping[str, Score]:
 
 
 def onnxruntime_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
-    """torch.onnx's exporter by tracing, then ONNX Runtime's dynamic quantisation."""
+    """torch.onnx's exporter by tracing, then ONNX Runtime's dynamic quantization."""
     import onnxruntime
 
     file = Path(setup["scratch"]) / "hand-onnx" / "int8.onnx"
@@ -87,7 +87,7 @@ def onnxruntime_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
 
 
 def openvino_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
-    """openvino.convert_model, then nncf's static quantisation, calibrated on training rows."""
+    """openvino.convert_model, then nncf's static quantization, calibrated on training rows."""
     import openvino
 
     file = Path(setup["scratch"]) / "hand-openvino" / "int8.xml"
@@ -102,7 +102,7 @@ def openvino_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
 
 
 def torch_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
-    """PyTorch's dynamic quantisation of the linear layers."""
+    """PyTorch's dynamic quantization of the linear layers."""
     import torch
     from torch.ao.quantization import quantize_dynamic
 
@@ -120,7 +120,7 @@ def sentence_torch(setup: dict[str, Any]) -> Mapping[str, Score]:
 
 
 def sentence_onnx_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
-    """Its onnx backend with its own dynamic quantisation, as its manual recommends for CPUs."""
+    """Its onnx backend with its own dynamic quantization, as its manual recommends for CPUs."""
     import onnxruntime
     from sentence_transformers import CrossEncoder
 
@@ -134,7 +134,7 @@ def sentence_onnx_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
 
 
 def sentence_openvino_int8(setup: dict[str, Any]) -> Mapping[str, Score]:
-    """Its openvino backend with its own static quantisation, calibrated on the training table."""
+    """Its openvino backend with its own static quantization, calibrated on the training table."""
     from sentence_transformers import CrossEncoder
 
     folder = _copy_of_model(setup, "sentence-openvino")

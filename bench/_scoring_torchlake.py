@@ -1,6 +1,6 @@
 """One torchlake runtime in a process of its own, driven as `predict` drives it; see `_contender.py`.
 
-A turn is text to probabilities: tokenise, sort by length, batch, forward, original order. Reading and writing tables
+A turn is text to probabilities: tokenize, sort by length, batch, forward, original order. Reading and writing tables
 is `end_to_end.py`'s question.
 """
 

@@ -1,7 +1,7 @@
 """One contender of `training.py` as a script for torchrun: an epoch by a loop that is not torchlake's, from the same
 weights.
 
-All of them: the same rows, tokenised beforehand; AdamW with decay on everything but biases and norms, linear warm-up
+All of them: the same rows, tokenized beforehand; AdamW with decay on everything but biases and norms, linear warm-up
 and decay, gradients clipped at 1. The clock runs from the first batch to the last; rank 0 then scores the test rows.
 """
 

@@ -2,7 +2,7 @@
 
 Two figures for the runtime alone, `Scorer.score` over tokens made before: one process alone on one core, times the
 cores; and as many processes as cores at once, which share the caches and the memory's bandwidth. Against them
-`tl.predict`: stored table in, read, tokenised, scored, written as Parquet and committed. In turn, best of the rounds.
+`tl.predict`: stored table in, read, tokenized, scored, written as Parquet and committed. In turn, best of the rounds.
 """
 
 import os
@@ -151,7 +151,7 @@ def main() -> None:
         "forward passes (the job's own count)": job["forward"],
         "start of the workers, model loaded": job["start"] * len(cores),
         "plan, before the workers": job["plan"] * len(cores),
-        "tokenise (measured alone)": tokenize,
+        "tokenize (measured alone)": tokenize,
         "read (measured alone)": read,
         "write (measured alone)": write,
     }

@@ -6,7 +6,7 @@ a query (`predict` of a DataFrame) and as a chunk job, and that job on the local
 table to stored table, in turn, best of the rounds. Then the chunk job against the local engine on four times the rows,
 each less its own seconds for a table of 64 rows; 10,000 chunks without work; and the seconds from a call until its
 ranks run, beside TorchDistributor.
-The file is not called spark.py because its neighbour could not be ray.py, which `import ray` would find.
+The file is not called spark.py because its neighbor could not be ray.py, which `import ray` would find.
 """
 
 import shutil

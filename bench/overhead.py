@@ -1,7 +1,7 @@
 """What does the chunk job itself cost, beside the model's work?
 
 The same table is scored by the same job twice: with a model of MiniLM's shape, and with a runtime that does nothing.
-What the second takes is planning, reading, tokenising, writing, hashing and committing; its share of the first is the
+What the second takes is planning, reading, tokenizing, writing, hashing and committing; its share of the first is the
 job's own cost. The time to start the worker and load the model is in both, and is shown by scoring a table of one row.
 """
 

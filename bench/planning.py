@@ -23,7 +23,7 @@ from _common import SCRATCH, arguments, finish, random_model
 
 import torchlake as tl
 from torchlake import plugins
-from torchlake.planning.costs import SHARINGS
+from torchlake.planning.costs import SHARDINGS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"base": "bert", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
@@ -138,7 +138,7 @@ def main() -> None:
     table = SCRATCH / "planning.parquet"
     SCRATCH.mkdir(exist_ok=True)
     write_rows(table, BATCH * options.steps)
-    known = [sharing.name for sharing in SHARINGS if sharing.plugin in plugins.names("strategies")]
+    known = [sharding.name for sharding in SHARDINGS if sharding.plugin in plugins.names("strategies")]
     rows = [
         compare(name, strategy, options.steps, table) for name in SHAPES for strategy in STRATEGIES if strategy in known
     ]

@@ -1,8 +1,8 @@
-"""A Ray Data pipeline of one's own around a model: numbers scaled and put together, texts tokenised and scored.
+"""A Ray Data pipeline of one's own around a model: numbers scaled and put together, texts tokenized and scored.
 
     python examples/ray_pipeline.py MODEL TABLE OUTPUT --numbers price stars
 
-The model's two stages stand among `map_batches` steps like any other: tokenising runs on CPUs, scoring where the GPUs
+The model's two stages stand among `map_batches` steps like any other: tokenizing runs on CPUs, scoring where the GPUs
 are, and Ray Data streams blocks from one to the next. OUTPUT is a folder of Parquet files, in the order of Ray Data.
 For every row exactly once, in a table that a crash cannot tear: `tl.predict(MODEL, TABLE, OUTPUT, engine=tl.Ray())`.
 """

@@ -21,7 +21,7 @@ from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, U
 from torchlake.processes import hardware
 
 LAUNCHERS = {"torch_distributor": "spark", "torch_trainer": "ray"}
-"The engines' own launchers of groups; what one cannot do is said in `NEVER` of its module."
+"The engines' own launchers of groups; what one cannot do is said in `UNSUPPORTED` of its module."
 
 
 @pytest.fixture(params=plugins.names("engines"))
@@ -37,7 +37,7 @@ def launcher(request: pytest.FixtureRequest) -> Engine:
     if name is None:
         return _made(request, request.param)
     made = _made(request, name, launcher=request.param)
-    never = _spark_distributor.NEVER if name == "spark" else _ray_train.NEVER
+    never = _spark_distributor.UNSUPPORTED if name == "spark" else _ray_train.UNSUPPORTED
     reason = never.get(request.function.__name__.removeprefix("test_"))
     if reason is not None:
         pytest.skip(reason)
@@ -175,8 +175,8 @@ def test_ranks_have_the_variables_of_torchrun(launcher: Engine, tmp_path: Path) 
 
 
 def test_of_a_range_as_many_ranks_start_as_there_is_room_for(launcher: Engine) -> None:
-    assert launcher.launch(_world_size, processes=(1, 2)) == launcher.ranks((1, 2)) <= launcher.room(2) <= 2
-    assert launcher.ranks((5, 6)) in (5, 6)
+    assert launcher.launch(_world_size, processes=(1, 2)) == launcher.num_ranks((1, 2)) <= launcher.capacity(2) <= 2
+    assert launcher.num_ranks((5, 6)) in (5, 6)
     with pytest.raises(UsageError, match="the fewest come first"):
         launcher.launch(_world_size, processes=(3, 2))
 

@@ -88,7 +88,7 @@ def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_neither_padding_nor_neighbours_change_an_answer(name: str, kind: str, load: Load) -> None:
+def test_neither_padding_nor_neighbors_change_an_answer(name: str, kind: str, load: Load) -> None:
     """A row scored alone and in a ragged batch may differ by rounding: in fp32, or at times by a step of 8 bits."""
     folder, forward = load(name, kind)
     lengths = [1, 9, 30]
@@ -101,7 +101,7 @@ def test_neither_padding_nor_neighbours_change_an_answer(name: str, kind: str, l
 
 
 @pytest.mark.parametrize("name", plugins.names("runtimes"))
-def test_loud_neighbours_cost_no_precision(name: str, load: Load) -> None:
+def test_loud_neighbors_cost_no_precision(name: str, load: Load) -> None:
     """The same row twenty times over beside others: a scale taken from the batch would give it other answers."""
     folder, forward = load(name, "bert")
     pad_id = models.load_tokenizer(folder).pad_token_id

@@ -138,7 +138,7 @@ def run_example(name: str, monkeypatch: pytest.MonkeyPatch, *words: object) -> N
 
 
 def _accuracy(folder: Path) -> float:
-    """The share of 200 other reviews that the model folder classifies as they are labelled."""
+    """The share of 200 other reviews that the model folder classifies as they are labeled."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     table = tiny.reviews(200, seed=1)

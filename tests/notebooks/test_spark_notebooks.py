@@ -135,4 +135,4 @@ def test_optimised_inference_prints_its_measurements_and_uses_its_choice(run: Ru
     assert re.search(rf"^\s*{choice}\s+chosen\s", printed, re.MULTILINE)
     assert re.search(r"^\s*eager\s", printed, re.MULTILINE)
     assert f"600 rows by {choice} " in printed
-    assert len(pq.read_table(committed_files(lake / "scored_optimised"))) == 600
+    assert len(pq.read_table(committed_files(lake / "scored_optimized"))) == 600

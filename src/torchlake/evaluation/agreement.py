@@ -1,8 +1,8 @@
-"""How far a runtime's answers are from eager's: labels, probabilities, and what that costs on a labelled sample.
+"""How far a runtime's answers are from eager's: labels, probabilities, and what that costs on a labeled sample.
 
 Both have scored the same rows, so everything here is paired: the metric's change is of two sets of answers to the same
 questions, and its interval (95 %, percentile bootstrap over the rows) says how sure that change is, not how sure the
-metric is. It is much narrower than either metric's own. Price: 1,000 resamples of accuracy in a moment; 200 of other
+metric is. It is much narrower than either metric's own. Cost: 1,000 resamples of accuracy in a moment; 200 of other
 metrics, each twice the task's metrics, in about 2 s.
 """
 
@@ -65,7 +65,7 @@ def compare(ours: np.ndarray, eagers: np.ndarray, targets: np.ndarray | None, sp
 
 
 def outside(found: Agreement, *, min_agreement: float, max_drop: float) -> str | None:
-    """Why these answers are outside the tolerance; None when they are inside. What cannot be told (NaN) is outside."""
+    """Why these answers are outside the tolerance; None when they are inside. NaN is outside."""
     if found.failed:
         return f"{found.failed:,} of {found.rows:,} rows failed"
     if found.difference <= CLOSE:

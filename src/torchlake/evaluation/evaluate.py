@@ -1,9 +1,9 @@
-"""`evaluate`: how good a model is on a labelled table, with intervals.
+"""`evaluate`: how good a model is on a labeled table, with intervals.
 
     read the label column -> predict into a temporary folder -> metrics over the rows that have both
 
 Labels are read first: a label that the model does not know ends the job before anything is scored. A row without a
-label, or one that could not be scored, is in no metric; it is counted, under its reason. Price: a prediction of the
+label, or one that could not be scored, is in no metric; it is counted, under its reason. Cost: a prediction of the
 table, a second read of one column, and the probabilities of all rows in memory (4 bytes per row and class).
 """
 

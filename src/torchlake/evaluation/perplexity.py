@@ -5,7 +5,7 @@
 Blocks are those of a validation while training: the rows that can be read, end to end, in blocks of the length that the
 model was trained with; conversations of which answers alone are learned, one by one. So a table gives the number here
 that it gave there. Intervals come of drawing blocks with
-replacement; neighbours are not independent, so they are somewhat too narrow. Price: the table's tokens on disk for the
+replacement; neighbors are not independent, so they are somewhat too narrow. Cost: the table's tokens on disk for the
 time being, and the logits of a batch, 4 bytes for every token and word of the vocabulary.
 """
 

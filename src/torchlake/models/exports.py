@@ -32,7 +32,7 @@ def current(folder: Path, name: str) -> Path | None:
     """The folder of the runtime's export of the model in `folder`; None where there is none of these very weights
     and of this format.
 
-    Price: one read of its files.
+    Cost: one read of its files.
     """
     place = folder / FOLDER / name
     if not (place / atomic_io.MANIFEST).is_file():

@@ -58,9 +58,9 @@ PROBLEM_TYPES: dict[Problem, Any] = {
 
 
 def load_spec(folder: str | Path) -> TaskSpec:
-    """The task.json of a model folder; without one, what config.json tells of a classifier or a language model.
+    """The task.json of a model folder; without one, what config.json says about a classifier or a language model.
 
-    Raises DataError when neither tells.
+    Raises DataError when neither does.
     """
     folder = model_folder(folder)
     check_folder(folder)
@@ -242,7 +242,7 @@ def _language_model(folder: Path, auto_class: str) -> "PreTrainedModel":
 
 
 def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
-    """A folder's configuration; of a classifier with what it needs to tell a row's tokens from padding.
+    """A folder's configuration; of a classifier with the padding token that it needs.
 
     Decoders come without a padding token, and would refuse two rows at once. Raises DataError for a model that needs to
     be told the language of its rows.
@@ -266,7 +266,7 @@ def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
 def _from_pretrained(
     folder: Path, auto_class: str, *, config: "PretrainedConfig | None" = None, dtype: "torch.dtype | None" = None
 ) -> tuple["PreTrainedModel", dict[str, Any]]:
-    """The model and what transformers tells of keys that are missing, mismatched or unexpected."""
+    """The model, and what transformers reports about keys that are missing, mismatched or unexpected."""
     import torch
     import transformers
 

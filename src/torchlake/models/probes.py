@@ -1,7 +1,7 @@
 """What a model does with a few short rows of its own tokenizer, looked at before it trains or scores.
 
-Some hundred architectures differ in ways that no configuration tells: which parameters a loss reaches, whether padding
-changes an answer, whether positions that begin again keep texts apart. A forward pass over two rows tells, in
+Some hundred architectures differ in ways that no configuration shows: which parameters a loss reaches, whether padding
+changes an answer, whether positions that begin again keep texts apart. A forward pass over two rows shows it, in
 milliseconds. Rows come from the tokenizer because models count on its special tokens: BART and T5 read a row's answer
 at its end token.
 """

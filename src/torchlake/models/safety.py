@@ -9,7 +9,7 @@ depth it has not bounded first, and refuses whatever could run code or reach out
                     may the name of a file in a configuration
     sizes           JSON by bytes and by depth, safetensors by the length that their header claims
 
-Price: one read of the JSON files, well under a second for the largest tokenizer.json; the weights are only measured.
+Cost: one read of the JSON files, well under a second for the largest tokenizer.json; the weights are only measured.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, with the padding token that the model itself goes by, and how long a row may be."""
+"""The tokenizer of a model folder, with the model's padding token, and how long a row may be."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -140,7 +140,7 @@ def _units(spec: TaskSpec) -> dict[str, str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars and reports of transformers: what they tell is told by exceptions here."""
+    """Without the bars and reports of transformers: their content is in exceptions here."""
     import torch
     from transformers.utils import logging
 

@@ -2,7 +2,7 @@
 
 A candidate is a runtime with a number of threads per process, at the batch size that suits it best. What runs in
 processes of its own, and how a crash there becomes an answer, is in `measure.py`; how answers are compared in
-`evaluation/agreement.py`. Price: a candidate that shows on a share of the rows that it is well behind stops there.
+`evaluation/agreement.py`. Cost: a candidate that shows on a share of the rows that it is well behind stops there.
 """
 
 import os
@@ -23,7 +23,7 @@ from torchlake.models import exports
 from torchlake.optimization import measure as trials
 from torchlake.optimization.measure import Measured, Stopped, Trial
 from torchlake.optimization.sample import Sample
-from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.processes.hardware import cores, gpus, max_processes
 from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable
 from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name, worker_memory
 
@@ -46,7 +46,7 @@ class Candidate:
     by_batch_tokens: dict[int, float] | None = None
     "Rows a second on a share of the sample, for each batch size that was tried."
     rows_per_s: float | None = None
-    "Of all processes together, tokenising counted."
+    "Of all processes together, tokenizing counted."
     rows: int | None = None
     "Rows of the sample behind the numbers below."
     failed: int | None = None
@@ -89,9 +89,9 @@ def find_shapes(bench: Bench) -> list[tuple[int, int]]:
     if bench.engine.processes is not None:
         numbers = [bench.engine.processes]
     elif threads.isdigit():  # the user's word; the engine keeps to it
-        numbers = [most_processes(memory, max(1, int(threads)))]
+        numbers = [max_processes(memory, max(1, int(threads)))]
     else:
-        numbers = [most_processes(memory), most_processes(memory, cores())]
+        numbers = [max_processes(memory), max_processes(memory, cores())]
     if cards := len(gpus()):
         numbers = [min(numbers[0], cards)]  # a process per card; the CPU's threads do not decide there
     return [(one, int(threads) if threads.isdigit() else max(1, cores() // one)) for one in dict.fromkeys(numbers)]

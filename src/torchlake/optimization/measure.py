@@ -9,7 +9,7 @@ scores rows meanwhile, that keeps the load on and needs no clock.
 
 Before it touches the model a process leaves an empty file and arms faulthandler's watchdog on it (a C thread, which
 sees a hang inside a kernel too). The engine replaces a process that dies; its successor finds the file, tries nothing,
-and gives what is in it as the answer. Price: one start of Python and one load of the model per candidate and process.
+and gives what is in it as the answer. Cost: one start of Python and one load of the model per candidate and process.
 """
 
 import faulthandler
@@ -204,7 +204,7 @@ def _prepare(model: str, runtime: str, calibration: str, index: int) -> None:
 
 
 def _score(scorer: Scorer, texts: pa.Array) -> pa.Table:
-    """Everything that `predict` computes for these rows: tokenising too, which takes its share of the core."""
+    """Everything that `predict` computes for these rows: tokenizing too, which takes its share of the core."""
     return scorer.score(scorer.tokenize(texts, {}))
 
 

@@ -4,9 +4,9 @@
 
 A candidate is a runtime with a number of threads per process, at the batch size that suits it best. It runs in as many
 processes as `predict` would start, so its rows a second are what `predict` will get. It is inside the tolerance when
-its answers are eager's (largest difference of a probability 0.001), or when enough labels agree and, on a labelled
+its answers are eager's (largest difference of a probability 0.001), or when enough labels agree and, on a labeled
 sample, the metric does not drop further than allowed. A candidate that crashes, hangs or raises is reported and passed
-over; so is one that the budget does not reach. Price: the budget, and what a candidate exports, which stays
+over; so is one that the budget does not reach. Cost: the budget, and what a candidate exports, which stays
 in the model folder.
 """
 

@@ -7,7 +7,7 @@ label the lengths from the shortest to the longest. Nothing is drawn, so the sam
 
 Rows for calibration are other rows than the measured ones: a runtime fits its activation ranges to the rows that it is
 calibrated with, so agreement on those would flatter it. Rows without a text (or, where the table has labels, without a
-label) are in neither. Price: at most 32,768 rows in memory, and the footers (Parquet, Arrow) or one pass (CSV, JSON
+label) are in neither. Cost: at most 32,768 rows in memory, and the footers (Parquet, Arrow) or one pass (CSV, JSON
 lines) of the table.
 """
 
@@ -78,8 +78,8 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> 
     if targets is not None:
         usable &= np.asarray(targets.is_valid())
     if not usable.any():
-        labelled = "" if targets is None else f" and a label in {column!r}"
-        raise DataError(f"The sample has no row with a text in {spec.text!r}{labelled}.")
+        labeled = "" if targets is None else f" and a label in {column!r}"
+        raise DataError(f"The sample has no row with a text in {spec.text!r}{labeled}.")
     keep = pa.array(usable)
     texts, numbers = texts.filter(keep), None if targets is None else _numbers(targets.filter(keep), spec)
     lengths = pc.utf8_length(texts).to_numpy(zero_copy_only=False)

@@ -1,7 +1,7 @@
 """Rows that workers have scored of chunks that are not finished, read from the journals that `poison_rows.py` writes.
 
 Workers note each batch there before it runs, whichever engine started them, so no channel of its own is needed. What is
-counted is for showing only: a network file system may show it late. Price: the reading of what was added since.
+counted is for showing only: a network file system may show it late. Cost: the reading of what was added since.
 """
 
 import json

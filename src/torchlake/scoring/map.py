@@ -1,7 +1,7 @@
 """Predictions inside other people's queries: a model as a function of Spark SQL, and as stages of Ray Data.
 
 `predict` of a Spark DataFrame or Ray Dataset adds the prediction columns to a whole frame; this is for expressions, and
-for pipelines with steps of their own between tokenising and scoring.
+for pipelines with steps of their own between tokenizing and scoring.
 """
 
 from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ def ray_stages(
     processes: int | None = None,
     gpus_per_process: float | None = None,
 ) -> tuple[Stage, Stage]:
-    """Two steps of a Ray Data pipeline, each from Dataset to Dataset: tokenise on CPUs, score where the model is.
+    """Two steps of a Ray Data pipeline, each from Dataset to Dataset: tokenize on CPUs, score where the model is.
 
         tokenize, score = tl.ray_stages("runs/reviews/model", processes=2, gpus_per_process=1)
         scored = score(tokenize(dataset).map_batches(own_step))

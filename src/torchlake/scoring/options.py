@@ -160,7 +160,7 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
 
 
 def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
-    """The settings, told whether the text column holds conversations. Raises TableError, UsageError for a wrong one."""
+    """The settings, with `chat` set where the column holds conversations. Raises TableError, UsageError."""
     if settings.generation is None:
         check_text(schema, settings.text, where)
         return settings

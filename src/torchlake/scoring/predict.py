@@ -257,7 +257,11 @@ def _score(
         label=chunk_label,
     )
     before, ahead = rows, InFlight(out.staging / "journal").rows
-    with announce_interrupt(KEPT), closing(chunks), progress("predict", total, "rows", done=before, ahead=ahead) as advance:
+    with (
+        announce_interrupt(KEPT),
+        closing(chunks),
+        progress("predict", total, "rows", done=before, ahead=ahead) as advance,
+    ):
         _refuse_too_many(failed, rows, total, max_error_rate, examples)  # of a run before this one
         for chunk in chunks:
             made.append(chunk)

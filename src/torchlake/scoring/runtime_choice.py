@@ -3,7 +3,7 @@
     <model>/runtime.json    what `optimize` chose, for which weights, on which device, and all it measured
 
 A choice holds for the weights that it was measured with, and only where its runtime can run. Whatever is in its way
-costs speed, never answers: `eager` scores then, and a warning says why. Price: a read of the file; the export's sha256.
+costs speed, never answers: `eager` scores then, and a warning says why. Cost: a read of the file; the export's sha256.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """The worker's half of `predict`: rows in, the same rows with predictions or a named error out.
 
-    tokenise -> sort by length -> batches of a token budget -> forward -> original order
+    tokenize -> sort by length -> batches of a token budget -> forward -> original order
 
 A model that writes is asked in the same way: what its runtime gives for a row is then an answer, token ids, instead of
 logits, and a batch's budget counts the tokens that may be written too.
@@ -111,7 +111,9 @@ class TextReader:
         """
         errors, tokens_of = dict(unreadable), self.task.tokenize
         if self.settings.generation is not None and self.settings.generation.chat:
-            texts, bad = self.task.render_chats(self.tokenizer, without_rows(texts, unreadable), add_generation_prompt=True)
+            texts, bad = self.task.render_chats(
+                self.tokenizer, without_rows(texts, unreadable), add_generation_prompt=True
+            )
             errors = {**bad, **errors}
             tokens_of = partial(tokens_of, chat=True)
         texts = pc.fill_null(texts, "")

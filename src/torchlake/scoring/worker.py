@@ -31,7 +31,7 @@ from torchlake.tables.text_columns import string_column
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredChunk:
-    """What a worker tells of a chunk it has written."""
+    """What a worker reports about a chunk that it has written."""
 
     part: Part
     tokens: int

@@ -1,8 +1,8 @@
 """64-bit hashes of Arrow columns: equal values of one type have equal hashes, however they are stored.
 
 A fixed-width value is one or more 64-bit words, a string the words of its bytes; one word is its own hash, several are
-mixed (the finalizer of MurmurHash3). Different values may have the same hash; `identities` returns bytes that tell them
-apart. Cost: 3 to 20 ns per value; strings longer than 256 bytes are hashed one by one.
+mixed (the finalizer of MurmurHash3). Different values may have the same hash; `identities` returns bytes that
+distinguish them. Cost: 3 to 20 ns per value; strings longer than 256 bytes are hashed one by one.
 """
 
 import numpy as np

@@ -147,7 +147,7 @@ def _watching_capacity(engine: Engine, processes: ProcessRange, number: int, run
             try:
                 found = engine.num_ranks(processes, None, running=number)
             except Exception as error:  # any library's error; training continues
-                log.warning("cannot tell whether there is room for more ranks: %s", error)
+                log.warning("cannot find out whether there is room for more ranks: %s", error)
                 continue
             if found > number:
                 log.info("there is room for %d ranks, %d are training: they save and start again", found, number)

@@ -14,15 +14,15 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
-from torchlake.processes.interrupts import announced
+from torchlake.processes.interrupts import announce_interrupt
 from torchlake.scoring import predict
 from torchlake.tables.output.parts import Part
 from torchlake.training import restarts
 
 SCRIPT = """
 import threading
-from torchlake.processes.interrupts import announced
-with announced("Saving; press Ctrl-C again to abort."):
+from torchlake.processes.interrupts import announce_interrupt
+with announce_interrupt("Saving; press Ctrl-C again to abort."):
     try:
         print("working", flush=True)
         threading.Event().wait(60)
@@ -45,7 +45,7 @@ def test_on_a_terminal_the_first_one_is_answered_and_the_second_aborts() -> None
 
 def test_what_handled_it_before_handles_it_again() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), announced("Stopping."):
+    with pytest.raises(KeyboardInterrupt), announce_interrupt("Stopping."):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -55,7 +55,7 @@ def test_a_handler_that_a_library_set_meanwhile_stays() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     try:
-        with announced("Stopping."):
+        with announce_interrupt("Stopping."):
             signal.signal(signal.SIGINT, own)
         assert signal.getsignal(signal.SIGINT) is own
     finally:
@@ -66,7 +66,7 @@ def test_a_handler_that_a_library_set_meanwhile_stays() -> None:
 def test_nothing_is_said_where_python_does_not_handle_it(how: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, how)
     try:
-        with announced("Stopping."):
+        with announce_interrupt("Stopping."):
             assert signal.getsignal(signal.SIGINT) is how
     finally:
         signal.signal(signal.SIGINT, before)
@@ -76,7 +76,7 @@ def test_a_thread_changes_no_handler() -> None:
     before, found = signal.getsignal(signal.SIGINT), []
 
     def work() -> None:
-        with announced("Stopping."):
+        with announce_interrupt("Stopping."):
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

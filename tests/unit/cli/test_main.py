@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from torchlake import errors, logs
-from torchlake.cli import commands, display
+from torchlake.cli import display
 from torchlake.cli import main as cli
 from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job

@@ -24,7 +24,7 @@ from torchlake.engines.local import Local
 from torchlake.errors import RankFailed, UsageError
 from torchlake.processes import chunk_process, environment, hardware, serialization
 from torchlake.processes.children import Children
-from torchlake.processes.remote import Node, group_variables, held_node
+from torchlake.processes.remote import Node, group_variables, reserve_node
 
 ROOT = Path(__file__).parents[3]
 Chunks = Iterator[Any]
@@ -94,8 +94,8 @@ def test_chunk_jobs_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.Monk
 
 def test_no_more_processes_than_memory_holds() -> None:
     total = psutil.virtual_memory().total
-    assert hardware.most_processes(total) == 1
-    assert hardware.most_processes(1) == hardware.most_processes(0) == hardware.cores()
+    assert hardware.max_processes(total) == 1
+    assert hardware.max_processes(1) == hardware.max_processes(0) == hardware.cores()
 
 
 V2 = {
@@ -129,11 +129,11 @@ def test_a_containers_limits_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # Of 4 GiB, 3 GiB and 100 bytes are used, and the kernel can give back those 100 of cached files.
     contain(tmp_path, monkeypatch, files, quota=250000, limit=4 * gib, used=3 * gib + 100)
     assert hardware.cores() == 3, "two and a half, rounded up"
-    assert hardware.most_processes(gib // 4) == 2, "half of the free GiB, though the machine has more"
+    assert hardware.max_processes(gib // 4) == 2, "half of the free GiB, though the machine has more"
     contain(tmp_path, monkeypatch, files, quota=1000, limit=4 * gib, used=5 * gib)
     assert hardware.cores() == 1
     assert hardware.available_memory() == 0
-    assert hardware.most_processes(gib) == 1
+    assert hardware.max_processes(gib) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux's")
@@ -166,12 +166,12 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_master_port_is_held_and_rank_0_may_listen_on_it() -> None:
-    assert Local().launch(_listen_on_the_held_port)
+    assert Local().launch(_listen_on_the_reserved_port)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
 def test_ranks_may_meet_at_an_address_of_either_kind(address: str) -> None:
-    with held_node(address, None) as (node, descriptor), socket.socket(fileno=os.dup(descriptor)) as holder:
+    with reserve_node(address, None) as (node, descriptor), socket.socket(fileno=os.dup(descriptor)) as holder:
         holder.listen()
         assert node.address == address
         with socket.create_connection((node.address, node.port), timeout=10):
@@ -196,15 +196,15 @@ def test_output_whose_reader_has_left_stops_nothing(tmp_path: Path) -> None:
     """As in `torchlake launch ... | head`, where the driver prints what ranks on other machines said."""
     source = """
         import os, sys
-        from torchlake.processes.remote import show
+        from torchlake.processes.remote import print_output
 
         read, write = os.pipe()
         os.close(read)
         sys.stdout = open(write, "w")
         for _ in range(3):
-            show(1, b"a line\\n" * 10_000)
+            print_output(1, b"a line\\n" * 10_000)
         sys.stdout = None
-        show(1, b"a line\\n")
+        print_output(1, b"a line\\n")
         os.write(1, b"went on")
         os._exit(0)
         """
@@ -437,7 +437,7 @@ def _visible_gpus() -> Callable[[Chunks], Iterator[str | None]]:
     return lambda chunks: (os.environ.get("CUDA_VISIBLE_DEVICES") for _ in chunks)
 
 
-def _listen_on_the_held_port() -> bool:
+def _listen_on_the_reserved_port() -> bool:
     import socket
 
     port = int(os.environ["MASTER_PORT"])

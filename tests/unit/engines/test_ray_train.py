@@ -10,15 +10,17 @@ import ray as ray_library
 
 import torchlake as tl
 from pids import gone, note, pid, wait_for
-from torchlake.engines._ray_cluster import Share
+from torchlake.engines._ray_cluster import ProcessResources
 from torchlake.engines._ray_launch import RankJob
-from torchlake.engines._ray_train import NEVER, launch_with_torch_trainer
+from torchlake.engines._ray_train import UNSUPPORTED, launch_with_torch_trainer
 from torchlake.errors import Interrupted, UsageError
 
 
 def test_several_gpus_for_a_rank_are_refused() -> None:
-    assert "several_gpus_for_a_rank" in NEVER
-    job = RankJob(payload=b"", number=1, share=Share(gpus=2.0), strategy="PACK", name="launch", stdout_to_stderr=False)
+    assert "several_gpus_for_a_rank" in UNSUPPORTED
+    job = RankJob(
+        payload=b"", number=1, share=ProcessResources(gpus=2.0), strategy="PACK", name="launch", stdout_to_stderr=False
+    )
     with pytest.raises(UsageError, match="TorchTrainer gives a rank one GPU"):
         launch_with_torch_trainer(job)
 

@@ -21,13 +21,13 @@ from transformers import (
 )
 
 from torchlake.planning import costs
-from torchlake.planning.costs import SHARINGS, Cluster, Exchange, Link, Parameters, Setting, Shape
+from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
 from torchlake.planning.survey import _shape
 
 TOLERANCE = 0.08
 CLUSTER = Cluster(flops=1e12, within=Link(bandwidth=1e11, latency=1e-5), across=Link(bandwidth=1e10, latency=1e-4))
-FP32 = Setting(bf16=False, gpu=False)
-BF16 = Setting(bf16=True, gpu=False)
+FP32 = ComputeSettings(bf16=False, gpu=False)
+BF16 = ComputeSettings(bf16=True, gpu=False)
 BERT = {
     "vocab_size": 100,
     "hidden_size": 64,
@@ -79,7 +79,7 @@ def shape(**changes: Any) -> Shape:
     return Shape(**{**usual, **changes})
 
 
-def saved_bytes(model: torch.nn.Module, rows: int, length: int, setting: Setting) -> int:
+def saved_bytes(model: torch.nn.Module, rows: int, length: int, setting: ComputeSettings) -> int:
     """Bytes of all distinct storages that autograd keeps of a forward pass and its loss, the parameters' own left out.
 
     Autocast's copies of the weights are left out too: they are counted as weights.
@@ -120,7 +120,7 @@ def saved_bytes(model: torch.nn.Module, rows: int, length: int, setting: Setting
 )
 @pytest.mark.parametrize(("rows", "length"), [(15, 17), (2, 127)])
 def test_the_activations_are_those_that_autograd_keeps(
-    config: Any, kind: str, rows: int, length: int, setting: Setting
+    config: Any, kind: str, rows: int, length: int, setting: ComputeSettings
 ) -> None:
     classes = {
         "bert": BertForSequenceClassification,
@@ -141,7 +141,7 @@ def test_the_activations_are_those_that_autograd_keeps(
 def test_the_layer_of_korthikanti_et_al() -> None:
     """Their 34 s b h bytes of a layer without the L x L part, in 16 bits: theirs keeps no copy per projection and the
     norms' inputs in 16 bits; with dropout masks of one byte ours has to lie above, and below twice theirs."""
-    ours = costs.layer_bytes(shape(dropouts=2), 128, Setting(bf16=True, gpu=True)) / 768
+    ours = costs.layer_bytes(shape(dropouts=2), 128, ComputeSettings(bf16=True, gpu=True)) / 768
     assert 34 < ours < 68
     assert ours == 24 + 4 * 4 + 2
 
@@ -158,8 +158,8 @@ def test_attention_without_a_fused_kernel_keeps_its_probabilities() -> None:
     assert costs.layer_bytes(fused, 512, FP32) == costs.layer_bytes(fused, 256, FP32)
     assert grown == 4 * 12 * 256
     dropping = shape(attention_dropout=True)
-    assert costs.layer_bytes(dropping, 512, Setting(bf16=True, gpu=True)) == costs.layer_bytes(
-        fused, 512, Setting(bf16=True, gpu=True)
+    assert costs.layer_bytes(dropping, 512, ComputeSettings(bf16=True, gpu=True)) == costs.layer_bytes(
+        fused, 512, ComputeSettings(bf16=True, gpu=True)
     ), "the kernels of GPUs drop inside"
 
 
@@ -167,8 +167,8 @@ def test_sixteen_bytes_a_parameter_in_fp32() -> None:
     """Weights, gradients and two moments of 4 bytes each; what ZeRO's stages leave of them on four ranks."""
     model = parameters(1_000_000)
     of = {
-        sharing.name: costs.memory(sharing, model, FP32, ranks=4, activations=0.0, accumulates=True)
-        for sharing in SHARINGS
+        sharding.name: costs.memory(sharding, model, FP32, ranks=4, activations=0.0, accumulates=True)
+        for sharding in SHARDINGS
     }
     parts = {name: (one.weights, one.gradients, one.optimizer) for name, one in of.items()}
     assert parts["single"] == parts["ddp"] == (4e6, 4e6, 8e6)
@@ -181,7 +181,7 @@ def test_sixteen_bytes_a_parameter_in_fp32() -> None:
 
 def test_gradients_come_as_activations_go() -> None:
     """With one micro-batch a step: the larger of both. DDP's buckets stay, and micro-batches add up."""
-    single, ddp = SHARINGS[0], SHARINGS[1]
+    single, ddp = SHARDINGS[0], SHARDINGS[1]
     model = parameters(1_000_000)
     once = costs.memory(single, model, FP32, ranks=1, activations=3e6, accumulates=False)
     adding = costs.memory(single, model, FP32, ranks=1, activations=3e6, accumulates=True)
@@ -192,24 +192,24 @@ def test_gradients_come_as_activations_go() -> None:
 
 def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
     adapted = costs.memory(
-        SHARINGS[0], parameters(1_000_000, trainable=10_000), FP32, ranks=1, activations=0.0, accumulates=True
+        SHARDINGS[0], parameters(1_000_000, trainable=10_000), FP32, ranks=1, activations=0.0, accumulates=True
     )
     assert (adapted.weights, adapted.gradients, adapted.optimizer) == (4e6, 4e4, 8e4)
 
 
 @given(
-    sharing=st.sampled_from(SHARINGS[1:]),
+    sharding=st.sampled_from(SHARDINGS[1:]),
     total=st.integers(1_000_000, 10**11),
     ranks=st.integers(2, 2048),
     bf16=st.booleans(),
     accumulates=st.booleans(),
 )
 def test_more_ranks_never_need_more_memory(
-    sharing: costs.Sharing, total: int, ranks: int, bf16: bool, accumulates: bool
+    sharding: costs.Sharding, total: int, ranks: int, bf16: bool, accumulates: bool
 ) -> None:
-    setting = Setting(bf16=bf16, gpu=True)
+    setting = ComputeSettings(bf16=bf16, gpu=True)
     few, many = (
-        costs.memory(sharing, parameters(total), setting, ranks=number, activations=1e9, accumulates=accumulates)
+        costs.memory(sharding, parameters(total), setting, ranks=number, activations=1e9, accumulates=accumulates)
         for number in (ranks, 2 * ranks)
     )
     assert many.peak <= few.peak
@@ -221,7 +221,7 @@ def test_more_ranks_never_need_more_memory(
 def test_a_ring_sends_what_patarasuk_and_yuan_say() -> None:
     """An all-reduce of n bytes: 2 (N - 1)/N n; FSDP: three halves of it; stages 1 and 2 as much as DDP."""
     model = parameters(1_000_000)
-    sent = {one.name: costs.traffic(one, model, FP32, micro_batches=1).sent(8) for one in SHARINGS}
+    sent = {one.name: costs.traffic(one, model, FP32, micro_batches=1).sent(8) for one in SHARDINGS}
     assert sent["single"] == 0
     assert sent["ddp"] == pytest.approx(2 * 7 / 8 * 4e6)
     assert sent["fsdp reshard=true"] == pytest.approx(1.5 * sent["ddp"])
@@ -231,11 +231,11 @@ def test_a_ring_sends_what_patarasuk_and_yuan_say() -> None:
 
 
 def test_micro_batches_gather_again_and_reduce_once() -> None:
-    fsdp = SHARINGS[3]
+    fsdp = SHARDINGS[3]
     once, thrice = (costs.traffic(fsdp, parameters(), FP32, micro_batches=number) for number in (1, 3))
     assert thrice.forward.bytes == 3 * once.forward.bytes
     assert thrice.backward.bytes - once.backward.bytes == 2 * once.forward.bytes
-    stage1, stage2 = (costs.traffic(SHARINGS[4 + stage], parameters(), FP32, micro_batches=3) for stage in (0, 1))
+    stage1, stage2 = (costs.traffic(SHARDINGS[4 + stage], parameters(), FP32, micro_batches=3) for stage in (0, 1))
     assert stage2.backward.bytes == 3 * stage1.backward.bytes, "no rank has room for a whole gradient"
 
 
@@ -247,15 +247,15 @@ def test_one_rank_waits_for_nobody() -> None:
 
 
 @given(
-    sharing=st.sampled_from(SHARINGS),
+    sharding=st.sampled_from(SHARDINGS),
     ranks=st.integers(1, 4096),
     computing=st.floats(1e-6, 1e4),
     micro_batches=st.floats(1, 20),
 )
 def test_hiding_lies_between_all_and_nothing(
-    sharing: costs.Sharing, ranks: int, computing: float, micro_batches: float
+    sharding: costs.Sharding, ranks: int, computing: float, micro_batches: float
 ) -> None:
-    exchanged = costs.traffic(sharing, parameters(), FP32, micro_batches=micro_batches)
+    exchanged = costs.traffic(sharding, parameters(), FP32, micro_batches=micro_batches)
     spent = costs.step_time(exchanged, ranks=ranks, computing=computing, cluster=CLUSTER)
     least = max(spent.computing, spent.communication)
     assert least <= spent.overlapped * (1 + 1e-9)

@@ -23,8 +23,8 @@ from torchlake.data import batching, order
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
 from torchlake.planning import capacity, display, survey, workload
-from torchlake.planning.costs import SHARINGS
-from torchlake.planning.workload import Case
+from torchlake.planning.costs import SHARDINGS
+from torchlake.planning.workload import Workload
 from torchlake.preparation.prepare import prepare
 
 FAST = {"flops": 1e12}
@@ -42,13 +42,13 @@ def sections(tiny_bert: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def case(lengths: np.ndarray, sections: dict[str, Any], **changes: Any) -> Case:
+def case(lengths: np.ndarray, sections: dict[str, Any], **changes: Any) -> Workload:
     job = load_job(None, **sections)
     base = Path(job.model.base)
     shape, parameters = survey.survey_model(job, base, tiny.SPEC)
     setting = tl.plan(**sections, **FAST).setting
     usual = {"batch_size": 32, "micro_batch_tokens": 16384, "seed": 0, "longest": int(lengths.max())}
-    return Case(shape=shape, parameters=parameters, setting=setting, lengths=lengths, **{**usual, **changes})
+    return Workload(shape=shape, parameters=parameters, setting=setting, lengths=lengths, **{**usual, **changes})
 
 
 # the whole verb
@@ -330,7 +330,7 @@ def test_no_micro_batch_is_larger_than_the_planned_one(
     lengths: list[int], ranks: int, batch_size: int, tokens: int
 ) -> None:
     rows = np.array(lengths)
-    planned = Case(
+    planned = Workload(
         shape=None,  # type: ignore[arg-type]  # not looked at
         parameters=None,  # type: ignore[arg-type]
         setting=None,  # type: ignore[arg-type]
@@ -350,14 +350,14 @@ def test_no_micro_batch_is_larger_than_the_planned_one(
 def test_sorting_more_rows_than_the_sample_has(sections: dict[str, Any]) -> None:
     """Batches as large as the sample are planned as sorted in windows of 32 of them, as training does."""
     lengths = np.random.default_rng(0).integers(5, 100, 500)
-    stand_in = workload.stand_in(lengths, rows=10**6, batch_size=256, seed=0)
-    assert len(stand_in) == 256 * order.WINDOW_BATCHES
-    assert set(stand_in) <= set(lengths)
-    planned = case(stand_in, sections, batch_size=256)
+    representative_lengths = workload.representative_lengths(lengths, rows=10**6, batch_size=256, seed=0)
+    assert len(representative_lengths) == 256 * order.WINDOW_BATCHES
+    assert set(representative_lengths) <= set(lengths)
+    planned = case(representative_lengths, sections, batch_size=256)
     assert workload.padding(planned, lengths, ranks=1, max_length=128).sorted < 0.05
 
 
 def test_every_strategy_has_a_place(sections: dict[str, Any]) -> None:
     from torchlake import plugins
 
-    assert set(plugins.names("strategies")) <= {sharing.plugin for sharing in SHARINGS}
+    assert set(plugins.names("strategies")) <= {sharding.plugin for sharding in SHARDINGS}

@@ -207,17 +207,17 @@ def test_any_column_is_learned_or_refused_with_a_reason(
     kind, values, kind_of = column
     array = array_of(values, kind_of)
     pieces = [array[:cut], array[cut:]]
-    labelled = [value for value in values if value is not None]
+    labeled = [value for value in values if value is not None]
     try:
         found = task.find_labels(iter(pieces), problem)
     except DataError:
-        unfit = labelled and problem is not None and (problem == "multi_label") != (kind == "lists")
+        unfit = labeled and problem is not None and (problem == "multi_label") != (kind == "lists")
         words = problem == "regression" and kind == "strings"
         odd = problem == "single_label" and kind in ("floats", "decimals")
-        few = len({float(value) if "float" in kind or kind == "whole text" else str(value) for value in labelled}) < 2
-        assert unfit or words or odd or few or not any(labelled)
+        few = len({float(value) if "float" in kind or kind == "whole text" else str(value) for value in labeled}) < 2
+        assert unfit or words or odd or few or not any(labeled)
         return
-    assert found.rows == len(labelled)
+    assert found.rows == len(labeled)
     whole = task.find_labels(iter([array]), problem)
     assert replace(whole, mean=found.mean, deviation=found.deviation) == found
     assert (whole.mean, whole.deviation) == pytest.approx((found.mean, found.deviation))
@@ -226,8 +226,8 @@ def test_any_column_is_learned_or_refused_with_a_reason(
     assert targets.is_null().to_pylist() == [value is None for value in values]
     assert task.bad_labels(array, spec) == {}
     if found.problem == "regression":
-        assert found.mean == pytest.approx(np.mean([float(value) for value in labelled]), rel=1e-6, abs=1e-6)
-        spread = np.std([float(value) for value in labelled])
+        assert found.mean == pytest.approx(np.mean([float(value) for value in labeled]), rel=1e-6, abs=1e-6)
+        spread = np.std([float(value) for value in labeled])
         assert found.deviation == pytest.approx(spread if found.deviation != 1.0 else 1.0, rel=1e-5, abs=1e-6)
     elif found.problem == "single_label":
         assert sum(found.counts) == found.rows

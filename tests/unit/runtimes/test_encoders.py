@@ -24,13 +24,13 @@ def test_laying_rows_end_to_end_loses_no_token(lengths: list[int], padding_id: i
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = np.arange(2, offsets[-1] + 2, dtype=np.int32)
     ids, mask = pad(Ragged(values, offsets), np.arange(len(lengths)), 1)
-    rows = _encoder.lay_end_to_end(padding_id, ids, mask)
+    rows = _encoder.remove_padding(padding_id, ids, mask)
     assert rows.ids.tolist() == values.tolist()
     assert rows.lengths.tolist() == lengths
     first = 0 if padding_id is None else padding_id + 1
     assert rows.positions.tolist() == [first + place for length in lengths for place in range(length)]
-    assert [length for count, length in rows.runs() for _ in range(count)] == lengths
-    assert all(a[1] != b[1] for a, b in zip(rows.runs()[:-1], rows.runs()[1:], strict=True))
+    assert [length for count, length in rows.length_groups() for _ in range(count)] == lengths
+    assert all(a[1] != b[1] for a, b in zip(rows.length_groups()[:-1], rows.length_groups()[1:], strict=True))
 
 
 def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ def test_some_are_for_cpus(runtime: ModuleType, tiny_model: Path) -> None:
 
 
 def test_bf16_is_refused_where_it_would_be_emulated(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "cpu_words", lambda: frozenset({"avx2", "avx512_vnni"}))
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2", "avx512_vnni"}))
     assert "no product of bf16" in (bf16.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="no product of bf16"):
         bf16.load(tiny_model, load.load_spec(tiny_model), device="cpu")
 
 
-@pytest.mark.skipif(not hardware.multiplies_bf16(), reason="this CPU does not multiply bf16")
+@pytest.mark.skipif(not hardware.supports_bf16(), reason="this CPU does not multiply bf16")
 @pytest.mark.parametrize("activation", ["none", "gelu", "relu"])
 def test_a_product_in_bf16_is_off_by_the_rounding_of_its_operands(activation: str) -> None:
     """Eight bits of significand: operands, and the result, are off by a part in 256 at most; sums are fp32's."""

@@ -137,7 +137,7 @@ def test_a_model_too_big_for_the_format_is_refused(name: str, exported: Path, mo
 
 @pytest.mark.parametrize("name", ["int8", "onnx_int8"])
 def test_a_cpu_that_overflows_is_refused(name: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "cpu_words", lambda: frozenset({"avx2", "avx512f"}))
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
     runtime = plugins.load("runtimes", name)
     assert "VNNI" in str(runtime.refusal(exported))
     with pytest.raises(UsageError, match="VNNI"):
@@ -272,10 +272,10 @@ def test_attention_is_laid_out_for_the_rows_of_the_calibration(
         assert (5 in ranks_of_products(folder / "runtimes" / "openvino_int8")) == short, lengths
 
 
-def quantised_error(smooth: np.ndarray, seen: _calibration.Seen, weight: np.ndarray) -> float:
+def quantized_error(smooth: np.ndarray, seen: _calibration.ActivationStats, weight: np.ndarray) -> float:
     sample = np.concatenate(seen.sample)
     loud = np.isinf(smooth)
-    scale, zero = _calibration.grid(seen.low / smooth, seen.high / smooth)
+    scale, zero = _calibration.uint8_grid(seen.low / smooth, seen.high / smooth)
     x = (np.clip(np.rint(sample / smooth / scale) + zero, 0, 255) - zero) * scale
     rounded, scales = _calibration.round_weights(_calibration.scaled(weight, smooth))
     return float(np.abs(x @ (rounded * scales) + sample[:, loud] @ weight[loud] - sample @ weight).mean())
@@ -287,10 +287,10 @@ def test_loud_channels_do_not_drown_the_others(loud_channels: int) -> None:
     x = generator.normal(size=(200, 64)).astype(np.float32)
     x[:, :loud_channels] *= 60
     weight = generator.normal(size=(64, 32)).astype(np.float32)
-    seen = _calibration.Seen(x.min(axis=0), x.max(axis=0), [x])
+    seen = _calibration.ActivationStats(x.min(axis=0), x.max(axis=0), [x])
     smooth = _calibration.smoothing(seen, weight)
-    plain = quantised_error(np.ones(64, dtype=np.float32), seen, weight)
-    error = quantised_error(smooth, seen, weight)
+    plain = quantized_error(np.ones(64, dtype=np.float32), seen, weight)
+    error = quantized_error(smooth, seen, weight)
     assert error <= plain
     if loud_channels:
         assert error < plain / 2
@@ -299,7 +299,7 @@ def test_loud_channels_do_not_drown_the_others(loud_channels: int) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 2.0), (-2.0, -1.0), (0.0, 0.0)])
 def test_a_range_holds_zero_exactly(low: float, high: float) -> None:
-    scale, zero = _calibration.grid(np.array([low], np.float32), np.array([high], np.float32))
+    scale, zero = _calibration.uint8_grid(np.array([low], np.float32), np.array([high], np.float32))
     assert scale > 0
     assert 0 <= zero <= 255
     for value in (low, high):

@@ -152,7 +152,7 @@ def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
 
 def test_a_plan_of_100_000_chunks_goes_through_json_quickly() -> None:
     schema = pa.schema([pa.field("text", pa.string())])
-    serialised = schema.serialize().to_pybytes()
+    serialized = schema.serialize().to_pybytes()
     one = InputFile(path="/f", name="f", version=Version(1), sha256="0", rows=100_000, checksums=True)
     chunk = Chunk(
         index=0,
@@ -164,10 +164,10 @@ def test_a_plan_of_100_000_chunks_goes_through_json_quickly() -> None:
         row_groups=(0, 1),
         first_row=0,
         rows=1,
-        schema=serialised,
+        schema=serialized,
     )
     chunks = tuple(replace(chunk, index=place, first_row=place) for place in range(100_000))
-    plan = Plan(inputs=(one,), chunks=chunks, serialized=serialised, rows=100_000)
+    plan = Plan(inputs=(one,), chunks=chunks, serialized=serialized, rows=100_000)
     began = time.perf_counter()
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
     seconds = time.perf_counter() - began

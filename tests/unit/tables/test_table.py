@@ -139,7 +139,7 @@ def test_a_lakehouse_table_is_not_read_as_loose_files(tmp_path: Path, marker: st
         open_table(tmp_path)
 
 
-def test_an_unknown_format_is_refused_and_a_known_one_recognised(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused_and_a_known_one_recognized(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", a=[1]).rename(tmp_path / "data")
     assert open_table(tmp_path / "data").format == "parquet"
     (tmp_path / "data").write_text("hello")
@@ -180,8 +180,8 @@ class Canary(pa.ExtensionType):  # type: ignore[misc]
         return b"payload"
 
     @classmethod
-    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialised: bytes) -> "Canary":
-        cls.heard.append(serialised)
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> "Canary":
+        cls.heard.append(serialized)
         return cls()
 
 

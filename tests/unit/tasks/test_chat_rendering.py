@@ -67,14 +67,18 @@ def column(*chats: Any) -> pa.Array:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
-    """In a thread, as workers tokenise: nothing of this process is touched, and the next template renders."""
+    """In a thread, as workers tokenize: nothing of this process is touched, and the next template renders."""
     template, limit = HOSTILE[name]
     with ThreadPoolExecutor(1) as pool:
-        texts, errors = pool.submit(_chat.rendered, tokenizer(template), column(CHAT, None), asking=True).result()
+        texts, errors = pool.submit(
+            _chat.render_chats, tokenizer(template), column(CHAT, None), add_generation_prompt=True
+        ).result()
         assert texts.to_pylist() == [None, None]
         assert errors.keys() == {0}
         assert limit in errors[0]
-        texts, errors = pool.submit(_chat.rendered, tokenizer("fine"), column(CHAT), asking=True).result()
+        texts, errors = pool.submit(
+            _chat.render_chats, tokenizer("fine"), column(CHAT), add_generation_prompt=True
+        ).result()
     assert (texts.to_pylist(), errors) == (["fine"], {})
 
 
@@ -82,11 +86,12 @@ def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
 def test_texts_are_those_of_transformers(template: str) -> None:
     made = tokenizer(template)
     chats = [CHAT, CHAT[:1], [{"role": "system", "content": " \U0001f600 \n", "name": "one"}, *CHAT]]
-    for asking in (False, True):
-        texts, errors = _chat.rendered(made, column(*chats), asking=asking)
+    for add_generation_prompt in (False, True):
+        texts, errors = _chat.render_chats(made, column(*chats), add_generation_prompt=add_generation_prompt)
         assert errors == {}
         assert texts.to_pylist() == [
-            made.apply_chat_template(chat, tokenize=False, add_generation_prompt=asking) for chat in chats
+            made.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
+            for chat in chats
         ]
 
 
@@ -108,7 +113,9 @@ def _columns(tokens: Any) -> tuple[list[int], list[int]]:
 
 
 def test_the_templates_own_error_is_told() -> None:
-    _, errors = _chat.rendered(tokenizer("{{ raise_exception('roles must alternate') }}"), column(CHAT), asking=True)
+    _, errors = _chat.render_chats(
+        tokenizer("{{ raise_exception('roles must alternate') }}"), column(CHAT), add_generation_prompt=True
+    )
     assert errors == {0: "bad_chat: roles must alternate"}
 
 
@@ -116,7 +123,9 @@ def test_a_template_that_never_fits_is_given_up() -> None:
     """Five rows in a row; a row that renders begins the count anew."""
     template = "{% if 'evil' in messages[0].content %}{{ 'x' * 10 ** 10 }}{% else %}fine{% endif %}"
     evil, good = ([{"role": "user", "content": word}] for word in ("evil", "good"))
-    texts, errors = _chat.rendered(tokenizer(template), column(*[evil] * 4, good, *[evil] * 6, good), asking=True)
+    texts, errors = _chat.render_chats(
+        tokenizer(template), column(*[evil] * 4, good, *[evil] * 6, good), add_generation_prompt=True
+    )
     assert texts.to_pylist() == [*[None] * 4, "fine", *[None] * 7]
     assert all(MEMORY in errors[row] for row in (0, 1, 2, 3, 5, 6, 7, 8, 9))
     assert all("not tried after 5 rows" in errors[row] for row in (10, 11))
@@ -124,12 +133,12 @@ def test_a_template_that_never_fits_is_given_up() -> None:
 
 def test_a_renderer_that_something_else_ended_is_started_again() -> None:
     made = tokenizer("fine")
-    _chat.rendered(made, column(CHAT), asking=True)
+    _chat.render_chats(made, column(CHAT), add_generation_prompt=True)
     assert _rendering._renderer is not None
     first = _rendering._renderer.process
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert _chat.rendered(made, column(CHAT), asking=True)[0].to_pylist() == ["fine"]
+    assert _chat.render_chats(made, column(CHAT), add_generation_prompt=True)[0].to_pylist() == ["fine"]
     assert _rendering._renderer.process.pid != first.pid
     assert os.getsid(_rendering._renderer.process.pid) != os.getsid(0)  # a signal to this session does not end it
     _rendering.close()
@@ -144,7 +153,7 @@ def test_a_renderer_ends_with_its_worker(template: str) -> None:
         "sys.path[:0] = sys.argv[2:]\n"
         "from torchlake.tasks import _rendering\n"
         "process = _rendering._running(json.dumps([sys.argv[1], {}])).process\n"
-        "request = {'messages': [{'role': 'user', 'content': 'x'}], 'asking': True, 'spans': False}\n"
+        "request = {'messages': [{'role': 'user', 'content': 'x'}], 'add_generation_prompt': True, 'spans': False}\n"
         "process.stdin.write(json.dumps(request).encode() + b'\\n')\n"
         "process.stdin.flush()\n"
         "print(process.pid, flush=True)\n"
@@ -160,7 +169,7 @@ def test_a_renderer_ends_with_its_worker(template: str) -> None:
 
 
 def test_a_bad_conversation_costs_itself(tmp_path: Path, tiny_gpt2: Path) -> None:
-    """In workers, which tokenise beside the model: the other rows have their answers."""
+    """In workers, which tokenize beside the model: the other rows have their answers."""
     base = tmp_path / "model"
     made = AutoTokenizer.from_pretrained(tiny_gpt2)
     made.chat_template = (
