@@ -34,8 +34,8 @@ SETTINGS = (
 )
 
 
-def _command(**options: Any) -> Callable[[Callable[..., Work]], None]:
-    """Register a command that also takes the general options; those that it does not declare are dropped."""
+def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], None]:
+    """Register a command with an example in its help. General options that it does not declare are dropped."""
 
     def register(declared: Callable[..., Work]) -> None:
         signature = inspect.signature(declared)
@@ -50,13 +50,13 @@ def _command(**options: Any) -> Callable[[Callable[..., Work]], None]:
         ]
         kept = [parameter for name, parameter in signature.parameters.items() if name not in general]
         command.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
-        command.__name__, command.__doc__ = declared.__name__, declared.__doc__
-        app.command(cls=Command, **options)(command)
+        text = f"{declared.__doc__}\n\n\b\nExample:\n  torchlake {example}"
+        app.command(declared.__name__, cls=Command, help=text, **options)(command)
 
     return register
 
 
-@_command(epilog=SETTINGS)
+@_command("train job.yaml --processes 2", epilog=SETTINGS)
 def train(
     job: o.OptionalJob = None,
     overrides: o.Settings = None,
@@ -67,12 +67,7 @@ def train(
     tensorboard: o.TensorBoard = False,
     as_json: o.Json = False,
 ) -> Work:
-    """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint.
-
-    \b
-    Example:
-      torchlake train job.yaml --processes 2
-    """
+    """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint."""
     settings = _settings(overrides, processes, engine)
     if mlflow is not None:
         settings.append(f"track.mlflow={json.dumps(mlflow)}")
@@ -81,7 +76,7 @@ def train(
     return lambda: commands.train(job, settings, run, as_json=as_json)
 
 
-@_command(epilog=SETTINGS)
+@_command("tune job.yaml --space space.yaml --trials 20", epilog=SETTINGS)
 def tune(
     job: o.Job,
     space: o.Space,
@@ -92,17 +87,12 @@ def tune(
     engine: o.EngineName = None,
     as_json: o.Json = False,
 ) -> Work:
-    """Search for the settings that train the best model. Run the same command again to continue.
-
-    \b
-    Example:
-      torchlake tune job.yaml --space space.yaml --trials 20
-    """
+    """Search for the settings that train the best model. Run the same command again to continue."""
     settings = _settings(overrides, processes, engine)
     return lambda: commands.tune(job, space, trials, settings, run, as_json=as_json)
 
 
-@_command(epilog=SETTINGS)
+@_command("plan job.yaml --gpu-memory 80GiB", epilog=SETTINGS)
 def plan(
     job: o.OptionalJob = None,
     overrides: o.Settings = None,
@@ -113,17 +103,12 @@ def plan(
     bandwidth: o.Bandwidth = None,
     latency: o.Latency = None,
 ) -> Work:
-    """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy.
-
-    \b
-    Example:
-      torchlake plan job.yaml --gpu-memory 80GiB
-    """
+    """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy."""
     options = _given(locals(), "job", "overrides")
     return lambda: commands.plan(job, list(overrides or ()), options)
 
 
-@_command()
+@_command("predict runs/reviews/model reviews.parquet scored/")
 def predict(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
@@ -155,19 +140,14 @@ def predict(
     chat: o.Chat = False,
     as_json: o.Json = False,
 ) -> Work:
-    """Score a table, every row exactly once. Run the same command again to score only what is missing.
-
-    \b
-    Example:
-      torchlake predict runs/reviews/model reviews.parquet scored/
-    """
+    """Score a table, every row exactly once. Run the same command again to score only what is missing."""
     options = _given(locals(), "model", "table", "output", "engine", "processes", "overrides", "as_json")
     return lambda: commands.predict(
         model, table, output, make_engine(engine, processes, overrides, as_json=as_json), options
     )
 
 
-@_command()
+@_command("evaluate runs/reviews/model test.parquet")
 def evaluate(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
@@ -179,17 +159,12 @@ def evaluate(
     overrides: o.EngineSettings = None,
     as_json: o.Json = False,
 ) -> Work:
-    """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval.
-
-    \b
-    Example:
-      torchlake evaluate runs/reviews/model test.parquet
-    """
+    """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval."""
     options = _given(locals(), "model", "table", "engine", "processes", "overrides", "as_json")
     return lambda: commands.evaluate(model, table, make_engine(engine, processes, overrides, as_json=as_json), options)
 
 
-@_command()
+@_command("optimize runs/reviews/model --sample reviews.parquet")
 def optimize(
     model: o.Model,
     sample: o.Sample,
@@ -202,17 +177,12 @@ def optimize(
     processes: o.Processes = None,
     as_json: o.Json = False,
 ) -> Work:
-    """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it.
-
-    \b
-    Example:
-      torchlake optimize runs/reviews/model --sample reviews.parquet
-    """
+    """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it."""
     options = _given(locals(), "model", "sample", "processes", "as_json")
     return lambda: commands.optimize(model, sample, make_engine(None, processes, as_json=as_json), options)
 
 
-@_command()
+@_command("launch train.py --processes 2 -- --lr 0.1")
 def launch(
     target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNCTION", help="What each rank runs.")],
     arguments: Annotated[
@@ -224,12 +194,7 @@ def launch(
     overrides: o.EngineSettings = None,
     as_json: o.Json = False,
 ) -> Work:
-    """Run a script or function as ranks. Sets the environment variables that torchrun sets.
-
-    \b
-    Example:
-      torchlake launch train.py --processes 2 -- --lr 0.1
-    """
+    """Run a script or function as ranks. Sets the environment variables that torchrun sets."""
     return lambda: commands.launch(
         target,
         arguments or [],
@@ -239,65 +204,40 @@ def launch(
     )
 
 
-@_command()
+@_command("verify scored/")
 def verify(
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder written by predict.")],
 ) -> Work:
-    """Check an output against its commit record. Checks checksums, rows and keys; exits with 65 on a problem.
-
-    \b
-    Example:
-      torchlake verify scored/
-    """
+    """Check an output against its commit record. Checks checksums, rows and keys; exits with 65 on a problem."""
     return lambda: commands.verify(output)
 
 
-@_command()
+@_command("report runs/reviews")
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
 ) -> Work:
-    """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine.
-
-    \b
-    Example:
-      torchlake report runs/reviews
-    """
+    """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine."""
     return lambda: commands.report(run)
 
 
-@_command()
+@_command("doctor")
 def doctor() -> Work:
-    """Show what this machine can run. Lists versions, cores, memory, devices, disk space and problems.
-
-    \b
-    Example:
-      torchlake doctor
-    """
+    """Show what this machine can run. Lists versions, cores, memory, devices, disk space and problems."""
     return commands.doctor
 
 
-@_command()
+@_command("demo")
 def demo(
     folder: o.Folder = "demo",
     rows: o.Rows = 2400,
 ) -> Work:
-    """Train, predict, evaluate and verify on generated reviews. Needs no network and no data.
-
-    \b
-    Example:
-      torchlake demo
-    """
+    """Train, predict, evaluate and verify on generated reviews. Needs no network and no data."""
     return lambda: commands.demo(folder, rows)
 
 
-@_command()
+@_command("version")
 def version() -> Work:
-    """Print the version.
-
-    \b
-    Example:
-      torchlake version
-    """
+    """Print the version."""
     return commands.version
 
 

@@ -50,9 +50,9 @@ def plan(job: str | None, overrides: Sequence[str], options: Mapping[str, Any]) 
 
     done = plan(job, overrides=overrides, **options)
     ranks = f"{done.processes} rank{'s' * (done.processes > 1)}"
-    lines = [*fact_lines(facts(done)), "", f"memory of a rank on {ranks}, and what it sends in a step"]
+    lines = [*fact_lines(facts(done)), "", f"memory per rank on {ranks}, and data sent per step"]
     lines += grid(memory_rows(done), left=(0, len(memory_rows(done)[0]) - 1))
-    lines += ["", "the fastest strategy that fits; the batch stays the same, whatever the ranks"]
+    lines += ["", "the fastest strategy that fits, by number of ranks; the batch size stays the same"]
     lines += grid(scaling_rows(done), left=(1, len(scaling_rows(done)[0]) - 1))
     lines += ["", *(f"estimated with {line}" for line in done.assumptions), "", done.reason]
     return Outcome(values=plain(done), lines=[*lines, *(f"  {remedy}" for remedy in done.remedies)])
@@ -149,7 +149,7 @@ def launch(
     """Run a script or function on ranks; the outcome is the value that rank 0 returns."""
     from torchlake.training.launch import launch_script
 
-    processes = 1 if engine is None else engine.ranks(None, gpus_per_process)
+    processes = 1 if engine is None else engine.num_ranks(None, gpus_per_process)
     value = launch_script(
         target,
         arguments,
@@ -190,7 +190,7 @@ def doctor() -> Outcome:
     lines = []
     for section, facts in found.facts.items():
         lines += [section, *(f"  {line}" for line in fact_lines(facts)), ""]
-    lines += [f"problem: {problem}" for problem in found.problems] or ["Nothing is in the way."]
+    lines += [f"problem: {problem}" for problem in found.problems] or ["No problems found."]
     return Outcome(values=plain(found), lines=lines, exit_code=TorchlakeError.exit_code if found.broken else 0)
 
 

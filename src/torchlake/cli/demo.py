@@ -1,10 +1,9 @@
-"""A table of reviews made by a small grammar: data for the demo that needs no network and belongs to nobody.
+"""Generated reviews for the demo, from a small grammar.
 
-Each review has a verdict. It is said outright ("the plot is gripping"), by denying its opposite ("not dull at all"),
-or by weighing two sides of which only one decides ("a dull first hour, but the ending redeems it"); neutral sentences
-pad it, with a long tail, to between 4 and 60 words. Which words occur says little about the verdict, so that counting
-words does clearly worse than reading them. The last fifth of every list is kept from the training rows, the first
-fifth from the test rows: some words and turns of the test are new. Labels are wrong on purpose in 3 % of the rows.
+Each review has a verdict: stated directly ("the plot is gripping"), by denying its opposite ("not dull at all"), or by
+weighing two sides ("a dull first hour, but the ending redeems it"). Neutral sentences extend it to 4 to 60 words.
+Counting words predicts the verdict clearly worse than reading them. Training rows do not use the last fifth of a list,
+test rows not the first fifth, so some words and phrases of the test are new. 3 % of the labels are wrong on purpose.
 """
 
 import re
@@ -21,7 +20,7 @@ NOISE = 0.03
 TEST_SHARE = 1 / 6
 MIN_WORDS, MAX_WORDS = 4, 60
 OPPOSITE = {"positive": "negative", "negative": "positive"}
-# How often a verdict comes outright, by denial, by weighing two sides, or against an expectation.
+# Shares of direct verdicts, denials, two sides, and contradicted expectations.
 KINDS = {"outright": 0.56, "denial": 0.20, "weighing": 0.16, "expectation": 0.08}
 
 ADJECTIVES = {
@@ -40,7 +39,7 @@ ASPECTS = (
     "final scene,editing,narration,title song,lead performance,world it builds,last chapter"
 )
 THINGS = "film,novel,play,album,series,documentary,musical,sequel,thriller,comedy,short story,exhibition"
-PEOPLE = "my sister,an old friend,two colleagues,my neighbours,the children,my father,our book club,a room of students"
+PEOPLE = "my sister,an old friend,two colleagues,my neighbors,the children,my father,our book club,a room of students"
 FOLK = "two bakers,the brothers,some retired judges,young nurses,three thieves,the lighthouse keepers,pilots,old rivals"
 DEEDS = (
     "move to the coast,inherit an old house,plan a journey,search for a lost letter,open a small shop,"
@@ -48,7 +47,7 @@ DEEDS = (
 )
 DAYS = "Monday,Tuesday,Wednesday,Thursday,Friday,Saturday,Sunday"
 
-# {adj} and {noun} say what the verdict is; {opp} and {oppnoun} say its opposite.
+# {adj} and {noun} express the verdict; {opp} and {oppnoun} its opposite.
 OUTRIGHT = (
     "the {aspect} is {adj}",
     "I found the {aspect} {adj}",
@@ -125,12 +124,12 @@ NEUTRAL = (
 
 
 def write_reviews(folder: str | Path, rows: int = 2400, seed: int = 0) -> tuple[Path, Path]:
-    """Write `folder`/train.parquet (5/6 of the rows) and test.parquet; the same seed writes the same tables.
+    """Write `folder`/train.parquet (5/6 of the rows) and test.parquet, and return their paths.
 
-    Columns: id string (unique), text string, label string ("positive" or "negative"). No text occurs twice. Returns
-    the two paths. rows: 12 to 50,000. Raises OutputError when the folder cannot be made.
+    Columns: id (unique), text (unique), label ("positive" or "negative"), all strings. The same seed gives the same
+    tables. rows: 12 to 50,000. Raises OutputError if the folder cannot be created.
     """
-    assert 12 <= rows <= 50_000, "the grammar is made for tables of this size"
+    assert 12 <= rows <= 50_000, "sizes for which the grammar has enough texts"
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +166,7 @@ def _reviews(rng: np.random.Generator, split: str, count: int, seen: set[str]) -
 
 
 def _review(rng: np.random.Generator, split: str, verdict: str) -> str:
-    """One review: the verdict's sentence with a long-tailed number of neutral ones before and after it."""
+    """A review: the sentence with the verdict among a random number of neutral ones."""
     sentences = [_sentence(rng, split, verdict) + "."]
     for _ in range(rng.geometric(0.55) - 1):
         sentences.insert(int(rng.integers(len(sentences) + 1)), _fill(rng, split, _pick(rng, split, NEUTRAL), verdict))
@@ -193,7 +192,7 @@ def _clause(rng: np.random.Generator, split: str, verdict: str, kind: str) -> st
 
 
 def _fill(rng: np.random.Generator, split: str, template: str, verdict: str) -> str:
-    """The template with its blanks filled by words that this split may use."""
+    """The template with words that this split may use."""
     opposite = OPPOSITE[verdict]
     return template.format(
         adj=_pick(rng, split, ADJECTIVES[verdict].split()),
@@ -211,7 +210,7 @@ def _fill(rng: np.random.Generator, split: str, template: str, verdict: str) -> 
 
 
 def _pick(rng: np.random.Generator, split: str, options: Sequence[str]) -> str:
-    """One of the options: training never sees the last fifth, the test never the first."""
+    """A random option; training never uses the last fifth, the test never the first."""
     held = len(options) // 5
     allowed = options[: len(options) - held] if split == "train" else options[held:]
     return allowed[int(rng.integers(len(allowed)))]

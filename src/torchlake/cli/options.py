@@ -3,6 +3,7 @@
 An option that is not given is not passed on, so the defaults are those of the Python functions.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
@@ -10,18 +11,35 @@ import typer
 from torchlake import plugins
 
 
-def _option(flag: str, metavar: str | None, help: str, group: str, **limits: Any) -> Any:
-    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=group, **limits)
+def _group(name: str) -> Callable[..., Any]:
+    """A function that makes an option of this group: (flag, metavar, help, **limits)."""
+
+    def option(flag: str, metavar: str | None, help: str, **limits: Any) -> Any:
+        return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=name, **limits)
+
+    return option
 
 
 def _names(kind: plugins.Kind) -> str:
     return ", ".join(plugins.names(kind))
 
 
+_general = _group("General")
+_execution = _group("Execution")
+_job = _group("Job")
+_tracking = _group("Tracking")
+_search = _group("Search")
+_hardware = _group("Hardware")
+_input = _group("Input")
+_output = _group("Output")
+_text = _group("Text generation")
+_selection = _group("Selection")
+_demo = _group("Demo")
+
 # Declared for the parser and the help; `main.py` reads these flags before parsing, because usage errors are JSON too.
-Json = Annotated[bool, _option("--json", None, "Print one JSON object to standard output.", "General")]
-Quiet = Annotated[bool, _option("--quiet", None, "Show errors and results only.", "General")]
-Verbose = Annotated[bool, _option("--verbose", None, "Show debug messages and tracebacks.", "General")]
+Json = Annotated[bool, _general("--json", None, "Print one JSON object to standard output.")]
+Quiet = Annotated[bool, _general("--quiet", None, "Show errors and results only.")]
+Verbose = Annotated[bool, _general("--verbose", None, "Show debug messages and tracebacks.")]
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder written by train.")]
 Job = Annotated[str, typer.Argument(metavar="JOB.yaml", help="Job file.")]
@@ -31,172 +49,123 @@ OptionalJob = Annotated[
 
 # execution
 EngineName = Annotated[
-    str | None, _option("--engine", "NAME", f"Where to run: {_names('engines')} (default: local).", "Execution")
+    str | None, _execution("--engine", "NAME", f"Where to run: {_names('engines')} (default: local).")
 ]
 Processes = Annotated[
-    int | None, _option("--processes", "N", "Number of processes (default: chosen by the engine).", "Execution", min=1)
+    int | None, _execution("--processes", "N", "Number of processes (default: chosen by the engine).", min=1)
 ]
-Ranks = Annotated[int | None, _option("--processes", "N", "Number of ranks (default: 1).", "Execution", min=1)]
-GpusPerProcess = Annotated[
-    int, _option("--gpus-per-process", "N", "GPUs of each rank (default: 0).", "Execution", min=0)
-]
+Ranks = Annotated[int | None, _execution("--processes", "N", "Number of ranks (default: 1).", min=1)]
+GpusPerProcess = Annotated[int, _execution("--gpus-per-process", "N", "GPUs of each rank (default: 0).", min=0)]
 EngineSettings = Annotated[
     list[str] | None,
-    _option("--set", "KEY=VALUE", "Set an engine option, such as engine.ray.address=auto; repeatable.", "Execution"),
+    _execution("--set", "KEY=VALUE", "Set an engine option, such as engine.ray.address=auto; repeatable."),
 ]
 RuntimeName = Annotated[
     str | None,
-    _option(
-        "--runtime",
-        "NAME",
-        f"Inference runtime: {_names('runtimes')} (default: chosen by optimize, else eager).",
-        "Execution",
+    _execution(
+        "--runtime", "NAME", f"Inference runtime: {_names('runtimes')} (default: chosen by optimize, else eager)."
     ),
 ]
 BatchTokens = Annotated[
-    int | None, _option("--batch-tokens", "N", "Maximum tokens of a batch, with padding.", "Execution", min=1)
+    int | None, _execution("--batch-tokens", "N", "Maximum tokens of a batch, with padding.", min=1)
 ]
 ChunkRows = Annotated[
-    int | None,
-    _option("--chunk-rows", "N", "Rows of a chunk (default: depends on the table's size).", "Execution", min=1),
+    int | None, _execution("--chunk-rows", "N", "Rows of a chunk (default: depends on the table's size).", min=1)
 ]
 RowTimeout = Annotated[
-    float | None,
-    _option("--row-timeout", "SECONDS", "Time limit of a forward pass (default: 600).", "Execution"),
+    float | None, _execution("--row-timeout", "SECONDS", "Time limit of a forward pass (default: 600).")
 ]
 
 # job and run
 Settings = Annotated[
-    list[str] | None,
-    _option("--set", "KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.", "Job"),
+    list[str] | None, _job("--set", "KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.")
 ]
-RunFolder = Annotated[
-    str | None, _option("--run", "FOLDER", "Run folder (default: runs/ and the name of the job file).", "Job")
-]
+RunFolder = Annotated[str | None, _job("--run", "FOLDER", "Run folder (default: runs/ and the name of the job file).")]
 TuningFolder = Annotated[
-    str | None,
-    _option("--run", "FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).", "Job"),
+    str | None, _job("--run", "FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).")
 ]
-Mlflow = Annotated[
-    str | None, _option("--mlflow", "STORE", "Also log to MLflow: sqlite:///FILE or a folder.", "Tracking")
-]
+Mlflow = Annotated[str | None, _tracking("--mlflow", "STORE", "Also log to MLflow: sqlite:///FILE or a folder.")]
 TensorBoard = Annotated[
-    bool, _option("--tensorboard", None, "Also write event files to tensorboard/ in the run folder.", "Tracking")
+    bool, _tracking("--tensorboard", None, "Also write event files to tensorboard/ in the run folder.")
 ]
-Space = Annotated[str, _option("--space", "FILE", "Search space: a range or a list of choices per setting.", "Search")]
-Trials = Annotated[
-    int, _option("--trials", "N", "Total number of trials, with those of earlier calls.", "Search", min=1)
-]
+Space = Annotated[str, _search("--space", "FILE", "Search space: a range or a list of choices per setting.")]
+Trials = Annotated[int, _search("--trials", "N", "Total number of trials, with those of earlier calls.", min=1)]
 
 # plan
 GpuMemory = Annotated[
-    str | None, _option("--gpu-memory", "SIZE", "Memory of each rank's GPU, such as 80GB or 80GiB.", "Hardware")
+    str | None, _hardware("--gpu-memory", "SIZE", "Memory of each rank's GPU, such as 80GB or 80GiB.")
 ]
 Flops = Annotated[
-    str | None, _option("--flops", "RATE", "Operations per second of a rank in training, such as 120T.", "Hardware")
+    str | None, _hardware("--flops", "RATE", "Operations per second of a rank in training, such as 120T.")
 ]
-Bandwidth = Annotated[
-    str | None, _option("--bandwidth", "RATE", "Bytes per second between ranks, such as 12.5GB.", "Hardware")
-]
-Latency = Annotated[float | None, _option("--latency", "SECONDS", "Latency of a message between ranks.", "Hardware")]
-SampleRows = Annotated[
-    int | None, _option("--sample-rows", "N", "Rows of the table to sample (default: 2000).", "Input", min=1)
-]
+Bandwidth = Annotated[str | None, _hardware("--bandwidth", "RATE", "Bytes per second between ranks, such as 12.5GB.")]
+Latency = Annotated[float | None, _hardware("--latency", "SECONDS", "Latency of a message between ranks.")]
+SampleRows = Annotated[int | None, _input("--sample-rows", "N", "Rows of the table to sample (default: 2000).", min=1)]
 
 # input
-Text = Annotated[str | None, _option("--text", "COLUMN", "Text column (default: as in training).", "Input")]
-Label = Annotated[str | None, _option("--label", "COLUMN", "Label column (default: as in training).", "Input")]
+Text = Annotated[str | None, _input("--text", "COLUMN", "Text column (default: as in training).")]
+Label = Annotated[str | None, _input("--label", "COLUMN", "Label column (default: as in training).")]
 Null = Annotated[
     Literal["error", "score"] | None,
-    _option(
-        "--null", "error|score", "Rows without text: report an error, or score as empty (default: error).", "Input"
-    ),
+    _input("--null", "error|score", "Rows without text: report an error, or score as empty (default: error)."),
 ]
 OnBadFile = Annotated[
     Literal["error", "quarantine"] | None,
-    _option("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error).", "Input"),
+    _input("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),
 ]
 AcceptNewInput = Annotated[
-    bool, _option("--accept-new-input", None, "Score only the files that are new or have changed.", "Input")
+    bool, _input("--accept-new-input", None, "Score only the files that are new or have changed.")
 ]
 AcceptRemovedInput = Annotated[
-    bool, _option("--accept-removed-input", None, "Drop the rows of files that are gone from the input.", "Input")
+    bool, _input("--accept-removed-input", None, "Drop the rows of files that are gone from the input.")
 ]
-Sample = Annotated[str, _option("--sample", "TABLE", "Table of typical rows; labels are optional.", "Input")]
+Sample = Annotated[str, _input("--sample", "TABLE", "Table of typical rows; labels are optional.")]
 
 # output
-Key = Annotated[
-    str | None, _option("--key", "COLUMN", "Column of unique, non-null values that identify rows.", "Output")
-]
-Columns = Annotated[
-    str | None, _option("--columns", "A,B", "Additional input columns to copy to the output.", "Output")
-]
+Key = Annotated[str | None, _output("--key", "COLUMN", "Column of unique, non-null values that identify rows.")]
+Columns = Annotated[str | None, _output("--columns", "A,B", "Additional input columns to copy to the output.")]
 AllProbabilities = Annotated[
-    bool, _option("--all-probabilities", None, "Add a column with the probability of each class.", "Output")
+    bool, _output("--all-probabilities", None, "Add a column with the probability of each class.")
 ]
-Prefix = Annotated[str | None, _option("--prefix", "TEXT", "Prefix for the names of prediction columns.", "Output")]
+Prefix = Annotated[str | None, _output("--prefix", "TEXT", "Prefix for the names of prediction columns.")]
 MaxErrorRate = Annotated[
     float | None,
-    _option(
-        "--max-error-rate",
-        "SHARE",
-        "Stop if more than this share of rows fails, 0 to 1 (default: 0.5).",
-        "Output",
-        min=0,
-        max=1,
+    _output(
+        "--max-error-rate", "SHARE", "Stop if more than this share of rows fails, 0 to 1 (default: 0.5).", min=0, max=1
     ),
 ]
-Overwrite = Annotated[bool, _option("--overwrite", None, "Replace the output of another job.", "Output")]
+Overwrite = Annotated[bool, _output("--overwrite", None, "Replace the output of another job.")]
 
 # text generation
 MaxNewTokens = Annotated[
-    int | None,
-    _option("--max-new-tokens", "N", "Maximum tokens of each answer (default: 64).", "Text generation", min=1),
+    int | None, _text("--max-new-tokens", "N", "Maximum tokens of each answer (default: 64).", min=1)
 ]
 Temperature = Annotated[
-    float | None,
-    _option("--temperature", "T", "Sampling temperature; 0 = greedy (default: 0).", "Text generation", min=0),
+    float | None, _text("--temperature", "T", "Sampling temperature; 0 = greedy (default: 0).", min=0)
 ]
-TopK = Annotated[int | None, _option("--top-k", "N", "Sample from the N most likely tokens.", "Text generation", min=1)]
+TopK = Annotated[int | None, _text("--top-k", "N", "Sample from the N most likely tokens.", min=1)]
 TopP = Annotated[
-    float | None,
-    _option(
-        "--top-p", "P", "Sample from the most likely tokens with total probability P.", "Text generation", min=0, max=1
-    ),
+    float | None, _text("--top-p", "P", "Sample from the most likely tokens with total probability P.", min=0, max=1)
 ]
-Stop = Annotated[
-    list[str] | None, _option("--stop", "TEXT", "End an answer before this text; repeatable.", "Text generation")
-]
-Seed = Annotated[int | None, _option("--seed", "N", "Random seed for sampling (default: 0).", "Text generation", min=0)]
-Chat = Annotated[
-    bool,
-    _option("--chat", None, "Texts are conversations: JSON lists of {role, content}.", "Text generation"),
-]
+Stop = Annotated[list[str] | None, _text("--stop", "TEXT", "End an answer before this text; repeatable.")]
+Seed = Annotated[int | None, _text("--seed", "N", "Random seed for sampling (default: 0).", min=0)]
+Chat = Annotated[bool, _text("--chat", None, "Texts are conversations: JSON lists of {role, content}.")]
 
 # optimize
 MaxDrop = Annotated[
-    float | None,
-    _option("--max-drop", "SHARE", "Maximum loss of accuracy (default: 0.005).", "Selection", min=0, max=1),
+    float | None, _selection("--max-drop", "SHARE", "Maximum loss of accuracy (default: 0.005).", min=0, max=1)
 ]
 MinAgreement = Annotated[
     float | None,
-    _option(
-        "--min-agreement",
-        "SHARE",
-        "Minimum share of rows with the same label as eager (default: 0.99).",
-        "Selection",
-        min=0,
-        max=1,
+    _selection(
+        "--min-agreement", "SHARE", "Minimum share of rows with the same label as eager (default: 0.99).", min=0, max=1
     ),
 ]
-Budget = Annotated[str | None, _option("--budget", "TIME", "Time for all measurements (default: 5min).", "Selection")]
+Budget = Annotated[str | None, _selection("--budget", "TIME", "Time for all measurements (default: 5min).")]
 Runtimes = Annotated[
-    str | None,
-    _option("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run).", "Selection"),
+    str | None, _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run).")
 ]
 
 # demo
-Folder = Annotated[str, _option("--folder", "FOLDER", "Folder for all files (default: demo).", "Demo")]
-Rows = Annotated[
-    int, _option("--rows", "N", "Rows of the generated table (default: 2400).", "Demo", min=12, max=50_000)
-]
+Folder = Annotated[str, _demo("--folder", "FOLDER", "Folder for all files (default: demo).")]
+Rows = Annotated[int, _demo("--rows", "N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]
