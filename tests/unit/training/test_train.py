@@ -149,7 +149,7 @@ def test_a_finished_run_is_not_taken_for_one_of_other_rows(tmp_path: Path, tiny_
     pq.write_table(tiny.reviews(97), tmp_path / "reviews.parquet")
     refused = runs.attempt(tmp_path / "run", sections)
     assert refused.exit_code == 65
-    assert "trained on another train table" in refused.error
+    assert "trained on a different train table" in refused.error
     (tmp_path / "reviews.parquet").unlink()
     assert runs.succeed(tmp_path / "run", sections).complete
 
