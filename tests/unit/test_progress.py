@@ -1,4 +1,4 @@
-"""Progress goes to standard error: lines in a log, one line that fits on a terminal, nothing when told so."""
+"""Progress goes to standard error: lines in a log, one line that fits on a terminal, nothing when switched off."""
 
 import io
 import re
@@ -119,7 +119,7 @@ def test_a_terminal_of_any_width_gets_one_line_that_fits(columns: int, last: str
     assert code == 0
     drawn = [frame for frame in frames(shown) if frame and frame != "result"]
     assert len(drawn) > 3
-    assert all(frame.startswith("train ") for frame in drawn), "nothing wraps to a line of its own"
+    assert all(frame.startswith("train ") for frame in drawn), "nothing wraps"
     assert max(map(len, drawn)) < columns
     assert not any("…" in frame for frame in drawn)
     assert re.search(f"{last}$", drawn[-1])
@@ -144,7 +144,7 @@ def test_standard_output_gets_none_of_it(tmp_path: Path) -> None:
     width=st.integers(1, 300),
     seconds=st.floats(0, 1e6),
 )
-def test_the_line_fits_whatever_it_says(
+def test_the_line_always_fits(
     label: str, total: int, share: float, notes: list[str], width: int, seconds: float
 ) -> None:
     """And the count is always there, where it fits at all."""

@@ -1,84 +1,92 @@
-"""Arrow batches through a worker, inside the process that an engine's own frames are computed in.
+"""Apply a worker to Arrow batches of an engine's own frames, inside the engine's processes.
 
-The worker, with its model, is made once per process and serves every task that the engine runs there. A task that was
-granted GPUs has its worker in a child process instead: the engine may grant others to the next task of this process,
-and CUDA reads its list of devices once. Price of that: the batches cross a socket, about 1 ms a megabyte.
+The worker, with its model, is made once per process and used by all tasks there. A task with granted GPUs runs its
+worker in a child process, because the engine may grant other GPUs to the next task of this process, and CUDA reads its
+device list only once. Cost of the child: batches cross a socket, about 1 ms per megabyte.
 """
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from torchlake.processes.children import Children
-from torchlake.processes.chunk_process import ChunkProcess
-from torchlake.processes.remote import Driver, own_environment
-from torchlake.processes.serialization import pack, rebuild, unpack
+from torchlake.processes.remote import Driver
+from torchlake.processes.serialization import pack, to_exception, unpack
 
-IDLE_S = 60.0  # before a child gives its GPU back
-MOST_WORKERS = 2
-"Models that a process keeps: a query over two of them must not load each again for every batch."
-_workers: dict[tuple[bytes, Sequence[str] | None], Callable[[pa.Table], pa.Table]] = {}
+IDLE_S = 60.0  # before a child exits and releases its GPU
+MAX_WORKERS = 2
+"Workers per process, so that a query over two models does not load both again for every batch."
 
-MakeWorker = Callable[[], Callable[[pa.Table], pa.Table]]
+Transform = Callable[[pa.Table], pa.Table]
+Value = TypeVar("Value")
+_workers: dict[Any, Transform] = {}
 
 
-def worker_of(
-    payload: bytes, gpus: Sequence[str] | None = None, driver: Driver | None = None
-) -> Callable[[pa.Table], pa.Table]:
-    """The worker that the packed `make_worker` makes; the same one for the same bytes and GPUs."""
-    key = (payload, gpus)
-    if key not in _workers:
+def recently_used(
+    cache: dict[Any, Value], key: Any, make: Callable[[], Value], *, most: int, close: Callable[[Value], Any]
+) -> Value:
+    """Return `cache[key]`, made if missing; the cache keeps the `most` recently used values and closes the others."""
+    if key not in cache:
+        while len(cache) >= most:
+            close(cache.pop(next(iter(cache))))
+        cache[key] = make()
+    cache[key] = cache.pop(key)  # the most recent is last
+    return cache[key]
+
+
+def cached_worker(payload: bytes, gpus: Sequence[str] | None = None, driver: Driver | None = None) -> Transform:
+    """Return the worker that the packed `make_worker` makes; the same one for the same payload and GPUs."""
+
+    def make() -> Transform:
         (make_worker,) = pickle.loads(payload)
-        while len(_workers) >= MOST_WORKERS:
-            old = _workers.pop(next(iter(_workers)))
-            if isinstance(old, _ChildWorker):
-                old.process.__exit__()
-        _workers[key] = _ChildWorker(make_worker, gpus, driver) if gpus and driver is not None else make_worker()
-    worker = _workers.pop(key)
-    _workers[key] = worker  # the newest is last
-    return worker
+        return _ChildWorker(make_worker, gpus, driver) if gpus and driver is not None else make_worker()
+
+    def close(worker: Transform) -> None:
+        if isinstance(worker, _ChildWorker):
+            worker.process.__exit__()
+
+    return recently_used(_workers, (payload, gpus), make, most=MAX_WORKERS, close=close)
 
 
 def map_batches(
     payload: bytes, batches: Iterable[pa.RecordBatch], gpus: Sequence[str] | None, driver: Driver
 ) -> Iterator[pa.RecordBatch]:
-    """The batches with what the worker adds to them; without batches no worker is made."""
+    """Apply the worker to each batch; makes no worker if there are no batches."""
     for batch in batches:
-        yield from worker_of(payload, gpus, driver)(pa.Table.from_batches([batch])).to_batches()
+        yield from cached_worker(payload, gpus, driver)(pa.Table.from_batches([batch])).to_batches()
 
 
 def map_table(payload: bytes, batch: pa.Table) -> pa.Table:
-    """The table with what the worker adds to it."""
-    return worker_of(payload)(batch)
+    """Apply the worker to a table."""
+    return cached_worker(payload)(batch)
 
 
 class BatchMapper:
-    """`worker_of` as the kind of class that Ray Data makes once in every process: a table in, a table out."""
+    """A callable class for Ray Data, which makes one in every actor: table in, table out."""
 
     def __init__(self, payload: bytes) -> None:
-        self._worker = worker_of(payload)
+        self._worker = cached_worker(payload)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         return self._worker(batch)
 
 
 class _ChildWorker:
-    """A worker in a child process that sees the granted GPUs only."""
+    """A worker in a child process that sees only the granted GPUs."""
 
-    def __init__(self, make_worker: MakeWorker, gpus: Sequence[str], driver: Driver) -> None:
-        children = Children(**driver.setting())
+    def __init__(self, make_worker: Callable[[], Transform], gpus: Sequence[str], driver: Driver) -> None:
         payload = pack(partial(_make_chunk_worker, make_worker))
-        self.process = ChunkProcess(payload, own_environment({}, gpus), children, idle_s=IDLE_S).__enter__()
+        self.process = driver.chunk_process(payload, {}, gpus, idle_s=IDLE_S)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         ((kind, value),) = self.process.run([table])
         if kind == "failed":
-            raise rebuild(value, rank=0, who="worker")
+            raise to_exception(value, rank=0, who="worker")
         return unpack(value)
 
 
-def _make_chunk_worker(make_worker: MakeWorker) -> Callable[[Iterator[pa.Table]], Iterator[pa.Table]]:
+def _make_chunk_worker(make_worker: Callable[[], Transform]) -> Callable[[Iterator[pa.Table]], Iterator[pa.Table]]:
     worker = make_worker()
     return lambda tables: map(worker, tables)

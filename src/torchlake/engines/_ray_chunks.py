@@ -1,10 +1,10 @@
 """Chunk jobs on Ray: a pool of actors with a child process each; a bundle of chunks is one named call of an actor.
 
-An actor gets a bundle when it has nothing to do, and one more when its child asks for a chunk beyond that, so the next
-chunk is read beside the model and none waits behind a slow one. The call is a generator: results come one by one.
-The pool grows as Ray finds places (actors that wait for one are the demand that an autoscaler sees) and shrinks when
-no chunk is left. What an actor that is lost had not finished runs again first, in another one.
-Price: about 1 s to start an actor, then 1 ms a call; while there are many chunks they travel in bundles.
+An actor gets a bundle when it is idle, and another when its child needs a chunk beyond that, so that reading the next
+chunk overlaps with the model and no chunk waits behind a slow one. The call is a generator: results arrive one by one.
+The pool grows as Ray places actors (waiting actors are the demand that an autoscaler sees) and shrinks when no chunk
+is left. Unfinished chunks of a lost actor run first in another one.
+Cost: about 1 s to start an actor, then 1 ms per call; while there are many chunks they travel in bundles.
 """
 
 import logging
@@ -20,65 +20,56 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from torchlake.engines._ray_cluster import Share, granted_gpus, in_words
+from torchlake.engines._ray_cluster import ProcessResources, end_actors, format_resources, granted_gpus
 from torchlake.errors import RankFailed
-from torchlake.processes.children import Children
-from torchlake.processes.chunk_process import MAX_DEATHS, MAX_EARLY_DEATHS, ChunkProcess, Message
-from torchlake.processes.remote import Driver, own_environment
-from torchlake.processes.serialization import Failure, describe, pack, rebuild, unpack
+from torchlake.processes.chunk_process import MAX_DEATHS, MAX_EARLY_DEATHS, Message
+from torchlake.processes.remote import Driver, drain
+from torchlake.processes.serialization import Failure, pack, to_exception, unpack
 
-MOST_BUNDLED = 64
-BUNDLES_PER_ACTOR = 16  # that are left before chunks travel alone: enough to even out slow ones
+MAX_BUNDLE_CHUNKS = 64
+BUNDLES_PER_ACTOR = 16  # before chunks are bundled: enough to balance slow ones
 WARN_S = 30.0  # without a place for any actor
-STOP_S = 5.0  # for actors to end their children, before they are killed with them
 
 log = logging.getLogger(__name__)
 
 
 class ChunkActor:
-    """The actor: one child process, restarted here when a chunk kills it."""
+    """One child process, which is restarted here if a chunk kills it."""
 
     def __init__(self, driver: Driver, payload: bytes, variables: Mapping[str, str]) -> None:
-        environment = own_environment(variables, granted_gpus())
         self._driver = driver
         self._messages, self._calls, self._ended = SimpleQueue[Message](), 0, True
-        self._process = ChunkProcess(payload, environment, Children(**driver.setting())).__enter__()
+        self._process = driver.chunk_process(payload, variables, granted_gpus())
 
     def ready(self) -> Failure | None:
-        """Why the driver's functions cannot run here."""
-        try:
-            self._driver.check()
-        except RankFailed as error:
-            return describe(error)
-        return None
+        """Return why the driver's functions cannot run here, or None."""
+        return self._driver.version_failure()
 
     @ray.method(num_returns="streaming")
     def run(self, bundle: bytes) -> Iterator[list[tuple[str, Any]]]:
-        """Run the chunks in their order; yields what the child said, see `chunk_process.Message`."""
+        """Run the chunks in order; yields lists of (kind, value) as in `chunk_process.Message`."""
         chunks, before, messages = pickle.loads(bundle), self._messages, SimpleQueue[Message]()
         self._messages, self._ended = messages, False
         self._calls += 1
         self._process.submit(chunks, messages)
         while not before.empty():
             message = before.get()
-            if message[1] == "failed":  # after the last call had all its results
+            if message[1] == "failed":  # it came after the last call's results
                 messages.put(message)
         left = len(chunks)
         while left > 0:
-            said = [messages.get()[1:]]
-            while not messages.empty():
-                said.append(messages.get()[1:])
-            kinds = [kind for kind, _ in said]
+            events = [message[1:] for message in drain(messages)]
+            kinds = [kind for kind, _ in events]
             self._ended = "ended" in kinds or "failed" in kinds
             left = 0 if "failed" in kinds else left - kinds.count("result")
-            yield said
+            yield events
         self._calls -= 1
 
     def finish(self) -> Failure | None:
-        """Let the child end its generator; why it could not."""
+        """Let the child end its generator; returns its failure, or None."""
         while not self._ended:
             self._process.finish()
-            if self._calls:  # which listen themselves
+            if self._calls:  # they read the messages
                 time.sleep(0.01)
                 continue
             with suppress(Empty):
@@ -90,7 +81,7 @@ class ChunkActor:
         return None
 
     def stop(self) -> None:
-        """End the child."""
+        """Kill the child."""
         self._process.__exit__()
 
 
@@ -103,12 +94,12 @@ class _Chunk:
 
 @dataclass(eq=False)
 class _Actor:
-    """An actor as the driver knows it; `calls` are its bundles that run, the oldest first."""
+    """The driver's view of an actor; `calls` are its running bundles, oldest first."""
 
     number: int
     handle: Any
     ready: bool = False
-    asked: bool = False
+    needs_chunk: bool = False
     ending: bool = False
     ended: bool = False
     calls: list[deque[_Chunk]] = field(default_factory=list)
@@ -116,13 +107,13 @@ class _Actor:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a chunk job asks for."""
+    """The resources of a chunk job."""
 
-    share: Share
+    share: ProcessResources
     most: int
-    "Processes."
+    "Maximum number of processes."
     at_once: int
-    "Of them, those that are asked for before any has its place."
+    "How many of them are requested before any is placed."
     strategy: str
 
 
@@ -139,10 +130,10 @@ class ChunkJob:
         self._actors: list[_Actor] = []
         self._made = self._early_deaths = 0
         self._calls: dict[Any, tuple[_Actor, deque[_Chunk] | None]] = {}  # by the generator or the reference
-        self._waiting_since: float | None = time.monotonic()  # for a place; None: some actor has one, or it was said
+        self._waiting_since: float | None = time.monotonic()  # for the first actor's place; None: no longer
 
     def run(self) -> Generator[Any, None, None]:
-        """Run all chunks, and end what was started."""
+        """Run all chunks, then stop all actors."""
         share, strategy = self._demand.share, self._demand.strategy
         self._actor_class = ray.remote(ChunkActor).options(
             **share.options, scheduling_strategy=strategy, max_concurrency=3
@@ -150,32 +141,32 @@ class ChunkJob:
         self._arguments = (Driver.here(), ray.put(self._payload), share.variables)
         try:
             while self._left or self._calls:
-                self._hand_out()
+                self._dispatch()
                 self._resize()
                 for call in self._wait():
-                    if call in self._calls:  # else its actor was lost a moment ago
-                        yield from self._listen(call)
+                    if call in self._calls:  # else its actor was just lost
+                        yield from self._receive(call)
         finally:
             self._stop()
 
-    def _hand_out(self) -> None:
-        """Give a bundle to every actor that asked for one, and end those for which there is none.
+    def _dispatch(self) -> None:
+        """Send a bundle to every actor that needs one, and finish those for which none is left.
 
-        One that still works gets no chunk that an actor on its way could begin with.
+        A busy actor gets no chunk that a starting actor could run.
         """
         starting = sum(not actor.ready for actor in self._actors)
         for actor in self._actors:
             if not actor.ready or actor.ending:
                 continue
-            if self._todo and (not actor.calls or (actor.asked and len(self._todo) > starting)):
+            if self._todo and (not actor.calls or (actor.needs_chunk and len(self._todo) > starting)):
                 size = len(self._todo) // (max(len(self._actors), self._demand.at_once) * BUNDLES_PER_ACTOR)
-                bundle = deque(self._todo.popleft() for _ in range(max(1, min(MOST_BUNDLED, size))))
+                bundle = deque(self._todo.popleft() for _ in range(max(1, min(MAX_BUNDLE_CHUNKS, size))))
                 call = actor.handle.run.options(name=self._title(bundle))
                 packed = pack(*(chunk.value for chunk in bundle))
                 actor.calls.append(bundle)
-                actor.asked = False
+                actor.needs_chunk = False
                 self._calls[call.remote(packed)] = (actor, bundle)
-            elif not self._todo and (actor.asked or not actor.calls):
+            elif not self._todo and (actor.needs_chunk or not actor.calls):
                 actor.ending = True
                 self._calls[actor.handle.finish.options(name=f"{self._name}: end").remote()] = (actor, None)
 
@@ -184,7 +175,7 @@ class ChunkJob:
         return f"{self._name}: {self._label(bundle[0].value)[:100]}{more}"
 
     def _resize(self) -> None:
-        """Have an actor on its way for every chunk that waits, as far as the demand allows, and no more."""
+        """Start an actor for every waiting chunk, as far as the demand allows, and remove superfluous ones."""
         starting = [actor for actor in self._actors if not actor.ready]
         others = sum(actor.ready and not actor.ending for actor in self._actors)
         for actor in starting[len(self._todo) :]:
@@ -197,7 +188,7 @@ class ChunkJob:
             self._calls[actor.handle.ready.options(name=f"{self._name}: start").remote()] = (actor, None)
 
     def _wait(self) -> list[Any]:
-        """The calls that have something to say."""
+        """Return the calls that have news."""
         calls = list(self._calls)
         wait_s = None
         if self._waiting_since is not None:
@@ -208,42 +199,42 @@ class ChunkJob:
         self._waiting_since = None
         log.warning(
             "%s has waited %.0f s for a place on Ray. Each process asks for %s; the cluster has %s, free: %s.",
-            *(self._name, WARN_S, in_words(self._demand.share.amounts)),
-            *(in_words(ray.cluster_resources()), in_words(ray.available_resources())),
+            *(self._name, WARN_S, format_resources(self._demand.share.amounts)),
+            *(format_resources(ray.cluster_resources()), format_resources(ray.available_resources())),
         )
         return []
 
-    def _listen(self, call: Any) -> Iterator[Any]:
-        """Take in what a call says; yields results."""
+    def _receive(self, call: Any) -> Iterator[Any]:
+        """Process the news of a call; yields results."""
         actor, bundle = self._calls[call]
         try:
-            said = ray.get(call if bundle is None else next(call))
+            news = ray.get(call if bundle is None else next(call))
         except StopIteration:
             del self._calls[call]
         except RayTaskError as error:
             raise RankFailed(f"worker {actor.number} failed: {error}", rank=actor.number) from error
         except RayError as error:
-            self._lose(actor, error)
+            self._handle_lost_actor(actor, error)
         else:
             if bundle is not None:
-                yield from self._results(actor, bundle, said)
+                yield from self._results(actor, bundle, news)
             else:
                 del self._calls[call]
-                if said is not None:
-                    raise rebuild(said, rank=actor.number, who="worker")
+                if news is not None:
+                    raise to_exception(news, rank=actor.number, who="worker")
                 actor.ended = actor.ready
                 actor.ready, self._early_deaths, self._waiting_since = True, 0, None
             if actor.ended and not actor.calls:
                 self._remove(actor)
 
-    def _results(self, actor: _Actor, bundle: deque[_Chunk], said: Sequence[tuple[str, Any]]) -> Iterator[Any]:
-        for kind, value in said:
+    def _results(self, actor: _Actor, bundle: deque[_Chunk], events: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+        for kind, value in events:
             if kind == "failed":
-                raise rebuild(value, rank=actor.number, who="worker")
+                raise to_exception(value, rank=actor.number, who="worker")
             if kind == "ended":
                 continue
-            if kind == "hungry":
-                actor.asked = bool(actor.calls) and bundle is actor.calls[-1]  # else it has had its answer
+            if kind == "needs_chunk":
+                actor.needs_chunk = bool(actor.calls) and bundle is actor.calls[-1]  # else it has the next one
                 continue
             bundle.popleft()
             if not bundle:
@@ -251,8 +242,8 @@ class ChunkJob:
             self._left -= 1
             yield unpack(value)
 
-    def _lose(self, actor: _Actor, error: RayError) -> None:
-        """Put back what a lost actor had not finished; raises RankFailed where that has happened too often."""
+    def _handle_lost_actor(self, actor: _Actor, error: RayError) -> None:
+        """Requeue the unfinished chunks of a lost actor; raises RankFailed if that has happened too often."""
         self._remove(actor)
         lost = [chunk for bundle in actor.calls for chunk in bundle]
         self._todo.extendleft(reversed(lost))
@@ -262,7 +253,7 @@ class ChunkJob:
             if self._early_deaths >= MAX_EARLY_DEATHS + len(self._actors):
                 raise RankFailed(f"{self._early_deaths} actors died before they were ready; the last: {error}", rank=0)
         if lost:
-            lost[0].deaths += 1  # results come in order: the first is the one that was worked on
+            lost[0].deaths += 1  # results come in order, so the first chunk was being processed
             if lost[0].deaths > MAX_DEATHS:
                 what = f"{lost[0].deaths} actors died while working on {self._label(lost[0].value)[:300]}"
                 raise RankFailed(f"{what}; the last: {error}", rank=actor.number)
@@ -271,19 +262,14 @@ class ChunkJob:
 
     def _remove(self, actor: _Actor) -> None:
         self._actors.remove(actor)
-        self._calls = {call: whose for call, whose in self._calls.items() if whose[0] is not actor}
+        self._calls = {call: owner for call, owner in self._calls.items() if owner[0] is not actor}
         if actor.ended:
-            actor.handle.__ray_terminate__.remote()  # ends in order, and so reports its last calls
+            actor.handle.__ray_terminate__.remote()  # a regular exit, so that Ray records its last calls
         else:
             ray.kill(actor.handle)
 
     def _stop(self) -> None:
-        """End all children, then all actors, also those that have no place yet."""
-        try:
-            ends = [actor.handle.stop.remote() for actor in self._actors if actor.ready]
-            if ends:
-                ray.wait(ends, num_returns=len(ends), timeout=STOP_S)
-        finally:
-            self._calls.clear()
-            for actor in self._actors:
-                ray.kill(actor.handle)
+        """End all children, then all actors, including those that are not placed yet."""
+        ends = (actor.handle.stop.remote() for actor in self._actors if actor.ready)
+        end_actors(ends, [actor.handle for actor in self._actors])
+        self._calls.clear()

@@ -1,4 +1,4 @@
-"""A Ray cluster: joined or started here, what its nodes hold, and what one process of a job takes of it."""
+"""A Ray cluster: joining or starting it, the capacity of its nodes, and the resources of one process of a job."""
 
 import math
 import os
@@ -19,13 +19,14 @@ from torchlake.processes.environment import thread_variables
 from torchlake.processes.hardware import cores
 
 _started: list[str] = []
-"The addresses of the Rays that were started here."
-FREED_S = 5.0  # for Ray to free what a job held that has just ended
+"Addresses of the Ray clusters started by this process."
+RELEASE_S = 5.0  # for Ray to release the resources of a job that has just ended
+STOP_S = 5.0  # for actors to end their children, before they are killed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What Ray reserves for one process."""
+class ProcessResources:
+    """The resources that Ray reserves for one process."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -35,23 +36,23 @@ class Share:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """By Ray's names, as a bundle of a placement group has them."""
+        """Amounts by Ray's names, as for a bundle of a placement group."""
         own = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory or 0, **self.resources}
         return {name: amount for name, amount in own.items() if amount}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same as options of an actor."""
+        """Options of an actor."""
         own = {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources)}
         return own if self.memory is None else {**own, "memory": self.memory}
 
     @property
     def variables(self) -> dict[str, str]:
-        """As many threads as CPUs."""
+        """Environment variables for as many threads as CPUs."""
         return thread_variables(max(1, int(self.cpus)))
 
-    def times(self, nodes: Iterable[Mapping[str, float]]) -> int:
-        """How many processes fit into such nodes."""
+    def count_on(self, nodes: Iterable[Mapping[str, float]]) -> int:
+        """Return how many processes fit on these nodes."""
         return sum(
             int(min((node.get(name, 0.0) / amount for name, amount in self.amounts.items()), default=math.inf))
             for node in nodes
@@ -59,8 +60,8 @@ class Share:
 
 
 def join(address: str | None, processes: int | None) -> bool:
-    """Join the cluster, or start one; whether it is this machine alone."""
-    address = address or os.environ.get("RAY_ADDRESS")  # Ray sets it for what `ray job submit` runs
+    """Join the cluster or start one; returns whether it was started by this process."""
+    address = address or os.environ.get("RAY_ADDRESS")  # set by `ray job submit`
     if not ray.is_initialized():
         if address is not None:
             ray.init(address=address, log_to_driver=False)
@@ -75,12 +76,12 @@ def join(address: str | None, processes: int | None) -> bool:
 
 
 def total_nodes() -> list[dict[str, float]]:
-    """What each node has."""
+    """Return the total resources of each node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def free_nodes() -> list[dict[str, float]]:
-    """What is free on each node that answers. Ray counts a node that is lost for half a minute longer."""
+    """Return the free resources of each reachable node (Ray lists a lost node for half a minute)."""
     free, found = available_resources_per_node(), []
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] in free:
@@ -89,49 +90,60 @@ def free_nodes() -> list[dict[str, float]]:
     return found
 
 
-def free_for(most: int, share: Share, *, held: int = 0, wait_s: float = FREED_S) -> int:
-    """Processes, up to `most`, that there is free room for besides the `held` ones, waiting a while for all."""
+def free_capacity(most: int, share: ProcessResources, *, running: int = 0, wait_s: float = RELEASE_S) -> int:
+    """Return how many processes fit now, up to `most`, including the `running` ones; waits up to `wait_s` for all."""
     deadline = time.monotonic() + wait_s
-    while (found := held + share.times(free_nodes())) < most and time.monotonic() < deadline:
+    while (found := running + share.count_on(free_nodes())) < most and time.monotonic() < deadline:
         time.sleep(0.2)
     return min(most, found)
 
 
-def widest(share: Share, number: int, nodes: Sequence[Mapping[str, float]]) -> Share:
-    """The share with the most CPUs of which such nodes hold `number`; with one CPU where they hold fewer."""
+def with_most_cpus(share: ProcessResources, number: int, nodes: Sequence[Mapping[str, float]]) -> ProcessResources:
+    """Return `share` with the most CPUs such that `number` processes fit on these nodes, or with one CPU."""
     largest = max((int(node.get("CPU", 0)) for node in nodes), default=1)
     tried = (replace(share, cpus=float(cpus)) for cpus in range(largest, 1, -1))
-    return next((one for one in tried if one.times(nodes) >= number), replace(share, cpus=1.0))
+    return next((one for one in tried if one.count_on(nodes) >= number), replace(share, cpus=1.0))
 
 
 def granted_gpus() -> list[str] | None:
-    """In an actor: the devices that Ray gave it, in CUDA's words; None where it gave none."""
+    """Return the devices that Ray assigned to this actor, as in CUDA_VISIBLE_DEVICES; None if it assigned none."""
     granted = os.environ.get("CUDA_VISIBLE_DEVICES") if ray.get_gpu_ids() else None
     return None if granted is None else granted.split(",")
 
 
-def in_words(amounts: Mapping[str, float]) -> str:
-    """Resources for people: "2 CPUs, 1 GPU"."""
+def end_actors(calls: Iterable[Any], actors: Iterable[Any]) -> None:
+    """Wait up to `STOP_S` for the calls, which are made here, then kill the actors."""
+    try:
+        pending = list(calls)
+        if pending:
+            ray.wait(pending, num_returns=len(pending), timeout=STOP_S)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def format_resources(amounts: Mapping[str, float]) -> str:
+    """Format resources as in "2 CPUs, 1 GPU"."""
     kinds = {name: f"{name}{'s' * (amount != 1)}" for name, amount in amounts.items() if name in ("CPU", "GPU")}
     return ", ".join(f"{amount:,g} {kinds.get(name, name)}" for name, amount in amounts.items()) or "nothing"
 
 
 def _start_here(cpus: int) -> None:
-    """Start Ray on this machine, reached from this machine alone.
+    """Start Ray on this machine, reachable only from it.
 
-    That takes the switch by which Ray keeps to itself on laptops with macOS and Windows; on Linux its processes listen
-    to the whole network, whatever address `ray.init` is given.
+    On Linux Ray's processes listen on all interfaces, whatever address `ray.init` gets, unless the switch is off that
+    Ray turns off itself on macOS and Windows.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         ray.init(
-            "local",  # not another Ray that runs on this machine
+            "local",  # never a Ray that is already running here
             num_cpus=cpus,
             include_dashboard=False,
             log_to_driver=False,
             _node_ip_address="127.0.0.1",
-            _system_config={"worker_niceness": 0},  # 15 by default: the job would yield to everything else
+            _system_config={"worker_niceness": 0},  # the default of 15 would give way to all other processes
         )
         _started.append(ray.get_runtime_context().gcs_address)
     finally:

@@ -1,13 +1,11 @@
-"""Chunk jobs on Spark: bundles of chunks as tasks of one Spark job, scheduled, retried and shown by Spark.
+"""Chunk jobs on Spark: bundles of chunks as tasks of one Spark job, scheduled, retried and displayed by Spark.
 
-A task's results reach the driver when it ends, through an accumulator (on Spark Connect as rows of a DataFrame). After
-`spark.task.maxFailures` the driver submits what is missing again: parts are idempotent. The job carries a tag, by which
-it is cancelled; the caller's scheduler pool, tags and description are kept.
-Price: about 20 ms a task, so many small chunks travel in bundles.
+The results of a task reach the driver when it ends, through an accumulator (with Spark Connect: as rows of a
+DataFrame). After `spark.task.maxFailures` the driver resubmits what is missing, which is safe because parts are
+idempotent. Cost: about 20 ms per task, so many small chunks travel in bundles.
 """
 
 import pickle
-import secrets
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -20,120 +18,115 @@ from typing import Any
 import pyarrow as pa
 from pyspark.accumulators import AccumulatorParam
 
+from torchlake.engines._spark_jobs import TaggedJobs
 from torchlake.engines._spark_session import Session, reason_of
 from torchlake.engines._spark_tasks import ChunkTask, Result, failure_of, run_batches, run_bundle
 from torchlake.errors import RankFailed
-from torchlake.processes.serialization import pack, rebuild, unpack
+from torchlake.processes.serialization import pack, to_exception, unpack
 
-MOST_BUNDLED = 64
-TASKS_PER_SLOT = 16  # before chunks are bundled: enough to even out slow ones
-TASKS_PER_LANE = 4  # the same where only so many tasks run at a time
-MOST_STALLS = 3  # submissions in a row without a single result
+MAX_BUNDLE_CHUNKS = 64
+TASKS_PER_SLOT = 16  # before chunks are bundled: enough to balance slow ones
+TASKS_PER_LANE = 4  # the same with a limited number of lanes
+MAX_STALLS = 3  # consecutive submissions without a result
 CANCEL_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkJob:
-    """What is to run, and how much of it at the same time."""
+    """The tasks of a chunk job, and how many run at the same time."""
 
     session: Session
     task: ChunkTask
     bundles: dict[int, bytes]
     name: str
     lanes: Sequence[Mapping[str, str]] | None = None
-    "The environment of each task that may run at the same time; None: all that Spark has slots for."
+    "Environments of the tasks that may run at the same time; None: as many as Spark has slots."
     profile: Any = None
-    "The ResourceProfile of the tasks."
+    "ResourceProfile of the tasks."
 
 
 def bundled(todo: Sequence[Any], slots: int, lanes: int) -> dict[int, bytes]:
-    """The chunks in packed bundles, numbered.
+    """Return the chunks in numbered, packed bundles.
 
-    With `lanes`, so many tasks at the same time, each may start in a place where the model is not loaded yet: bundles
-    are larger then.
+    With `lanes` (a limit on concurrent tasks) bundles are larger, because a task may run where no model is loaded yet.
     """
     size = len(todo) // (lanes * TASKS_PER_LANE if lanes else slots * TASKS_PER_SLOT)
-    size = max(1, size if lanes else min(MOST_BUNDLED, size))
+    size = max(1, size if lanes else min(MAX_BUNDLE_CHUNKS, size))
     return {number: pack(*todo[first : first + size]) for number, first in enumerate(range(0, len(todo), size))}
 
 
 def run_job(job: ChunkJob) -> Generator[Any, None, None]:
-    """The results of all chunks, as their tasks end."""
+    """Yield the results of all chunks, as their tasks end."""
     missing, stalls = dict(job.bundles), 0
     while missing:
         before = len(missing)
-        submitted = _Submission(job, missing)
+        submission = _Submission(job, missing)
         try:
-            for index, results in submitted.results():
+            for index, results in submission.results():
                 if index not in missing:
-                    continue  # a task that Spark ran twice
+                    continue  # Spark ran the task twice
                 failure = failure_of(results)
                 if failure is not None:
-                    raise rebuild(failure, rank=index, who="the worker of task")
+                    raise to_exception(failure, rank=index, who="the worker of task")
                 del missing[index]
                 for _, value in results:
                     yield unpack(value)
         finally:
-            submitted.close()
+            submission.close()
         if not missing:
             return
-        reason = submitted.reason or "Spark ended the job without all results"
+        reason = submission.reason or "Spark ended the job without all results"
         stalls = 0 if len(missing) < before else stalls + 1
-        if stalls == MOST_STALLS or submitted.cancelled:
+        if stalls == MAX_STALLS or submission.canceled:
             raise RankFailed(f"{len(missing)} of {len(job.bundles)} tasks of {job.name} did not end: {reason}", rank=0)
 
 
 class _Submission:
-    """Bundles as a Spark job (or, of a limited number of lanes, as one after the other in each)."""
+    """Bundles submitted as one Spark job, or, with a limited number of lanes, as consecutive jobs in each lane."""
 
     def __init__(self, job: ChunkJob, bundles: dict[int, bytes]) -> None:
         self.reason: str | None = None
         self._job, self._session = job, job.session
-        self._tag = f"torchlake-{secrets.token_hex(6)}"
         self._inbox: SimpleQueue[Result | None] = SimpleQueue()
         self._left = deque(bundles.items())
-        self._building = threading.Lock()  # over the context's environment
-        self._lanes = [self._session.thread(partial(self._lane, environment)) for environment in job.lanes or [{}]]
-        for lane in self._lanes:
-            lane.start()
+        self._building = threading.Lock()  # guards the context's environment
+        self._jobs = TaggedJobs(self._session, f"torchlake {job.name}")
+        self._running = 0
+        for environment in job.lanes or [{}]:
+            self._jobs.start(partial(self._run_lane, environment), self._lane_ended)
+            self._running += 1
 
     @property
-    def cancelled(self) -> bool:
-        """Whether somebody cancelled the job, in Spark's user interface for example."""
+    def canceled(self) -> bool:
+        """Whether the job was canceled, for example in Spark's user interface."""
         return self.reason is not None and "cancelled" in self.reason.lower()
 
     def results(self) -> Iterator[Result]:
-        """The bundles' results until Spark's jobs have ended."""
-        running = len(self._lanes)
-        while running:
+        """Yield the results of bundles until Spark's jobs have ended."""
+        while self._running:
             result = self._inbox.get()
             if result is None:
-                running -= 1
+                self._running -= 1
             else:
                 yield result
 
     def close(self) -> None:
-        """Cancel what still runs, and wait for Spark to say so."""
+        """Cancel what is still running, and wait for it to end."""
         self._left.clear()
-        if any(lane.is_alive() for lane in self._lanes):
-            with suppress(Exception):  # a session that has been stopped runs nothing
-                self._session.cancel(self._tag)
-        for lane in self._lanes:
-            lane.join(CANCEL_S)
+        self._jobs.close(CANCEL_S)
 
-    def _lane(self, environment: Mapping[str, str]) -> None:
+    def _run_lane(self, environment: Mapping[str, str]) -> None:
         run = self._run_connect if self._session.is_connect else partial(self._run, environment)
-        try:
-            self._session.describe(self._tag, f"torchlake {self._job.name}")
-            while self.reason is None and (bundles := self._next()):
-                run(bundles)
-        except Exception as error:
+        while self.reason is None and (bundles := self._next()):
+            run(bundles)
+
+    def _lane_ended(self, error: Exception | None) -> None:
+        if error is not None:
             self.reason = reason_of(error)
-        finally:
-            self._inbox.put(None)
+        self._inbox.put(None)
 
     def _next(self) -> list[tuple[int, bytes]]:
-        """All bundles, or one where only so many run at the same time."""
+        """Return all bundles, or one of them if lanes limit the concurrent tasks."""
         bundles = []
         with suppress(IndexError):
             while True:
@@ -144,11 +137,11 @@ class _Submission:
 
     def _run(self, environment: Mapping[str, str], bundles: list[tuple[int, bytes]]) -> None:
         context = self._session.context
-        heard = context.accumulator([], _Inbox(self._inbox))
-        tasks = context.parallelize(bundles, len(bundles)).mapPartitions(partial(_report, self._job.task, heard))
+        results = context.accumulator([], _Inbox(self._inbox))
+        tasks = context.parallelize(bundles, len(bundles)).mapPartitions(partial(_report, self._job.task, results))
         if self._job.profile is not None:
             tasks = tasks.withResources(self._job.profile)
-        # Spark keeps the Python workers of each environment apart: a lane has its own, and its model stays loaded.
+        # Spark keeps separate Python workers per environment, so the model of a lane stays loaded.
         with self._building, _added(context.environment, environment):
             tasks.id()
         tasks.collect()
@@ -163,10 +156,10 @@ class _Submission:
 _RESULTS = "index long, results binary"
 
 
-def _report(task: ChunkTask, heard: Any, bundles: Iterator[tuple[int, bytes]]) -> Iterator[int]:
-    """A Spark task; its results go into the accumulator, which reaches the driver when the task has ended."""
+def _report(task: ChunkTask, results: Any, bundles: Iterator[tuple[int, bytes]]) -> Iterator[int]:
+    """Run a Spark task; the driver gets the accumulated results when the task has ended."""
     for index, chunks in bundles:
-        heard.add([run_bundle(task, index, chunks)])
+        results.add([run_bundle(task, index, chunks)])
         yield index
 
 
@@ -182,7 +175,7 @@ def _added(environment: dict[str, str], variables: Mapping[str, str]) -> Iterato
 
 
 class _Inbox(AccumulatorParam[list[Result]]):
-    """A list in the tasks; in the driver what tasks added goes into the queue at once."""
+    """A list in the tasks; in the driver a task's results go directly into the queue."""
 
     def __init__(self, queue: "SimpleQueue[Result | None] | None" = None) -> None:
         self._queue = queue

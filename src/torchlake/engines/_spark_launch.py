@@ -1,23 +1,23 @@
-"""The driver's side of ranks on Spark: a barrier stage, so that all ranks run at once or none does.
+"""The driver's side of ranks on Spark: a barrier stage, so that all ranks start at once or none does.
 
-`_spark_ranks.py` is what its tasks run.
+`_spark_ranks.py` runs in its tasks.
 """
 
 import pickle
 import re
-import secrets
 import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from torchlake.engines._spark_jobs import TaggedJobs
 from torchlake.engines._spark_ranks import (
     FOLLOW_S,
     GRACE_S,
@@ -29,27 +29,27 @@ from torchlake.engines._spark_ranks import (
 )
 from torchlake.engines._spark_session import Session, reason_of
 from torchlake.errors import Interrupted, RankFailed, TorchlakeError
-from torchlake.processes.ranks import interrupted
-from torchlake.processes.remote import Driver, show
-from torchlake.processes.serialization import rebuild, unpack
+from torchlake.processes.ranks import to_interrupted
+from torchlake.processes.remote import Driver, print_output
+from torchlake.processes.serialization import to_exception, unpack
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """What every rank's task has to know, and the session that runs them."""
+    """The parameters of a launch, and the session that runs it."""
 
     session: Session
     payload: bytes
     number: int
     variables: Mapping[str, str]
-    "Of each rank's environment: its thread counts and, where Spark grants no GPUs, the devices of all ranks."
+    "Thread counts for each rank's environment and, if Spark grants no GPUs, the devices of all ranks."
     profile: Any = None
     name: str = "launch"
     stdout_to_stderr: bool = False
 
 
 def launch_on_barrier(job: LaunchJob, *, grace_s: float, stop_file: str | None) -> Any:
-    """Rank 0's value. `Engine.launch` says what this raises."""
+    """Run the ranks and return rank 0's value. Raises as `Engine.launch`."""
     with _shared_folder(job.stdout_to_stderr) as folder:
         task = RankTask(
             driver=Driver.here(),
@@ -78,12 +78,12 @@ def _run_stage(job: LaunchJob, task: RankTask) -> list[RankEnd]:
 
 
 def _value_of(ends: list[RankEnd] | Exception, job: LaunchJob) -> Any:
-    """Rank 0's value; raises the first rank's failure, or Spark's reason."""
+    """Return rank 0's value; raises the failure of the first failed rank, or Spark's."""
     if isinstance(ends, Exception):
         raise _error_of(ends, job)
     for end in sorted(ends, key=lambda one: one.rank):
         for stream, lines in end.output:
-            show(stream, lines, stdout_to_stderr=job.stdout_to_stderr)
+            print_output(stream, lines, stdout_to_stderr=job.stdout_to_stderr)
     return unpack(next(end.value for end in ends if end.rank == 0))
 
 
@@ -94,23 +94,23 @@ def _stopped(
     grace_s: float,
     stop: KeyboardInterrupt | Interrupted,
 ) -> Interrupted:
-    """Ask the ranks to stop and leave them their time; the signal that stopped this process, in a rank's words."""
-    said: str | None = None
+    """Ask the ranks to stop and wait for `grace_s`; returns the Interrupted to raise, with a rank's message."""
+    message: str | None = None
     (folder / "stop").touch()
     if stop_file is not None:
         Path(stop_file).touch()
     try:
-        if stop_file is not None or list(folder.glob("seen-*")):  # else no rank hears of it until Spark kills its task
+        if stop_file is not None or list(folder.glob("seen-*")):  # else no rank can be notified
             error = outcome.get(timeout=grace_s)
             found = failure_in(str(error)) if isinstance(error, Exception) else None
             if found is not None and found[1].kind == "Interrupted":
-                said = found[1].message
+                message = found[1].message
     except Empty:
         pass
     finally:
         if stop_file is not None:
             Path(stop_file).unlink(missing_ok=True)
-    return interrupted(stop, said)
+    return to_interrupted(stop, message)
 
 
 def _error_of(error: Exception, job: LaunchJob) -> TorchlakeError:
@@ -119,8 +119,8 @@ def _error_of(error: Exception, job: LaunchJob) -> TorchlakeError:
     if found is not None:
         rank, failure, output = found
         for stream, lines in output:
-            show(stream, lines.encode(), stdout_to_stderr=job.stdout_to_stderr)
-        return rebuild(failure, rank=rank, who="rank")
+            print_output(stream, lines.encode(), stdout_to_stderr=job.stdout_to_stderr)
+        return to_exception(failure, rank=rank, who="rank")
     place = re.search(r"ResultTask\(\d+, (\d+)\)", reason)
     rank = int(place[1]) if place else 0
     if "ExecutorLostFailure" in reason:
@@ -130,7 +130,7 @@ def _error_of(error: Exception, job: LaunchJob) -> TorchlakeError:
 
 @contextmanager
 def _shared_folder(stdout_to_stderr: bool) -> Iterator[Path]:
-    """A folder of the driver's; what tasks that see it write into its files is printed as it comes."""
+    """Yield a folder of the driver; what tasks that can access it write into its files is printed immediately."""
     folder, over, read = Path(tempfile.mkdtemp(prefix="torchlake-launch-")), threading.Event(), dict[Path, int]()
 
     def show_new() -> None:
@@ -140,7 +140,7 @@ def _shared_folder(stdout_to_stderr: bool) -> Iterator[Path]:
                 lines = file.read()
             read[path] = read.get(path, 0) + len(lines)
             if lines:
-                show(int(path.name.rpartition("-")[2]), lines, stdout_to_stderr=stdout_to_stderr)
+                print_output(int(path.name.rpartition("-")[2]), lines, stdout_to_stderr=stdout_to_stderr)
 
     def follow() -> None:
         while not over.wait(FOLLOW_S):
@@ -159,37 +159,27 @@ def _shared_folder(stdout_to_stderr: bool) -> Iterator[Path]:
 
 @contextmanager
 def submitted(job: LaunchJob, run: Callable[[], Any]) -> Iterator["SimpleQueue[Any]"]:
-    """Run a Spark job beside this thread: its value, or the exception that it raised, comes through the queue.
+    """Run a Spark job in another thread and yield a queue that receives its value or its exception.
 
-    It is cancelled where it still runs at the end. PySpark's own handler of Ctrl-C cancels every job of the session
-    before anything else can be done; here ranks get their time to save instead.
+    A job that is still running on exit is canceled. PySpark's own Ctrl-C handler, which would cancel all jobs of the
+    session at once, is replaced meanwhile, so that ranks have time to save.
     """
-    session, tag = job.session, f"torchlake-{secrets.token_hex(6)}"
     outcome: SimpleQueue[Any] = SimpleQueue()
+    jobs = TaggedJobs(job.session, f"torchlake {job.name}: {job.number} ranks")
 
-    def run_described() -> None:
-        try:
-            session.describe(tag, f"torchlake {job.name}: {job.number} ranks")
-            outcome.put(run())
-        except Exception as error:
+    def ended(error: Exception | None) -> None:
+        if error is not None:
             outcome.put(error)
 
-    thread = session.thread(run_described)
     handler = signal.getsignal(signal.SIGINT)
-    replaced = _in_main_thread() and str(getattr(handler, "__module__", "")).startswith("pyspark.")
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    replaced = in_main_thread and str(getattr(handler, "__module__", "")).startswith("pyspark.")
     if replaced:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread.start()
     try:
+        jobs.start(lambda: outcome.put(run()), ended)
         yield outcome
     finally:
-        if thread.is_alive():
-            with suppress(Exception):  # a session that has been stopped runs nothing
-                session.cancel(tag)
-            thread.join(GRACE_S)
+        jobs.close(GRACE_S)
         if replaced:
             signal.signal(signal.SIGINT, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -1,9 +1,9 @@
-"""What runs inside the tasks of a barrier stage: a rank, as a child process of its task.
+"""Ranks inside the tasks of a barrier stage, each as a child process of its task.
 
-The tasks exchange addresses by `allGather`, and once more how their ranks ended. A rank that fails makes its task fail
-after a moment in which its peers may report an earlier failure; Spark then kills the other tasks, and the children of a
-killed task get SIGTERM and `GRACE_S` seconds. Where tasks share the driver's file system, output comes line by line and
-signals go through a folder of the driver's; elsewhere output is in the executors' logs and comes when ranks end.
+The tasks exchange their addresses by `allGather`, and later how their ranks ended. A failed rank fails its task after a
+moment in which peers may report an earlier failure; Spark then kills the other tasks, whose children get SIGTERM and
+`GRACE_S` seconds. If tasks share the driver's file system, output arrives line by line and signals go through a folder
+of the driver; otherwise output is in the executors' logs and arrives when ranks end.
 """
 
 import base64
@@ -27,31 +27,31 @@ from pyspark import BarrierTaskContext
 from torchlake.engines._spark_tasks import granted_gpus
 from torchlake.errors import TorchlakeError
 from torchlake.processes.children import Children
-from torchlake.processes.ranks import CAUSES, death
-from torchlake.processes.remote import Driver, captured, group_variables, held_node, rank_environment
-from torchlake.processes.serialization import Failure, describe, unpack
+from torchlake.processes.ranks import exit_failure, is_crash
+from torchlake.processes.remote import Driver, capture_output, group_variables, rank_environment, reserve_node
+from torchlake.processes.serialization import Failure, to_failure, unpack
 
-GRACE_S = 5.0  # for ranks whose task Spark has killed
-SETTLE_S = 2.0  # after a failure, for peers to report one that came earlier
-CAUSE_S = 0.3  # the same after a death that no peer's leaving can cause
-EXIT_S = 60.0  # for a rank that has handed in its value: exit handlers may have something to upload
-MOST_OUTPUT = 1 << 20  # bytes of each rank that come back when it ends
-FOLLOW_S = 0.1  # between two looks at files that grow
-LAST_LINES = 50  # pieces of output that come with a failure
+GRACE_S = 5.0  # for ranks whose task Spark killed
+SETTLE_S = 2.0  # after a failure, for peers to report an earlier one
+CRASH_SETTLE_S = 0.3  # the same after a crash, which cannot be the consequence of another failure
+EXIT_S = 60.0  # for a rank that has returned: exit handlers may upload something
+MAX_OUTPUT_BYTES = 1 << 20  # of each rank, returned when it ends
+FOLLOW_S = 0.1  # between polls of the shared folder
+MAX_FAILURE_OUTPUTS = 50  # pieces of output returned with a failure
 _MARK = "torchlake-failure:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask:
-    """What every task of the stage has to know."""
+    """The parameters of the stage's tasks."""
 
     driver: Driver
     payload: bytes
     variables: Mapping[str, str]
     here: str | None
-    "The driver's address where all tasks run on its machine."
+    "The driver's address if all tasks run on its machine."
     folder: str
-    "The driver's; tasks that see it write what ranks print into it, and look there for `stop`."
+    "A folder of the driver, for ranks' output and the file `stop`, if tasks can access it."
 
 
 @dataclass(kw_only=True)
@@ -61,8 +61,8 @@ class RankEnd:
     rank: int
     value: bytes = b""
     failure: Failure | None = None
-    cause: bool = False
-    "A death that no other rank's failure explains."
+    crashed: bool = False
+    "See `processes.ranks.is_crash`."
     output: list[tuple[int, bytes]] = field(default_factory=list)
 
 
@@ -72,44 +72,42 @@ def run_rank_batches(task: RankTask, batches: Iterator[pa.RecordBatch]) -> Itera
 
 
 def run_rank_task(task: RankTask, rows: Iterator[Any]) -> Iterator[RankEnd]:
-    """A task of the stage. Raises an error that carries the first rank's failure in its message."""
+    """Run a task of the stage. Raises an error whose message contains the failure of the first failed rank."""
     for _ in rows:
         pass
     context = BarrierTaskContext.get()
     try:
         end, ends = _run_in_group(task, context)
     except TorchlakeError as error:
-        end = RankEnd(rank=context.partitionId(), failure=describe(error))
+        end = RankEnd(rank=context.partitionId(), failure=to_failure(error))
         ends = [end]
-    failed = [(not one.cause, one.failure.when, one) for one in ends if one.failure is not None]
+    failed = [(not one.crashed, one.failure.when, one) for one in ends if one.failure is not None]
     if failed:
         raise RuntimeError(_message_of(min(failed, key=lambda one: one[:2])[2]))
     yield end
 
 
 def _run_in_group(task: RankTask, context: BarrierTaskContext) -> tuple[RankEnd, list[RankEnd]]:
-    """Meet the other ranks and run this one: its end, and all ends that are known a moment later."""
-    task.driver.check()
+    """Run this rank in its group; returns its end, and all ends that are known a moment later."""
+    task.driver.check_versions()
     place = context.partitionId()
     address = task.here or context.getTaskInfos()[place].address.rpartition(":")[0].strip("[]")
-    with held_node(address, granted_gpus(context)) as (own, holder):
+    with reserve_node(address, granted_gpus(context)) as (own, holder):
         nodes = [pickle.loads(base64.b64decode(text)) for text in context.allGather(_text(own))]
-        machines = list(dict.fromkeys(node.address for node in nodes))
-        order = sorted(range(len(nodes)), key=lambda one: (machines.index(nodes[one].address), one))
+        order, variables = group_variables(nodes, 1)
         rank = order.index(place)
-        variables = group_variables([nodes[one] for one in order], 1)[rank] | dict(task.variables)
-        end = _run_rank(task, rank, *rank_environment(variables, holder))
+        end = _run_rank(task, rank, *rank_environment(variables[rank] | dict(task.variables), holder))
         return end, _all_ends(context, end)
 
 
 def _run_rank(task: RankTask, rank: int, environment: dict[str, str], descriptors: tuple[int, ...]) -> RankEnd:
-    """Run the rank to its end, printing what it prints."""
+    """Run the rank to its end and forward its output."""
     folder = Path(task.folder) if os.path.isdir(task.folder) else None
     end = RankEnd(rank=rank)
     if folder is not None:
         try:
             (folder / f"seen-{rank}").touch()
-        except OSError:  # of another user, or of another machine that has one of the same name
+        except OSError:  # another user's, or a folder of the same name on another machine
             folder = None
 
     def send(stream: int, lines: bytes) -> None:
@@ -119,12 +117,12 @@ def _run_rank(task: RankTask, rank: int, environment: dict[str, str], descriptor
             return
         os.write(2, lines)  # the executor's log
         end.output.append((stream, lines))
-        while sum(len(kept) for _, kept in end.output) > MOST_OUTPUT:
+        while sum(len(kept) for _, kept in end.output) > MAX_OUTPUT_BYTES:
             del end.output[0]
 
     with (
-        captured(send) as streams,
-        Children(output=streams, grace_s=GRACE_S, **task.driver.setting()) as children,
+        capture_output(send) as streams,
+        Children(output=streams, grace_s=GRACE_S, **task.driver.child_options()) as children,
     ):
         children.start(rank, "rank", task.payload, environment, descriptors)
         _listen(children, end, folder)
@@ -132,15 +130,15 @@ def _run_rank(task: RankTask, rank: int, environment: dict[str, str], descriptor
 
 
 def _listen(children: Children, end: RankEnd, folder: Path | None) -> None:
-    """Take in how the rank ends, and send it SIGTERM once the driver's folder says so."""
-    asked, deadline = False, float("inf")
+    """Wait until the rank ends, and send it SIGTERM when the driver creates the file `stop`."""
+    signaled, deadline = False, float("inf")
     while time.monotonic() < deadline:
         try:
             _, kind, value = children.events.get(timeout=FOLLOW_S)
         except Empty:
-            if folder is not None and not asked and (folder / "stop").exists():
+            if folder is not None and not signaled and (folder / "stop").exists():
                 children.signal(signal.SIGTERM)
-                asked = True
+                signaled = True
             continue
         if kind == "value":
             end.value, deadline = value, time.monotonic() + EXIT_S
@@ -148,22 +146,22 @@ def _listen(children: Children, end: RankEnd, folder: Path | None) -> None:
             end.failure, deadline = unpack(value), time.monotonic() + GRACE_S
         elif kind == "exit":
             if end.failure is None and not end.value:
-                end.failure, end.cause = death(end.rank, value), -value in CAUSES
+                end.failure, end.crashed = exit_failure(end.rank, value), is_crash(value)
             return
 
 
 def _all_ends(context: BarrierTaskContext, own: RankEnd) -> list[RankEnd]:
-    """How all ranks ended; only this one's end where it failed and others are still running a moment later."""
+    """Return the ends of all ranks, or only this one if it failed and others are still running a moment later."""
     ends: list[RankEnd] = []
     output = own.output if own.failure is not None else []
-    shared = replace(own, value=b"", output=output[-LAST_LINES:])
+    shared = replace(own, value=b"", output=output[-MAX_FAILURE_OUTPUTS:])
 
     def gather() -> None:
         ends.extend(pickle.loads(base64.b64decode(text)) for text in context.allGather(_text(shared)))
 
     waiting = threading.Thread(target=gather, daemon=True)
     waiting.start()
-    waiting.join(None if own.failure is None else CAUSE_S if own.cause else SETTLE_S)
+    waiting.join(None if own.failure is None else CRASH_SETTLE_S if own.crashed else SETTLE_S)
     return ends if len(ends) > 0 else [own]
 
 
@@ -172,15 +170,15 @@ def _text(value: Any) -> str:
 
 
 def _message_of(end: RankEnd) -> str:
-    """The failure for people, and once more for the driver."""
+    """Return the failure as readable text, followed by an encoded form for the driver."""
     assert end.failure is not None
-    output = [(stream, lines.decode(errors="replace")) for stream, lines in end.output[-LAST_LINES:]]
+    output = [(stream, lines.decode(errors="replace")) for stream, lines in end.output[-MAX_FAILURE_OUTPUTS:]]
     content = base64.b64encode(json.dumps([end.rank, asdict(end.failure), output]).encode()).decode()
     return f"rank {end.rank}: {end.failure.kind}: {end.failure.message}\n{_MARK}{content}:"
 
 
 def failure_in(text: str) -> tuple[int, Failure, list[tuple[int, str]]] | None:
-    """What `_message_of` wrote, out of Spark's account of it."""
+    """Return the failure that `_message_of` encoded, from Spark's error text; None if there is none."""
     found = re.search(re.escape(_MARK) + r"([A-Za-z0-9+/=]+):", text)
     if found is None:
         return None

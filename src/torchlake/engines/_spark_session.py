@@ -1,12 +1,9 @@
-"""The Spark session that an engine works in: the running one or a new one, and what it has room for."""
+"""The Spark session of an engine, an existing or a new one, and its capacity."""
 
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from inspect import signature
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import UsageError
@@ -16,10 +13,10 @@ from torchlake.processes.hardware import cores
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-SLOTS_OF_CONNECT = 16  # assumed when many chunks are bundled
-SLOTS_S = 20.0  # for executors that are just starting to appear
+SLOTS_OF_CONNECT = 16  # assumed for bundling chunks
+SLOTS_S = 20.0  # for executors that are still starting
 REACH_S = 5.0  # for each master to accept a connection
-# A session that torchlake makes on this machine listens to nobody else, retries lost tasks and says little.
+# A session created on this machine is reachable only from it and logs little.
 _ON_THIS_MACHINE = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -29,7 +26,7 @@ _ON_THIS_MACHINE = {
 
 
 class Session:
-    """A Spark session, made when it is first needed."""
+    """A Spark session, created on first use."""
 
     def __init__(
         self, given: "SparkSession | None", *, master: str | None, conf: dict[str, str], processes: int | None
@@ -41,14 +38,14 @@ class Session:
         self._slots_here = max(cores(), processes or 1)
 
     def get(self) -> "SparkSession":
-        """The session given, the running one, or a new one."""
+        """Return the given session, the running one, or a new one."""
         if self._session is None:
             self._session = self._running() or self._made()
         return self._session
 
     @property
     def is_connect(self) -> bool:
-        """Whether the session is one of Spark Connect, which has no SparkContext."""
+        """Whether this is a Spark Connect session, which has no SparkContext."""
         return not hasattr(self.get(), "_jsc")
 
     @property
@@ -62,7 +59,7 @@ class Session:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether tasks share this machine with the driver, inside one JVM."""
+        """Whether tasks run in the driver's JVM (local mode)."""
         return not self.is_connect and str(self.context.master).split("[")[0] == "local"
 
     @property
@@ -75,41 +72,41 @@ class Session:
 
     @property
     def grows(self) -> bool:
-        """Whether Spark adds executors as they are asked for."""
+        """Whether Spark adds executors on demand."""
         return self.conf("spark.dynamicAllocation.enabled", "false") == "true"
 
     @property
     def slots(self) -> int:
-        """Tasks that can run at the same time on what is there now; Spark Connect does not say."""
+        """Tasks that can run at the same time now; an assumption for Spark Connect, which does not report it."""
         if self.is_connect:
             return SLOTS_OF_CONNECT
         return max(1, self._concurrent())
 
     def slots_for(self, wanted: int, gpus_each: int = 0) -> int:
-        """Tasks that can run at the same time, waiting a while for executors that are still to come.
+        """Return how many tasks can run at the same time, waiting up to `SLOTS_S` for executors that are starting.
 
-        `gpus_each` are those of a ResourceProfile, where the session's own tasks are granted fewer.
+        `gpus_each`: GPUs per task of a ResourceProfile, if the session's own tasks have fewer.
         """
         scheduler = self.context._jsc.sc()
         deadline = time.monotonic() + SLOTS_S
         while True:
             found = self._concurrent()
-            here = int(scheduler.getExecutorMemoryStatus().size()) - 1  # the driver is one of those that it names
+            here = int(scheduler.getExecutorMemoryStatus().size()) - 1  # without the driver
             if gpus_each > self.gpus_of("task"):
                 found = min(found, max(1, here) * int(self.gpus_of("executor") / gpus_each))
-            asked_for = self._executors_asked_for()
-            all_here = asked_for is not None and here >= asked_for
+            requested = self._requested_executors()
+            all_here = requested is not None and here >= requested
             if self.on_this_machine or found >= wanted or all_here or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)
 
     def _concurrent(self) -> int:
-        """PySpark has no public question for this; the one that barrier stages are checked by is asked."""
+        """Return Spark's own limit for barrier stages, for which PySpark has no public API."""
         scheduler = self.context._jsc.sc()
         return int(scheduler.maxNumConcurrentTasks(scheduler.resourceProfileManager().defaultResourceProfile()))
 
-    def _executors_asked_for(self) -> int | None:
-        """Executors that the session was started with; None where that is not known."""
+    def _requested_executors(self) -> int | None:
+        """Return the number of executors the session was started with, or None if unknown."""
         master = str(self.context.master)
         if master.startswith("local-cluster["):
             return int(master.split("[")[1].split(",")[0])
@@ -117,7 +114,7 @@ class Session:
         return int(instances) if instances.isdigit() else None
 
     def gpus_of(self, whose: str) -> float:
-        """GPUs that Spark grants to each "task" or "executor"; 0 where it grants none."""
+        """Return the GPUs that Spark grants to each "task" or "executor"."""
         return float(self.conf(f"spark.{whose}.resource.gpu.amount", "0"))
 
     def thread_variables(self, threads: int) -> dict[str, str]:
@@ -135,9 +132,9 @@ class Session:
         return int(self.gpus_of("task") == 0 and self.gpus_of("executor") >= 1)
 
     def profile(self, cpus: int, gpus_per_task: int) -> Any:
-        """The ResourceProfile of tasks with so many cores and GPUs; None where the session's own tasks have them.
+        """Return a ResourceProfile for tasks with these cores and GPUs, or None if the session's own tasks have them.
 
-        Spark has none in local mode, nor for Spark Connect's RDDs. Raises UsageError for GPUs that no executor has.
+        None also for Spark Connect, which has no RDDs. Raises UsageError for GPUs that no executor has.
         """
         has_gpus = self.gpus_of("task") >= gpus_per_task
         if not has_gpus and (self.is_connect or self.gpus_of("executor") < gpus_per_task):
@@ -153,39 +150,11 @@ class Session:
         amount = max(float(gpus_per_task), self.gpus_of("task"))
         return ResourceProfileBuilder().require(requests.resource("gpu", amount) if amount else requests).build
 
-    def thread(self, target: Callable[[], None]) -> Thread:
-        """A thread whose Spark jobs have the properties of this one's (pool, description, tags); not started yet."""
-        from pyspark.util import InheritableThread
-
-        takes_session = "session" in signature(InheritableThread).parameters  # from Spark 4 on
-        thread: Thread = InheritableThread(target, **({"session": self.get()} if takes_session else {}))
-        thread.daemon = True
-        return thread
-
-    def describe(self, tag: str, job: str) -> None:
-        """Name the jobs of this thread in Spark's user interface; what the caller has set stays."""
-        if self.is_connect:
-            self.get().addTag(tag)
-            return
-        context = self.context
-        own = context.getLocalProperty("spark.job.description")
-        text = f"{own}: {job}" if own else job
-        group = context.getLocalProperty("spark.jobGroup.id")
-        context.setJobGroup(group or tag, text, interruptOnCancel=True)
-        context.addJobTag(tag)
-
-    def cancel(self, tag: str) -> None:
-        """Cancel the jobs of that tag; their tasks are killed."""
-        if self.is_connect:
-            self.get().interruptTag(tag)
-        else:
-            self.context.cancelJobsWithTag(tag)
-
     def _running(self) -> "SparkSession | None":
         from pyspark import SparkContext
         from pyspark.sql import SparkSession
 
-        # Not getActiveSession: that one knows the session of the calling thread only.
+        # getActiveSession returns the session of the calling thread only.
         if SparkContext._active_spark_context is None:
             return SparkSession.getActiveSession()  # Spark Connect has no context
         running: SparkSession = SparkSession.builder.getOrCreate()
@@ -204,8 +173,8 @@ class Session:
         conf = dict(self._conf)
         if self._master is not None:
             conf["spark.master"] = self._master
-        elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has settled where to run
-            # The second number: a task may be lost three times, and Spark starts it again.
+        elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # not under spark-submit, which sets the master
+            # The second number is spark.task.maxFailures.
             conf.setdefault("spark.master", f"local[{self._slots_here},4]")
         master = conf.get("spark.master", "")
         if master.startswith("local["):
@@ -217,14 +186,14 @@ class Session:
             builder = builder.config(name, value)
         session: SparkSession = builder.getOrCreate()
         if master.startswith("local["):
-            session.sparkContext.setLogLevel("ERROR")  # a cluster's session also says that it waits for resources
+            session.sparkContext.setLogLevel("ERROR")  # on a cluster, warnings about missing resources are useful
         return session
 
 
 def _check_reachable(master: str) -> None:
     """Raise UsageError unless one of the hosts of spark://HOST:PORT[,HOST:PORT...] accepts a connection.
 
-    Spark itself tries for minutes, and writes the stack of each attempt.
+    Spark itself retries for minutes and logs a stack trace each time.
     """
     reasons = []
     for address in master.removeprefix("spark://").split(","):
@@ -243,7 +212,7 @@ def _check_reachable(master: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why Spark ended a job, in its own words and without the stack of its JVM."""
+    """Return Spark's message for a failed job, without the JVM's stack trace."""
     java = getattr(error, "java_exception", None)
     text = str(java.getMessage() if java is not None else error) or type(error).__name__
     return text.split("Driver stacktrace:")[0].split("JVM stacktrace:")[0].strip()

@@ -1,7 +1,7 @@
-"""What runs inside Spark's tasks: chunks in a child process that is kept from task to task, with the task's GPUs.
+"""Chunks inside Spark's tasks: a child process is kept from task to task, with the task's GPUs.
 
-Spark reuses its Python workers, so a worker loads the model once. The child ends when the worker has had no chunk for
-`IDLE_S` seconds, and with the worker: a task that Spark kills takes its child along.
+Spark reuses its Python workers, so each loads the model once. The child exits after `IDLE_S` seconds without a chunk,
+and with the Python worker when Spark kills the task.
 """
 
 import os
@@ -13,42 +13,42 @@ from typing import Any
 import pyarrow as pa
 from pyspark import TaskContext
 
-from torchlake.processes.children import Children
+from torchlake.engines._frames import recently_used
 from torchlake.processes.chunk_process import ChunkProcess
-from torchlake.processes.remote import Driver, own_environment
-from torchlake.processes.serialization import Failure, describe
+from torchlake.processes.remote import Driver
+from torchlake.processes.serialization import Failure, to_failure
 
 IDLE_S = 10.0
-MOST_KEPT = 2
-"Children that a worker keeps: two jobs at the same time must not load their models again for every chunk."
-_kept: dict[tuple[Any, ...], ChunkProcess] = {}
+MAX_CHILDREN = 2
+"Children per Python worker, so that two concurrent jobs do not load their models again for every chunk."
+_children: dict[Any, ChunkProcess] = {}
 
 Result = tuple[int, list[tuple[str, Any]]]
-"""A bundle's number and, for each of its chunks, ("result", packed value); ("failed", Failure) is the last."""
+"""A bundle's number and, for each chunk, ("result", packed value); the last may be ("failed", Failure)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTask:
-    """What every task of a chunk job has to know; `payload` is the packed `make_worker`, or a broadcast of it."""
+    """The parameters of a chunk job's tasks; `payload` is the packed `make_worker`, or a broadcast of it."""
 
     driver: Driver
     payload: Any
     variables: Mapping[str, str]
-    "Of the child's environment: its thread counts."
+    "Thread counts for the child's environment."
 
 
 def run_bundle(task: ChunkTask, index: int, chunks: bytes) -> Result:
-    """Run a bundle of chunks. An exception of the worker is a result, so that Spark does not try again in vain."""
+    """Run a bundle of chunks. A worker's exception is a result, so that Spark does not retry it."""
     try:
-        task.driver.check()
+        task.driver.check_versions()
         gpus = granted_gpus(TaskContext.get())
         return index, list(_child(task, gpus).run(pickle.loads(chunks)))
     except Exception as error:
-        return index, [("failed", describe(error))]
+        return index, [("failed", to_failure(error))]
 
 
 def run_batches(task: ChunkTask, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same for `mapInArrow`: rows of `index`, `chunks` in, rows of `index`, packed `results` out."""
+    """`run_bundle` for `mapInArrow`: rows of (index, chunks) in, rows of (index, packed results) out."""
     for batch in batches:
         for row in batch.to_pylist():
             index, results = run_bundle(task, row["index"], row["chunks"])
@@ -56,9 +56,9 @@ def run_batches(task: ChunkTask, batches: Iterator[pa.RecordBatch]) -> Iterator[
 
 
 def granted_gpus(context: Any) -> tuple[str, ...] | None:
-    """The GPUs that Spark granted to a task, in CUDA's words; None where it grants none.
+    """Return the GPUs that Spark granted to a task, as in CUDA_VISIBLE_DEVICES; None if it grants none.
 
-    Spark's addresses are numbers among the devices that its executor sees.
+    Spark's addresses are indexes into the devices that the executor sees.
     """
     granted = None if context is None else context.resources().get("gpu")
     if granted is None:
@@ -73,19 +73,16 @@ def granted_gpus(context: Any) -> tuple[str, ...] | None:
 
 
 def _child(task: ChunkTask, gpus: Sequence[str] | None) -> ChunkProcess:
-    """This Python worker's child for that job and those GPUs."""
+    """Return this Python worker's child process for that job and those GPUs."""
     payload = task.payload if isinstance(task.payload, bytes) else task.payload.value
+
+    def start() -> ChunkProcess:
+        return task.driver.chunk_process(payload, task.variables, gpus, idle_s=IDLE_S, output=(2, 2))
+
     key = (payload, tuple(task.variables.items()), gpus)
-    if key not in _kept:
-        while len(_kept) >= MOST_KEPT:
-            _kept.pop(next(iter(_kept))).__exit__()
-        environment = own_environment(task.variables, gpus)
-        children = Children(output=(2, 2), **task.driver.setting())
-        _kept[key] = ChunkProcess(payload, environment, children, idle_s=IDLE_S).__enter__()
-    _kept[key] = _kept.pop(key)  # the newest is last
-    return _kept[key]
+    return recently_used(_children, key, start, most=MAX_CHILDREN, close=ChunkProcess.__exit__)
 
 
 def failure_of(results: Sequence[tuple[str, Any]]) -> Failure | None:
-    """The failure that ended a bundle, if one did."""
+    """Return the failure that ended a bundle, or None."""
     return next((value for kind, value in results if kind == "failed"), None)

@@ -1,30 +1,29 @@
-"""The local engine: child processes of this one, on this machine.
+"""The local engine: child processes on this machine.
 
-    run_chunks   a chunk goes to the next worker that asks for one
-    launch       N ranks, as torchrun would start them on one machine, without its agent and its rendezvous
+    run_chunks   each chunk goes to the next worker that pulls
+    launch       N ranks, as torchrun starts them on one machine, without its agent and rendezvous
 
-Price of a process: about 0.1 s to start Python, and what the function imports (torch: seconds). Workers and ranks are
-in sessions of their own: Ctrl-C reaches this process alone, which stops them in order. `processes/children.py` says why
-none of them is left behind.
+Workers and ranks run in their own sessions: Ctrl-C reaches only this process, which stops them.
+Cost of a process: about 0.1 s to start Python, and the function's imports (torch: seconds).
 """
 
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any
 
-from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
+from torchlake.engines import Engine, ProcessRange, Worker, at_least_one, process_bounds
 from torchlake.processes.children import Children
-from torchlake.processes.chunk_process import run_here
+from torchlake.processes.chunk_process import run_chunks_locally
 from torchlake.processes.environment import (
     MASTER_FD,
-    environment,
-    held_port,
+    assign_gpus,
     interface_of,
+    local_environment,
     rank_variables,
-    share_gpus,
-    visible_to_all,
+    reserve_port,
+    visible_devices,
 )
-from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.processes.hardware import cores, gpus, max_processes
 from torchlake.processes.ranks import run_ranks
 from torchlake.processes.serialization import pack
 
@@ -32,13 +31,13 @@ from torchlake.processes.serialization import pack
 class Local(Engine):
     """Processes of this machine.
 
-    `processes` is the number for every job of this engine; None means, for chunks, one per core but no more than there
-    are chunks (fewer where the job wants several threads in each), and 1 for launch. `stdout_to_stderr` sends what
-    children print to this process's stderr, for callers whose own stdout is read by a program.
+    `processes` is the number for every job of this engine. None means 1 for launch and, for chunks, one per core (fewer
+    if the job needs several threads in each), but no more than there are chunks. `stdout_to_stderr` redirects what
+    children print to this process's stderr.
     """
 
-    def __init__(self, processes: Span | None = None, *, stdout_to_stderr: bool = False) -> None:
-        self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
+    def __init__(self, processes: ProcessRange | None = None, *, stdout_to_stderr: bool = False) -> None:
+        self.min_processes, self.processes = (None, None) if processes is None else process_bounds(processes)
         self.stdout_to_stderr = stdout_to_stderr
 
     def run_chunks(
@@ -58,58 +57,58 @@ class Local(Engine):
         if processes is not None:
             wanted = at_least_one(processes)
         else:
-            wanted = self.processes or most_processes(memory_per_process, threads)
+            wanted = self.processes or max_processes(memory_per_process, threads)
         if gpus_per_process is None:
             found = len(gpus())
             wanted, gpus_per_process = (min(wanted, found), 1) if found else (wanted, 0)
         number = max(1, min(wanted, len(todo)))
-        devices = share_gpus(number, gpus_per_process)
-        environments = [environment(number, devices[index] if devices else None, {}) for index in range(number)]
+        devices = assign_gpus(number, gpus_per_process)
+        environments = [local_environment(number, devices[index] if devices else None) for index in range(number)]
         children = partial(Children, stdout_to_stderr=self.stdout_to_stderr)
-        return run_here(pack(make_worker), todo, environments, children)
+        return run_chunks_locally(pack(make_worker), todo, environments, children)
 
     def launch(
         self,
         fn: Callable[..., Any],
         *args: Any,
-        processes: Span | None = None,
+        processes: ProcessRange | None = None,
         gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
         name: str = "launch",
         stop_file: str | None = None,
     ) -> Any:
-        # Without a number ranks see what this process sees, and LOCAL_RANK is the number of each one's device.
+        # Without assignment, ranks see the same devices as this process, and LOCAL_RANK is the index of their own.
         gpus_per_process = gpus_per_process or 0
-        number = self.ranks(processes, gpus_per_process)
-        devices = share_gpus(number, gpus_per_process)
-        visible = visible_to_all(devices).split(",") if devices else None
+        number = self.num_ranks(processes, gpus_per_process)
+        devices = assign_gpus(number, gpus_per_process)
+        visible = visible_devices(devices).split(",") if devices else None
         payload, children = pack(fn, *args), Children(stdout_to_stderr=self.stdout_to_stderr)
-        with held_port("127.0.0.1") as holder:
-            port, master = holder.getsockname()[1], holder.fileno()
+        host = "127.0.0.1"
+        interface = interface_of(host)
+        with reserve_port(host) as holder:
+            port, descriptor = holder.getsockname()[1], holder.fileno()
 
             def start() -> None:
                 for rank in range(number):
-                    ranks = rank_variables(
-                        rank, machines=[0] * number, master="127.0.0.1", port=port, interface=interface_of("127.0.0.1")
-                    )
-                    variables = environment(number, visible, ranks)
-                    if rank == 0:
-                        variables[MASTER_FD] = str(master)
-                    children.start(rank, "rank", payload, variables, descriptors=(master,) if rank == 0 else ())
+                    ranks = rank_variables(rank, machines=[0] * number, master=host, port=port, interface=interface)
+                    descriptors = (descriptor,) if rank == 0 else ()
+                    if descriptors:
+                        ranks[MASTER_FD] = str(descriptor)
+                    children.start(rank, "rank", payload, local_environment(number, visible, ranks), descriptors)
 
             return run_ranks(start, number, children, grace_s=grace_s)
 
-    def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
-        """A rank for each core and, where it has some, for each so many GPUs, whatever else this machine does."""
+    def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
+        """As in Engine, by cores and GPUs, regardless of other load on this machine."""
         each = min(1, len(gpus())) if gpus_per_process is None else gpus_per_process
         return min(most, cores(), *([len(gpus()) // each] if each else []))
 
-    def usual_ranks(self) -> int:
-        """One for each GPU of this machine; one where it has none."""
+    def default_ranks(self) -> int:
+        """Return one per GPU of this machine, at least one."""
         return max(1, len(gpus()))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
-        """Apply the worker to the Arrow table `frame`, in this process and at once."""
+        """Apply the worker to the Arrow table `frame`, immediately and in this process."""
         result = make_worker()(frame)
         assert result.schema.equals(schema), f"the worker returned {result.schema}, promised {schema}"
         return result

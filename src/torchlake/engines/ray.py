@@ -1,13 +1,13 @@
-"""The Ray engine: processes on the nodes of a Ray cluster, or on this machine's cores by Ray.
+"""The Ray engine: processes on the nodes of a Ray cluster, or on this machine with a local Ray.
 
-    run_chunks   a pool of actors, and a named call of one of them for every bundle of chunks (`_ray_chunks.py`)
-    launch       a placement group with an actor for each rank (`_ray_launch.py`), or Ray Train's own launcher
+    run_chunks   a pool of actors; each bundle of chunks is a named call of an actor (`_ray_chunks.py`)
+    launch       a placement group with an actor for each rank (`_ray_launch.py`), or Ray Train's TorchTrainer
     map_frame    Dataset.map_batches: a lazy Dataset of the same rows with more columns
 
-Ray places, counts and shows everything; in an actor a child process does the work, so that a row that kills costs no
-actor. Rows never pass through the driver or the object store: workers read and write storage, and only chunk names and
-counts cross. A process takes as many CPUs of Ray's count as it has threads.
-Price: about 1 s for a job's first process, once Ray runs.
+In each actor a child process does the work, so that a row that crashes it does not cost the actor. Rows never pass
+through the driver or the object store: workers read and write storage, and only chunk names and counts are
+transferred. A process reserves as many CPUs of Ray as it has threads.
+Cost: about 1 s for a job's first process, once Ray runs.
 """
 
 import os
@@ -20,15 +20,23 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
+from torchlake.engines import Engine, ProcessRange, Worker, at_least_one, process_bounds
 from torchlake.engines._frames import BatchMapper, map_table
 from torchlake.engines._ray_chunks import ChunkJob, Demand
-from torchlake.engines._ray_cluster import FREED_S, Share, free_for, free_nodes, join, total_nodes, widest
+from torchlake.engines._ray_cluster import (
+    RELEASE_S,
+    ProcessResources,
+    free_capacity,
+    free_nodes,
+    join,
+    total_nodes,
+    with_most_cpus,
+)
 from torchlake.engines._ray_launch import ActorRanks, RankJob
 from torchlake.engines._ray_train import launch_with_torch_trainer
 from torchlake.errors import UsageError
 from torchlake.processes.environment import thread_variables
-from torchlake.processes.hardware import most_processes
+from torchlake.processes.hardware import max_processes
 from torchlake.processes.ranks import run_ranks
 from torchlake.processes.serialization import pack
 
@@ -42,23 +50,23 @@ _BATCHES: dict[str, Any] = {"batch_format": "pyarrow", "batch_size": 4096, "zero
 class Ray(Engine):
     """Processes placed by Ray.
 
-    `address` is that of a running cluster ("auto": the one of this machine); by default the one that this process has
-    joined already or that RAY_ADDRESS names, else Ray is started on this machine's cores, reached from this machine
-    alone. `processes` is the number for every job of this engine; None means, for chunks, as many as Ray has room for
-    and comes to have, but no more than there are chunks, and 1 for launch.
+    `address` is a running cluster ("auto": the one of this machine). The default is the cluster that this process has
+    joined, or RAY_ADDRESS; otherwise Ray is started on this machine, reachable only from it. `processes` is the number
+    for every job of this engine. None means 1 for launch and, for chunks, as many as fit on the cluster as it grows,
+    but no more than there are chunks.
 
-    Each process reserves `gpus_per_process` where the job does not say, also a part of a GPU (0.5) for chunks;
-    `cpus_per_process`, which are its threads too (None: what the job asks for, or its part of the cluster where the
-    number of processes is given); `memory` in bytes and custom `resources` where they are given. `placement_strategy`
-    is DEFAULT or SPREAD for chunks, PACK, SPREAD, STRICT_PACK or STRICT_SPREAD for ranks. `launcher` starts the ranks:
-    a placement group, or TorchTrainer of Ray Train, which cannot do all of it (`_ray_train.NEVER`).
-    `stdout_to_stderr` sends what ranks print to this process's stderr.
+    Each process reserves `gpus_per_process` unless the job sets it (for chunks also a fraction, such as 0.5);
+    `cpus_per_process`, also its number of threads (None: what the job needs or, for a given number of processes, an
+    equal part of the cluster); `memory` in bytes; and custom `resources`. `placement_strategy` is DEFAULT or SPREAD for
+    chunks, and PACK, SPREAD, STRICT_PACK or STRICT_SPREAD for ranks. `launcher` starts the ranks: a placement group, or
+    Ray Train's TorchTrainer with fewer features (`_ray_train.UNSUPPORTED`). `stdout_to_stderr` redirects what ranks
+    print to this process's stderr.
     """
 
     def __init__(
         self,
         address: str | None = None,
-        processes: Span | None = None,
+        processes: ProcessRange | None = None,
         *,
         gpus_per_process: float | None = None,
         cpus_per_process: float | None = None,
@@ -69,13 +77,13 @@ class Ray(Engine):
         stdout_to_stderr: bool = False,
     ) -> None:
         self.address = address
-        self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
+        self.min_processes, self.processes = (None, None) if processes is None else process_bounds(processes)
         self.gpus_per_process, self.cpus_per_process = gpus_per_process, cpus_per_process
         self.memory, self.resources = memory, resources or {}
         self.placement_strategy = _one_of(placement_strategy, {*CHUNK_STRATEGIES, *LAUNCH_STRATEGIES})
         self.launcher = _one_of(launcher, LAUNCHERS)
         self.stdout_to_stderr = stdout_to_stderr
-        self._placing = False  # ranks that have no places yet
+        self._placing = False  # whether ranks are waiting for placement
 
     def run_chunks(
         self,
@@ -94,14 +102,14 @@ class Ray(Engine):
         number = self.processes if processes is None else at_least_one(processes)
         strategy = _one_of(self.placement_strategy, CHUNK_STRATEGIES, "chunks run as") or "DEFAULT"
         if not todo:
-            return (chunk for chunk in todo)  # none: Ray is not needed
+            return (chunk for chunk in todo)  # empty, without starting Ray
         started = self.join()
         share, nodes = self._share(self._gpus(gpus_per_process)), total_nodes()
         if number is None:
-            share = replace(share, cpus=self.cpus_per_process or min(threads, widest(share, 1, nodes).cpus))
-            at_once = max(1, share.times(nodes))
+            share = replace(share, cpus=self.cpus_per_process or min(threads, with_most_cpus(share, 1, nodes).cpus))
+            at_once = max(1, share.count_on(nodes))
         if number is None and started:
-            number = max(1, min(at_once, most_processes(memory_per_process), len(todo)))
+            number = max(1, min(at_once, max_processes(memory_per_process), len(todo)))
         if number is not None:
             share, at_once = self._even(share, number), number
         demand = Demand(share=share, most=number or len(todo), at_once=at_once, strategy=strategy)
@@ -111,20 +119,20 @@ class Ray(Engine):
         self,
         fn: Callable[..., Any],
         *args: Any,
-        processes: Span | None = None,
+        processes: ProcessRange | None = None,
         gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
         name: str = "launch",
         stop_file: str | None = None,
     ) -> Any:
         payload = pack(fn, *args)
-        fewest, most = bounds(self.span or 1 if processes is None else processes)
+        fewest, most = process_bounds(self.process_range or 1 if processes is None else processes)
         started = self.join()
         gpus = self._gpus(gpus_per_process)
         if gpus != int(gpus):
             raise UsageError(f"gpus_per_process is {gpus}; a rank needs whole GPUs.")
-        number = self.ranks((fewest, most), int(gpus))
-        if self.fewest != self.processes:  # a group of some of the engine's range leaves room for more ranks
+        number = self.num_ranks((fewest, most), int(gpus))
+        if self.min_processes != self.processes:  # leave capacity for the rest of the engine's range
             most = max(most, self.processes or 1)
         job = RankJob(
             payload=payload,
@@ -134,8 +142,8 @@ class Ray(Engine):
             name=name,
             stdout_to_stderr=self.stdout_to_stderr,
         )
-        if started and (lacking := job.lacking()):
-            raise UsageError(f"{lacking} Ask for fewer processes, or start a larger cluster.")
+        if started and (shortage := job.shortage()):
+            raise UsageError(f"{shortage} Ask for fewer processes, or start a larger cluster.")
         if self.launcher == "torch_trainer":
             self._placing = False
             return launch_with_torch_trainer(job)
@@ -147,27 +155,27 @@ class Ray(Engine):
 
         return run_ranks(start, number, ranks, grace_s=grace_s)
 
-    def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
-        """Ranks that the nodes have free CPUs and GPUs for, besides the `held` ones.
+    def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
+        """As in Engine, by the nodes' free CPUs and GPUs.
 
-        Waits some seconds before it says fewer than `most`, since what a group leaves behind is freed after its end.
+        Without `running` ranks it waits some seconds for `most`, because Ray releases a group's resources with a delay.
         """
         self.join()
-        if held and self._placing:
-            return held  # what is free now is for them
+        if running and self._placing:
+            return running  # they will take what is free now
         share = self._share(self._gpus(gpus_per_process))
-        return free_for(most, share, held=held, wait_s=0.0 if held else FREED_S)
+        return free_capacity(most, share, running=running, wait_s=0.0 if running else RELEASE_S)
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
-        """Apply the worker to a Ray Dataset: a lazy one, in the order that Ray Data gives.
+        """Apply the worker to a Ray Dataset; returns a lazy Dataset in Ray Data's order.
 
-        Actors, up to `processes` (default: as many as there is room for now), keep the worker, with one GPU each where
-        there are any; a batch is what Ray Data makes of 4,096 rows. A Dataset of one block keeps one actor busy, and
-        Ray reads small files into one: `repartition` such a one.
+        Up to `processes` actors (default: as many as fit now) hold the worker, with one GPU each if there are any, and
+        get batches of up to 4,096 rows. A Dataset of one block, such as one of small files, uses one actor only:
+        `repartition` it.
         """
         self.join()
         share = self._share(self._gpus(None))
-        most = self.processes or max(1, share.times(total_nodes()))
+        most = self.processes or max(1, share.count_on(total_nodes()))
         return frame.map_batches(
             BatchMapper,
             fn_constructor_args=(pack(partial(_with_threads, share.variables, make_worker)),),
@@ -177,7 +185,7 @@ class Ray(Engine):
         )
 
     def map_in_tasks(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]]) -> Any:
-        """The same in Ray tasks of one CPU, as many as there is room for, for a worker that is quick to make."""
+        """Like `map_frame`, in Ray tasks with one CPU each, for a worker that is quick to make."""
         self.join()
         return frame.map_batches(
             partial(map_table, pack(partial(_with_threads, thread_variables(1), make_worker))), **_BATCHES
@@ -188,37 +196,39 @@ class Ray(Engine):
         schema = frame.schema()
         return pa.schema(list(zip(schema.names, schema.types, strict=True)))
 
-    def spool(self, frame: Any, folder: str) -> None:
-        """Ray's tasks write the files: the folder has to be one that all nodes reach."""
+    def materialize(self, frame: Any, folder: str) -> None:
+        """Write the files from Ray's tasks: all nodes must be able to access the folder."""
         self.join()
         frame.write_parquet(os.path.abspath(folder))
 
     def join(self) -> bool:
-        """Join the cluster, or start one; whether it is this machine alone."""
+        """Join the cluster or start one; returns whether it was started by this process."""
         return join(self.address, self.processes)
 
-    def _gpus(self, asked: int | None) -> float:
-        """GPUs of each process: the job's number, else the engine's, else (asked is None) one where there are any."""
-        if asked:
-            return float(asked)
+    def _gpus(self, wanted: int | None) -> float:
+        """GPUs per process: the job's number, else the engine's, else (`wanted` is None) one if there are any."""
+        if wanted:
+            return float(wanted)
         if self.gpus_per_process is not None:
             return self.gpus_per_process
-        return 1.0 if asked is None and ray.cluster_resources().get("GPU", 0) else 0.0
+        return 1.0 if wanted is None and ray.cluster_resources().get("GPU", 0) else 0.0
 
-    def _share(self, gpus: float) -> Share:
-        return Share(cpus=self.cpus_per_process or 1.0, gpus=gpus, memory=self.memory, resources=self.resources)
+    def _share(self, gpus: float) -> ProcessResources:
+        return ProcessResources(
+            cpus=self.cpus_per_process or 1.0, gpus=gpus, memory=self.memory, resources=self.resources
+        )
 
-    def _even(self, share: Share, number: int, most: int | None = None) -> Share:
-        """What each of `number` processes gets of a cluster that holds `most`; less where others hold some of it."""
+    def _even(self, share: ProcessResources, number: int, most: int | None = None) -> ProcessResources:
+        """Divide the cluster's CPUs among `most` processes, or its free ones among `number` if those do not fit."""
         nodes = total_nodes()
-        if self.cpus_per_process is not None or share.times(nodes) < number:
+        if self.cpus_per_process is not None or share.count_on(nodes) < number:
             return share
-        even = widest(share, most or number, nodes)
-        return even if free_for(number, even) == number else widest(share, number, free_nodes())
+        even = with_most_cpus(share, most or number, nodes)
+        return even if free_capacity(number, even) == number else with_most_cpus(share, number, free_nodes())
 
 
 def _with_threads(variables: dict[str, str], make_worker: Callable[[], Any]) -> Any:
-    """The worker, in a process whose libraries start no more threads than it has CPUs."""
+    """Make the worker after setting the thread counts in the environment."""
     os.environ.update(variables)
     return make_worker()
 

@@ -4,8 +4,8 @@
     launch       a barrier stage: all ranks at once or none, with the variables that torchrun sets (`_spark_launch.py`)
     map_frame    mapInArrow: a lazy DataFrame of the same rows with more columns
 
-Rows never pass through the driver: workers read and write storage, and only chunk names and counts cross, inside
-Spark's own messages. Price: about 1 s for a job's first process, once the session runs.
+Rows never pass through the driver: workers read and write storage, and only chunk names and counts are transferred, in
+Spark's own messages. Cost: about 1 s for a job's first process, once the session runs.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from torchlake.engines import Engine, Span, Worker, at_least_one, bounds
+from torchlake.engines import Engine, ProcessRange, Worker, at_least_one, process_bounds
 from torchlake.engines._frames import map_batches
 from torchlake.engines._spark_chunks import ChunkJob, bundled, run_job
 from torchlake.engines._spark_distributor import launch_with_torch_distributor
@@ -24,8 +24,8 @@ from torchlake.engines._spark_session import Session
 from torchlake.engines._spark_tasks import ChunkTask, granted_gpus
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.processes.environment import share_gpus, visible_to_all
-from torchlake.processes.hardware import cores, gpus, most_processes
+from torchlake.processes.environment import assign_gpus, visible_devices
+from torchlake.processes.hardware import cores, gpus, max_processes
 from torchlake.processes.remote import Driver
 from torchlake.processes.serialization import pack
 
@@ -38,17 +38,17 @@ Launcher = Literal["barrier", "torch_distributor"]
 class Spark(Engine):
     """Processes placed by Spark.
 
-    `session` is the running one by default; where there is none, one is made with `master` (default: this machine's
-    cores) and `conf`. `processes` bounds the processes of every job of this engine; None means, for chunks, one in each
-    task slot, and 1 for launch. `launcher` is what starts ranks: a barrier stage, or pyspark's TorchDistributor.
-    `local_mode` launches ranks on the driver's machine instead of the executors, as TorchDistributor's does.
-    `stdout_to_stderr` sends what processes print to this one's stderr.
+    `session` is the running one by default, else a new one with `master` (default: this machine's cores) and `conf`.
+    `processes` limits the processes of every job of this engine; None means one per task slot for chunks, and 1 for
+    launch. `launcher` starts the ranks: a barrier stage, or pyspark's TorchDistributor. `local_mode` launches ranks on
+    the driver's machine instead of the executors, as in TorchDistributor. `stdout_to_stderr` redirects what processes
+    print to this process's stderr.
     """
 
     def __init__(
         self,
         session: "SparkSession | None" = None,
-        processes: Span | None = None,
+        processes: ProcessRange | None = None,
         *,
         master: str | None = None,
         conf: dict[str, str] | None = None,
@@ -56,7 +56,7 @@ class Spark(Engine):
         launcher: Launcher = "barrier",
         stdout_to_stderr: bool = False,
     ) -> None:
-        self.fewest, self.processes = (None, None) if processes is None else bounds(processes)
+        self.min_processes, self.processes = (None, None) if processes is None else process_bounds(processes)
         self.local_mode, self.launcher = local_mode, launcher
         self.stdout_to_stderr = stdout_to_stderr
         self.session = Session(session, master=master, conf=conf or {}, processes=self.processes)
@@ -107,13 +107,13 @@ class Spark(Engine):
         self,
         fn: Callable[..., Any],
         *args: Any,
-        processes: Span | None = None,
+        processes: ProcessRange | None = None,
         gpus_per_process: int | None = 0,
         grace_s: float = 30.0,
         name: str = "launch",
         stop_file: str | None = None,
     ) -> Any:
-        number = self.ranks(processes, gpus_per_process)
+        number = self.num_ranks(processes, gpus_per_process)
         if self.local_mode:
             local = Local(number, stdout_to_stderr=self.stdout_to_stderr)
             return local.launch(fn, *args, gpus_per_process=gpus_per_process, grace_s=grace_s)
@@ -121,9 +121,9 @@ class Spark(Engine):
         needed = gpus_per_process or 0 if session.on_this_machine else session.gpus_needed(gpus_per_process)
         if not session.is_connect:
             self._need_slots(number, 0 if session.on_this_machine else needed)
-        shares = share_gpus(number, needed) if session.on_this_machine else None
+        shares = assign_gpus(number, needed) if session.on_this_machine else None
         threads = max(1, cores() // number) if session.on_this_machine else session.cores_per_slot
-        visible = {} if shares is None else {"CUDA_VISIBLE_DEVICES": visible_to_all(shares)}
+        visible = {} if shares is None else {"CUDA_VISIBLE_DEVICES": visible_devices(shares)}
         job = LaunchJob(
             session=session,
             payload=payload,
@@ -138,7 +138,7 @@ class Spark(Engine):
         return launch_on_barrier(job, grace_s=grace_s, stop_file=stop_file)
 
     def _need_slots(self, number: int, gpus_each: int) -> None:
-        """Raise UsageError when so many ranks cannot run at the same time."""
+        """Raise UsageError if that many ranks cannot run at the same time."""
         if self.session.grows:
             raise UsageError(
                 "Ranks have to start together, and Spark starts no such stage under dynamic allocation: start the "
@@ -152,22 +152,22 @@ class Spark(Engine):
                 f"spark.task.cpus{each}). Ask for fewer processes, or start the session with more executors."
             )
 
-    def room(self, most: int, *, gpus_per_process: int | None = 0, held: int = 0) -> int:
-        """A rank for each task slot of the executors that are there; other jobs in the session do not count."""
+    def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
+        """As in Engine, by the task slots of present executors, regardless of the session's other jobs."""
         if self.local_mode:
-            return Local().room(most, gpus_per_process=gpus_per_process)
+            return Local().capacity(most, gpus_per_process=gpus_per_process)
         session = self.session
         if session.is_connect:
             return most
         if session.on_this_machine:
-            return min(most, session.slots_for(most), Local().room(most, gpus_per_process=gpus_per_process))
+            return min(most, session.slots_for(most), Local().capacity(most, gpus_per_process=gpus_per_process))
         return min(most, session.slots_for(most, session.gpus_needed(gpus_per_process)))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
-        """Apply the worker to a Spark DataFrame: a lazy one, of `schema`; the frame's own columns keep their types.
+        """Apply the worker to a Spark DataFrame; returns a lazy one of `schema`. Existing columns keep their types.
 
-        The worker sees Arrow batches of up to spark.sql.execution.arrow.maxRecordsPerBatch rows; it is made once per
-        Python process of an executor.
+        The worker is made once per Python process of an executor and gets Arrow batches of up to
+        spark.sql.execution.arrow.maxRecordsPerBatch rows.
         """
         from pyspark.sql.pandas.types import from_arrow_schema
         from pyspark.sql.types import StructType
@@ -185,13 +185,13 @@ class Spark(Engine):
 
         return to_arrow_schema(frame.schema)
 
-    def spool(self, frame: Any, folder: str) -> None:
-        """Spark's tasks write the files: the folder has to be one that all executors reach, as a file system's."""
+    def materialize(self, frame: Any, folder: str) -> None:
+        """Write the files from Spark's tasks: all executors must be able to access the folder."""
         frame.write.parquet(Path(folder).absolute().as_uri())
 
 
 def _map_task(payload: bytes, driver: Driver, batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """A task of `mapInArrow`, with the GPUs that Spark granted to it."""
+    """Run a task of `mapInArrow` with the GPUs that Spark granted to it."""
     from pyspark import TaskContext
 
     return map_batches(payload, batches, granted_gpus(TaskContext.get()), driver)
@@ -204,15 +204,15 @@ def _lanes(number: int) -> list[dict[str, str]]:
 def _lanes_here(
     session: Session, wanted: int | None, chunks: int, gpus_per_process: int | None, threads: int, memory: int
 ) -> tuple[list[dict[str, str]] | None, int]:
-    """The environments of tasks at the same time (None: one in each slot) and their threads, where tasks share this
-    machine and Spark grants no GPUs. Raises UsageError when this machine has too few of them."""
+    """Return the environments of concurrent tasks (None: one per slot) and their threads, if tasks share this machine
+    and Spark grants no GPUs. Raises UsageError if this machine has too few GPUs."""
     here, all_cores = gpus(), session.slots * session.cores_per_slot
     each = min(1, len(here)) if gpus_per_process is None else gpus_per_process
-    number = min(all_cores // threads, most_processes(memory)) if wanted is None else wanted
+    number = min(all_cores // threads, max_processes(memory)) if wanted is None else wanted
     number = max(
         1, min(number, session.slots, chunks, *([len(here) // each] if gpus_per_process is None and each else []))
     )
-    shares = share_gpus(number, each)
+    shares = assign_gpus(number, each)
     threads = max(1, all_cores // number)
     if shares is None and number == min(session.slots, chunks):
         return None, threads

@@ -1,16 +1,16 @@
-"""A plan as people read it: facts by name, and two tables as rows of cells."""
+"""A plan as text: facts by name, and two tables as rows of cells."""
 
 from torchlake.planning.capacity import size
 from torchlake.planning.plan import Plan, StrategyPlan
 
 WARN_ABOVE = 0.05
-"Share of rows that may be cut without a hint."
+"Share of truncated rows from which on a hint is shown."
 MEMORY = ("strategy", "weights", "gradients", "moments", "activations", "gathered", "other", "peak", "sent", "")
 SCALING = ("ranks", "strategy", "peak", "s/step", "unhidden", "hours", "efficiency", "")
 
 
 def facts(done: Plan) -> dict[str, str]:
-    """What the table and the model are."""
+    """Return facts about the table and the model."""
     tokens, padding, parameters = done.tokens, done.padding, done.parameters
     looked = "all looked at" if done.sampled == done.rows else f"{done.sampled:,} looked at"
     left = f", {done.unusable:,} of them without a text or a label" if done.unusable else ""
@@ -32,19 +32,19 @@ def facts(done: Plan) -> dict[str, str]:
 
 
 def memory_rows(done: Plan) -> list[tuple[str, ...]]:
-    """Each strategy's memory."""
+    """Return the memory of each strategy."""
     return [MEMORY, *(_memory_row(one, chosen=one.strategy == done.choice) for one in done.strategies)]
 
 
 def _memory_row(one: StrategyPlan, *, chosen: bool) -> tuple[str, ...]:
     memory = one.memory
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.gathered, memory.overhead)
-    said = one.obstacle or ("taken" if chosen else "fits" if one.fits else "too much")
-    return (one.strategy, *map(size, parts), size(memory.peak), size(one.sent), said)
+    status = one.obstacle or ("taken" if chosen else "fits" if one.fits else "too much")
+    return (one.strategy, *map(size, parts), size(memory.peak), size(one.sent), status)
 
 
 def scaling_rows(done: Plan) -> list[tuple[str, ...]]:
-    """Time on more and more ranks."""
+    """Return the time on increasing numbers of ranks."""
     return [SCALING, *(_scaling_row(one, done.batch_size) for one in done.scaling)]
 
 

@@ -5,7 +5,7 @@
 
 No weights are loaded and no step is run; the formulas stand in `costs.py`, and `bench/planning.py` holds their memory
 against measured peaks. The batch is the job's at any number of ranks, so more ranks mean less work for each (strong
-scaling), until ranks have no row at all. Price: the import of torch and transformers, 2,000 rows tokenised, and half a
+scaling), until ranks have no row at all. Cost: the import of torch and transformers, 2,000 rows tokenized, and half a
 second of matrix products where the speed is not given.
 """
 
@@ -19,14 +19,14 @@ from typing import Any
 from torchlake import plugins
 from torchlake.config.job import Fraction, Job, load_job
 from torchlake.config.strategy_options import LoraOptions
-from torchlake.engines import bounds
+from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.load import model_folder
 from torchlake.planning import workload
 from torchlake.planning.capacity import describe_cluster, device, operations, size, size_in_bytes
-from torchlake.planning.costs import SHARINGS, Cluster, Memory, Parameters, Setting, Shape, Sharing, StepTime
+from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime
 from torchlake.planning.survey import TableSurvey, survey_model, survey_table
-from torchlake.planning.workload import Case, Padding
+from torchlake.planning.workload import Padding, Workload
 from torchlake.processes import hardware
 from torchlake.runs.folder import frames_to_paths, store_frame
 
@@ -96,7 +96,7 @@ class Plan:
     padding: Padding
     shape: Shape
     parameters: Parameters
-    setting: Setting
+    setting: ComputeSettings
     processes: int
     micro_batch: tuple[int, int]
     "Rows and tokens per row of the largest one."
@@ -150,13 +150,13 @@ def plan(
             store_frame(frame, Path(folder, "input", f"{name}.parquet"))
         base = model_folder(wanted.model.base)
         table = survey_table(wanted, base, sample_rows)
-    ranks = processes or bounds(wanted.engine.processes or 1)[1]
+    ranks = processes or process_bounds(wanted.engine.processes or 1)[1]
     gpu, held = device(limit, ranks)
     case = _case(wanted, base, table, gpu=gpu)
     cluster, assumptions = describe_cluster(case, ranks, flops=flops_s, bandwidth=bytes_s, latency=latency)
     per_epoch = math.ceil(_training_rows(wanted, table) / wanted.train.batch_size)
     steps = min(wanted.train.epochs * per_epoch, wanted.train.max_steps or wanted.train.epochs * per_epoch)
-    terms = _Terms(job=wanted, case=case, cluster=cluster, steps=steps, held=held, here=limit is None)
+    terms = _Context(job=wanted, case=case, cluster=cluster, steps=steps, held=held, here=limit is None)
     found = _strategies(terms, ranks)
     best = _fastest(found)
     return Plan(
@@ -185,11 +185,11 @@ def plan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Terms:
+class _Context:
     """What all strategies are weighed with."""
 
     job: Job
-    case: Case
+    case: Workload
     cluster: Cluster
     steps: int
     held: float
@@ -203,21 +203,21 @@ class _Terms:
         return HEADROOM * self.held
 
 
-def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Case:
+def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
     train, rows = job.train, _training_rows(job, table)
     shape, parameters = survey_model(job, base, table.spec)
-    setting = Setting(
-        bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and (gpu or hardware.multiplies_bf16())),
+    setting = ComputeSettings(
+        bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and (gpu or hardware.supports_bf16())),
         gpu=gpu,
         checkpointing=train.activation_checkpointing,
         bucket_bytes=train.ddp.bucket_mib * 2**20,
         sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,
     )
-    return Case(
+    return Workload(
         shape=shape,
         parameters=parameters,
         setting=setting,
-        lengths=workload.stand_in(table.lengths, rows=rows, batch_size=train.batch_size, seed=train.seed),
+        lengths=workload.representative_lengths(table.lengths, rows=rows, batch_size=train.batch_size, seed=train.seed),
         longest=workload.longest_row(table.lengths, rows=rows, limit=table.spec.max_length),
         batch_size=train.batch_size,
         micro_batch_tokens=train.micro_batch_tokens,
@@ -259,20 +259,20 @@ def _tokens(table: TableSurvey, rows: int, longest: int) -> Tokens:
     )
 
 
-def _strategies(terms: _Terms, ranks: int) -> tuple[StrategyPlan, ...]:
+def _strategies(terms: _Context, ranks: int) -> tuple[StrategyPlan, ...]:
     """Every strategy on so many ranks."""
-    alone = workload.time_on(terms.case, SHARINGS[0], 1, terms.cluster)[0].overlapped
+    alone = workload.time_on(terms.case, SHARDINGS[0], 1, terms.cluster)[0].overlapped
     found = []
-    for sharing in SHARINGS:
-        memory = workload.memory_on(terms.case, sharing, ranks)
-        spent, exchanged = workload.time_on(terms.case, sharing, ranks, terms.cluster)
+    for sharding in SHARDINGS:
+        memory = workload.memory_on(terms.case, sharding, ranks)
+        spent, exchanged = workload.time_on(terms.case, sharding, ranks, terms.cluster)
         found.append(
             StrategyPlan(
-                strategy=sharing.name,
+                strategy=sharding.name,
                 ranks=ranks,
                 memory=memory,
                 fits=memory.peak <= terms.room,
-                obstacle=_obstacle(terms.job, sharing, ranks, here=terms.here),
+                obstacle=_obstacle(terms.job, sharding, ranks, here=terms.here),
                 sent=exchanged.sent(ranks),
                 time=spent,
                 hours=spent.overlapped * terms.steps / 3600,
@@ -282,11 +282,11 @@ def _strategies(terms: _Terms, ranks: int) -> tuple[StrategyPlan, ...]:
     return tuple(found)
 
 
-def _obstacle(job: Job, sharing: Sharing, ranks: int, *, here: bool) -> str | None:
+def _obstacle(job: Job, sharding: Sharding, ranks: int, *, here: bool) -> str | None:
     """Why training cannot use a strategy; None where it can. `here`: on this machine, with what is installed."""
-    if sharing.plugin not in plugins.names("strategies"):
+    if sharding.plugin not in plugins.names("strategies"):
         return "not in this version"
-    strategy = plugins.load("strategies", sharing.plugin)
+    strategy = plugins.load("strategies", sharding.plugin)
     if ranks < strategy.MIN_RANKS:
         return f"needs {strategy.MIN_RANKS} processes or more"
     if strategy.MAX_RANKS is not None and ranks > strategy.MAX_RANKS:
@@ -309,7 +309,7 @@ def _at(found: Sequence[StrategyPlan]) -> StrategyPlan:
     return _fastest(found) or min(able, key=lambda one: one.memory.peak)
 
 
-def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], terms: _Terms) -> str:
+def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], terms: _Context) -> str:
     """In a sentence or two, why it is `best`, or why it is none."""
     room = f"{HEADROOM:.0%} of a rank's {size(terms.held)}"
     able = [one for one in found if one.obstacle is None]
@@ -333,11 +333,11 @@ def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], terms: _Te
     return f"{said} The job asks for {terms.job.train.strategy}: {why}."
 
 
-def _remedies(terms: _Terms, base: Path, table: TableSurvey, ranks: int) -> tuple[str, ...]:
+def _remedies(terms: _Context, base: Path, table: TableSurvey, ranks: int) -> tuple[str, ...]:
     """What would make a strategy fit, each kind of change alone and no larger than it has to be."""
     job, case = terms.job, terms.case
     more = (2**power for power in range(1, MOST_RANKS.bit_length()) if 2**power > ranks)
-    kinds: list[Iterator[tuple[str, Case, int]]] = [
+    kinds: list[Iterator[tuple[str, Workload, int]]] = [
         ((f"train.micro_batch_tokens={one.micro_batch_tokens}", one, ranks) for one in _smaller(case)),
         ((f"--processes {number}", case, number) for number in more),
     ]
@@ -358,7 +358,7 @@ def _remedies(terms: _Terms, base: Path, table: TableSurvey, ranks: int) -> tupl
     return tuple(found) or ("None of smaller micro-batches, more processes, checkpointing and LoRA is enough alone.",)
 
 
-def _smaller(case: Case) -> Iterator[Case]:
+def _smaller(case: Workload) -> Iterator[Workload]:
     """The same with smaller and smaller micro-batches, down to a row."""
     tokens = case.micro_batch_tokens // 2
     while tokens >= case.longest:
@@ -366,10 +366,10 @@ def _smaller(case: Case) -> Iterator[Case]:
         tokens //= 2
 
 
-def _simplest(terms: _Terms, case: Case, ranks: int) -> tuple[str, float] | None:
+def _simplest(terms: _Context, case: Workload, ranks: int) -> tuple[str, float] | None:
     """The simplest strategy that fits, and its bytes."""
-    for sharing in SHARINGS:
-        peak = workload.memory_on(case, sharing, ranks).peak
-        if peak <= terms.room and _obstacle(terms.job, sharing, ranks, here=terms.here) is None:
-            return sharing.name, peak
+    for sharding in SHARDINGS:
+        peak = workload.memory_on(case, sharding, ranks).peak
+        if peak <= terms.room and _obstacle(terms.job, sharding, ranks, here=terms.here) is None:
+            return sharding.name, peak
     return None

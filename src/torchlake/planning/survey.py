@@ -1,9 +1,9 @@
-"""What `plan` looks at: a sample of the table, tokenised as training would, and the model's shape without its weights.
+"""What `plan` looks at: a sample of the table, tokenized as training would, and the model's shape without its weights.
 
     chunks spread evenly over the table -> every k-th row of each -> the task's own `tokenize` -> lengths
     config.json -> the model on torch's meta device, which has shapes and no memory -> Shape, Parameters
 
-Nothing is drawn, so the same table gives the same sample. Price: at most 32,768 rows in memory, the footers (Parquet,
+Nothing is drawn, so the same table gives the same sample. Cost: at most 32,768 rows in memory, the footers (Parquet,
 Arrow) or one pass (CSV, JSON lines) of the table, and the import of transformers.
 """
 
@@ -41,7 +41,7 @@ ONCE_PER_ROW = frozenset({"AutoModel", "AutoModelForSequenceClassification", "Au
 
 @dataclass(frozen=True, kw_only=True)
 class TableSurvey:
-    """What a sample says of the training table."""
+    """What a sample shows about the training table."""
 
     rows: int
     "Of the table."
@@ -64,7 +64,7 @@ class TableSurvey:
 
 
 def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
-    """Tokenise at most `rows` rows of `job.data.train` with the tokenizer of the model folder `base`.
+    """Tokenize at most `rows` rows of `job.data.train` with the tokenizer of the model folder `base`.
 
     Raises UsageError for a task that packs, TableError for a column that is missing, DataError for labels that cannot
     be learned and for a table without a usable row.
@@ -84,7 +84,7 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     reader.close()
     pool = pool.take(pa.array(_every(len(pool), min(len(pool), rows))))
     texts = string_column(pool[data.text])
-    usable = pc.and_(pc.invert(is_blank(texts)), _labelled(pool[data.label]))
+    usable = pc.and_(pc.invert(is_blank(texts)), _labeled(pool[data.label]))
     if not pc.any(usable).as_py():
         raise DataError(
             f"{table.source}: none of {len(pool):,} rows looked at has both a text in {data.text!r} and a label in "
@@ -266,7 +266,7 @@ def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bo
     return found
 
 
-def _labelled(labels: pa.ChunkedArray) -> pa.Array:
+def _labeled(labels: pa.ChunkedArray) -> pa.Array:
     array = labels.combine_chunks()
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         return pc.fill_null(pc.not_equal(array, ""), False)  # an empty cell of a CSV file is no label

@@ -3,7 +3,7 @@
     lengths -> epoch_batches -> micro_batches, as training calls them -> tokens with padding, operations, largest share
 
 A table larger than the sample is stood for by rows drawn from it, with replacement, as many as training sorts at once
-(a window of 32 batches): with fewer the batches would look more padded than they will be. Price: two argsorts.
+(a window of 32 batches): with fewer the batches would look more padded than they will be. Cost: two argsorts.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 
 from torchlake.data import batching, order
 from torchlake.planning import costs
-from torchlake.planning.costs import Cluster, Memory, Parameters, Setting, Shape, Sharing, StepTime, Traffic
+from torchlake.planning.costs import Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime, Traffic
 
 TAIL = 0.9
 "Quantile beyond which lengths are taken to fall exponentially."
@@ -22,12 +22,12 @@ EULER = 0.5772
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Workload:
     """A model and the rows it is trained on: all that decides what a rank needs."""
 
     shape: Shape
     parameters: Parameters
-    setting: Setting
+    setting: ComputeSettings
     lengths: np.ndarray
     "(N,) int64, tokens of the rows that stand for the table."
     longest: int
@@ -59,7 +59,7 @@ class Padding:
     "Every row padded to the most that a row may have."
 
 
-def stand_in(lengths: np.ndarray, *, rows: int, batch_size: int, seed: int) -> np.ndarray:
+def representative_lengths(lengths: np.ndarray, *, rows: int, batch_size: int, seed: int) -> np.ndarray:
     """Lengths (M,) of rows that stand for `rows` rows: `lengths` (N,) itself where that is all of them."""
     if len(lengths) >= rows:
         return lengths
@@ -85,7 +85,7 @@ def longest_row(lengths: np.ndarray, *, rows: int, limit: int) -> int:
     return max(longest, min(limit, math.ceil(expected)))
 
 
-def padding(case: Case, arrival: np.ndarray, *, ranks: int, max_length: int) -> Padding:
+def padding(case: Workload, arrival: np.ndarray, *, ranks: int, max_length: int) -> Padding:
     """How much of a step is padding on `ranks` ranks; `arrival` (N,) are lengths in the table's order."""
     sizes, computed, tokens = [], 0, 0
     for batch in _batches(case):
@@ -104,7 +104,7 @@ def padding(case: Case, arrival: np.ndarray, *, ranks: int, max_length: int) -> 
     )
 
 
-def work(case: Case, ranks: int) -> Work:
+def work(case: Workload, ranks: int) -> Work:
     """What the slowest of `ranks` ranks computes in a step. Rows are dealt longest first, so it is the first rank."""
     per_token = costs.token_flops(case.parameters, case.shape, case.setting)
     per_pair = costs.pair_flops(case.shape, case.setting)
@@ -118,7 +118,7 @@ def work(case: Case, ranks: int) -> Work:
     return Work(flops=float(np.mean(flops)), micro_batches=float(np.mean(cuts)), accumulates=max(cuts) > 1)
 
 
-def largest_micro_batch(case: Case, ranks: int) -> tuple[int, int]:
+def largest_micro_batch(case: Workload, ranks: int) -> tuple[int, int]:
     """Rows and tokens per row of the micro-batch with most tokens that a rank may meet."""
     share = math.ceil(case.batch_size / ranks)
     lengths = {*map(int, np.unique(case.lengths)), case.longest}
@@ -126,12 +126,12 @@ def largest_micro_batch(case: Case, ranks: int) -> tuple[int, int]:
     return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
-def memory_on(case: Case, sharing: Sharing, ranks: int) -> Memory:
+def memory_on(case: Workload, sharding: Sharding, ranks: int) -> Memory:
     """Bytes on each of `ranks` ranks at the largest micro-batch."""
     rows, length = largest_micro_batch(case, ranks)
     kept = costs.activation_bytes(case.shape, rows, length, case.setting)
     return costs.memory(
-        sharing,
+        sharding,
         case.parameters,
         case.setting,
         ranks=ranks,
@@ -140,16 +140,16 @@ def memory_on(case: Case, sharing: Sharing, ranks: int) -> Memory:
     )
 
 
-def time_on(case: Case, sharing: Sharing, ranks: int, cluster: Cluster) -> tuple[StepTime, Traffic]:
+def time_on(case: Workload, sharding: Sharding, ranks: int, cluster: Cluster) -> tuple[StepTime, Traffic]:
     """Seconds of an average step on `ranks` ranks, and what they exchange in it."""
     done = work(case, ranks)
-    exchanged = costs.traffic(sharing, case.parameters, case.setting, micro_batches=done.micro_batches)
+    exchanged = costs.traffic(sharding, case.parameters, case.setting, micro_batches=done.micro_batches)
     return costs.step_time(exchanged, ranks=ranks, computing=done.flops / cluster.flops, cluster=cluster), exchanged
 
 
-def _batches(case: Case) -> list[np.ndarray]:
+def _batches(case: Workload) -> list[np.ndarray]:
     return order.epoch_batches(case.lengths, batch_size=case.batch_size, seed=case.seed, epoch=0)
 
 
-def _shares(case: Case, lengths: np.ndarray, ranks: int) -> list[list[np.ndarray]]:
+def _shares(case: Workload, lengths: np.ndarray, ranks: int) -> list[list[np.ndarray]]:
     return batching.micro_batches(lengths, world_size=ranks, micro_batch_tokens=case.micro_batch_tokens)

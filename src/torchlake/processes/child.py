@@ -1,14 +1,13 @@
-"""What a child process does, from its first line to its last.
+"""The main function of a child process.
 
-The child talks only to its parent, over an inherited socket; it never imports the user's `__main__`, so unguarded
-scripts and notebooks work. Messages to the parent are `(kind, packed value)`:
+The child communicates only with its parent, over an inherited socket. It never imports the user's `__main__`, so
+scripts without a main guard and notebooks work. Messages to the parent are `(kind, packed value)`:
 
-    rank      value (rank 0's, None from the others)            | error
+    rank      value (rank 0's; None from the others)            | error
     worker    ready, then series of pull ... result ... ended   | error
 
-A worker's `pull` is answered with `(chunk,)`, or with `()` at the end of the series; `ended` with `(True,)` when
-another series follows, which the same worker runs, or with `()`. The value is packed a second time, so that a parent
-which only passes it on needs neither its class nor the libraries behind it.
+The reply to `pull` is `(chunk,)`, or `()` at the end of a series. The reply to `ended` is `(True,)` if another series
+follows, else `()`. Values are packed separately, so a parent that only forwards them does not need their classes.
 """
 
 import ctypes
@@ -26,23 +25,23 @@ from typing import Any
 import cloudpickle
 
 from torchlake.logs import log_as_parent
-from torchlake.processes.serialization import describe
+from torchlake.processes.serialization import to_failure
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int, death_signal: int) -> None:
-    """Receive one job, do it, hand over its outcome. Exit code 1 when it failed."""
+    """Receive a job, run it and send its outcome. Exits with code 1 on failure."""
     _die_with(parent, death_signal)
     log_as_parent()
     if sys.stderr is not None:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a line shows when it is printed, also in a file
+        sys.stdout.reconfigure(line_buffering=True)  # also when stdout is a file
     os.set_inheritable(descriptor, False)
     connection: Connection[Any, Any] = Connection(descriptor)
-    sending = threading.Lock()  # a worker may pull from a thread of its own
+    sending = threading.Lock()  # a worker may pull from another thread
 
     def send(kind: str, value: Any = None) -> None:
         message = pickle.dumps((kind, cloudpickle.dumps(value)))
@@ -62,14 +61,14 @@ def main(descriptor: int, parent: int, death_signal: int) -> None:
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         try:
-            send("error", describe(error))
+            send("error", to_failure(error))
         except OSError:
             os._exit(1)  # the parent is gone
         sys.exit(1)
 
 
 def _call(function: Callable[..., Any], args: list[Any]) -> Any:
-    """`function(*args)`, where sys.exit() and sys.exit(0) are as good as a return."""
+    """Return `function(*args)`; sys.exit() and sys.exit(0) count as a return."""
     try:
         return function(*args)
     except SystemExit as leaving:
@@ -79,7 +78,7 @@ def _call(function: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def _work(make_worker: Callable[[], Any], connection: "Connection[Any, Any]", send: Callable[..., None]) -> None:
-    """Run the worker over one series of chunks after the other, until the parent has no further series."""
+    """Run the worker on one series of chunks after another until the parent has no more."""
     worker = make_worker()
     send("ready")
     while True:
@@ -90,7 +89,7 @@ def _work(make_worker: Callable[[], Any], connection: "Connection[Any, Any]", se
 
 
 def _work_series(worker: Any, connection: "Connection[Any, Any]", send: Callable[..., None]) -> None:
-    """One result per chunk, in the chunks' order."""
+    """Send one result per chunk, in the chunks' order."""
     pulled = yielded = 0
     ended = False
 
@@ -114,7 +113,7 @@ def _work_series(worker: Any, connection: "Connection[Any, Any]", send: Callable
 
 
 def _leave() -> None:
-    """End at once: what the worker's generator held is closed; taking torch apart takes a second."""
+    """Exit without interpreter shutdown, which takes a second with torch loaded."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -122,7 +121,7 @@ def _leave() -> None:
 
 
 def _die_with(parent: int, death_signal: int) -> None:
-    """Ask the kernel for this signal when the thread that started this process ends; exit if it has ended already."""
+    """Have the kernel send this signal when the thread that started this process ends; exit if it already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:

@@ -1,12 +1,12 @@
-"""Child processes that cannot be lost: started, listened to, signalled and killed as one set.
+"""A set of child processes that are started, monitored, signaled and killed together.
 
-Every child has two threads here. One starts it and waits for its end: PR_SET_PDEATHSIG is tied to the thread that
-forked, so that thread has to live as long as the child, whichever thread the caller uses. The other reads its messages.
-Both put events into one queue, so the caller's thread only ever waits on a queue and an exception from a signal handler
-cannot tear a message apart. Price: two threads per child and one watchdog process per set, about 10 ms to start.
+Every child has two threads here. One starts the child and waits for its exit: PR_SET_PDEATHSIG is tied to the thread
+that forked, so that thread must live as long as the child. The other reads its messages. Both put events into one
+queue, so the caller only ever waits on a queue, and an exception from a signal handler cannot interrupt the reading of
+a message. Cost: two threads per child and one watchdog process per set, about 10 ms to start.
 
-No child outlives its parent: the set's exit kills every process group; the watchdog does it when this process is
-killed; PR_SET_PDEATHSIG ends the child itself when the watchdog is killed too.
+No child outlives its parent: leaving the set kills every process group; if this process is killed, the watchdog does;
+if the watchdog is killed too, PR_SET_PDEATHSIG ends the child itself.
 """
 
 import os
@@ -25,29 +25,29 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from torchlake.processes.serialization import describe, pack
+from torchlake.processes.serialization import pack, to_failure
 
 _BOOT = (
     "import sys; *numbers, sys.path[:] = *sys.argv[1:4], sys.argv[4:]; sys.argv[1:] = []; "
     "from torchlake.processes.child import main; main(*map(int, numbers))"
 )
-_JOIN_S = 5.0  # a killed process is gone in milliseconds, unless the kernel holds it in a system call
+_JOIN_S = 5.0  # a killed process exits in milliseconds unless it is inside an uninterruptible system call
 
 
 @dataclass(eq=False)
 class Child:
-    """One child process of this one. `running` is true from its start until the moment before it is reaped."""
+    """A child process. `running` is true from its start until just before it is reaped."""
 
     number: int
     connection: "Connection[Any, Any]"
     pid: int = 0
     running: bool = False
     signals: list[int] = field(default_factory=list)
-    "Sent before it was started."
+    "Signals to send once it has started."
     threads: list[threading.Thread] = field(default_factory=list)
 
     def send(self, *values: Any) -> None:
-        """Send the tuple `values`; a child that is gone is no error here, its exit is an event of its own."""
+        """Send the tuple `values`; does nothing if the child has exited, which is reported as an event."""
         with suppress(OSError):
             self.connection.send_bytes(pack(*values))
 
@@ -55,11 +55,11 @@ class Child:
 class Children:
     """A set of children, alive inside `with`. `events` yields (child, kind, value).
 
-    `kind` is what the child said ("value", "error", "ready", "pull", "result", "ended"), with a value to `unpack`; or,
-    once and last, "exit" with its exit code (negative: the signal that killed it). The error of a child that could not
-    start is an event too. `output` are the open files that children have as stdout and stderr (None: this process's
-    own), `path` what they have as sys.path and `folder` where they run (None: as this process has them). When this
-    process is killed, children get SIGTERM and `grace_s` seconds before they are killed.
+    `kind` is a message ("value", "error", "ready", "pull", "result", "ended"), with a value to `unpack`; the last
+    one is "exit" with the exit code (negative: a signal). A child that cannot start sends "error" and "exit" too.
+    `output` are the file descriptors of the children's stdout and stderr, `path` their sys.path and `folder` their
+    working directory (None: those of this process). If this process is killed, children get SIGTERM, and are killed
+    after `grace_s` seconds.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Children:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the launcher's group must not take its watchdog along
+            start_new_session=True,  # so that a signal to the parent's group does not reach it
         )
         return self
 
@@ -101,25 +101,25 @@ class Children:
         for child in self._children:
             for thread in child.threads:
                 thread.join(_JOIN_S)
-        self._watchdog.kill()  # closing its pipe is not enough where a process that the caller forked holds it too
+        self._watchdog.kill()  # closing its pipe is not enough if a process forked by the caller has it open too
         self._watchdog.communicate()
 
     def start(
         self, number: int, role: str, payload: bytes, environment: Mapping[str, str], descriptors: tuple[int, ...] = ()
     ) -> Child:
-        """Start child `number` on what `serialization.pack` made; `descriptors` are open files that it inherits."""
+        """Start child `number` with a payload from `serialization.pack`; it inherits the file descriptors."""
         ours, theirs = socket.socketpair()
         child = Child(number=number, connection=Connection(ours.detach()))
         self._children.append(child)
-        keeper = threading.Thread(
-            target=self._keep, args=(child, theirs, role, payload, dict(environment), descriptors), daemon=True
+        monitor = threading.Thread(
+            target=self._run_child, args=(child, theirs, role, payload, dict(environment), descriptors), daemon=True
         )
-        keeper.start()
-        child.threads.append(keeper)
+        monitor.start()
+        child.threads.append(monitor)
         return child
 
     def signal(self, number: int) -> None:
-        """Send a signal to every child (not to the processes that it started); one that starts now gets it then."""
+        """Send a signal to every child, but not to its descendants; a child that is starting gets it once started."""
         with self._lock:
             for child in self._children:
                 if child.running:
@@ -127,7 +127,7 @@ class Children:
                 elif child.pid == 0:
                     child.signals.append(number)
 
-    def _keep(
+    def _run_child(
         self,
         child: Child,
         theirs: socket.socket,
@@ -136,7 +136,7 @@ class Children:
         environment: dict[str, str],
         descriptors: tuple[int, ...],
     ) -> None:
-        """Start `child`, hand it its job, wait for its end and clear its process group."""
+        """Start `child`, send it its job, wait for its exit and kill its process group."""
         reader = threading.Thread(target=self._read, args=(child,), daemon=True)
         try:
             with theirs, self._lock:
@@ -160,13 +160,13 @@ class Children:
                 self._watch(f"+{child.pid}")
                 for number in child.signals:
                     os.kill(child.pid, number)
-        except Exception as error:  # out of processes, threads or memory: the caller has to see it
-            self.events.put((child, "error", pickle.dumps(describe(error))))
+        except Exception as error:  # such as out of processes, threads or memory
+            self.events.put((child, "error", pickle.dumps(to_failure(error))))
             self.events.put((child, "exit", 1))
             return
         with suppress(OSError):
             child.connection.send((role, payload))
-        if hasattr(os, "waitid"):  # leaves the zombie, so that its number cannot be another's when its group is killed
+        if hasattr(os, "waitid"):  # keeps the zombie, so that its pid cannot be reused before its group is killed
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         else:
             process.wait()
@@ -176,12 +176,12 @@ class Children:
             self._watch(f"-{child.pid}")
         code = process.wait()
         reader.join(_JOIN_S)
-        if not reader.is_alive():  # else a process that the child sent out of its group holds the other end
+        if not reader.is_alive():  # else a descendant outside its group has the other end open
             child.connection.close()
         self.events.put((child, "exit", code))
 
     def _read(self, child: Child) -> None:
-        """Turn what `child` says into events, until it says nothing more."""
+        """Put the messages of `child` into the queue until it closes its end."""
         while True:
             try:
                 message = child.connection.recv_bytes()
@@ -191,7 +191,7 @@ class Children:
 
     def _watch(self, line: str) -> None:
         assert self._watchdog.stdin is not None
-        with suppress(OSError):  # without its watchdog the set still has PR_SET_PDEATHSIG
+        with suppress(OSError):  # without the watchdog there is still PR_SET_PDEATHSIG
             self._watchdog.stdin.write(line.encode() + b"\n")
             self._watchdog.stdin.flush()
 

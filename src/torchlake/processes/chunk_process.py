@@ -1,8 +1,8 @@
-"""Chunks in a child process of an engine's worker: one model load, any number of the engine's tasks.
+"""Run chunks in a child process: one model load for any number of an engine's tasks.
 
-The child is started with the first chunk and kept. It is restarted here when a chunk kills it, so that the engine's
-task goes on: the k-th result of a series belongs to the k-th chunk that the child pulled, and what it had not finished
-runs again first. Price: one small message each way per chunk.
+The child starts with the first chunk and keeps running. If a chunk kills it, it is restarted here, so that the engine's
+task continues: the k-th result of a series belongs to the k-th chunk that the child pulled, and unfinished chunks run
+again first. Cost: one small message each way per chunk.
 """
 
 import threading
@@ -14,14 +14,14 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchlake.processes.children import Child, Children
-from torchlake.processes.serialization import Failure, ending, rebuild, signal_of, unpack
+from torchlake.processes.serialization import Failure, describe_exit, signal_of, to_exception, unpack
 
-MAX_DEATHS = 20  # of a chunk's processes, before the chunk ends the job
-MAX_EARLY_DEATHS = 3  # in a row of processes that never became ready: the next one will not either
+MAX_DEATHS = 20  # of processes by one chunk, before the job fails
+MAX_EARLY_DEATHS = 3  # consecutive deaths of processes that never became ready
 
 _NO_CHILD: Any = None
 Message = tuple["ChunkProcess", str, Any]
-"""result (packed) | hungry: it asked for a chunk, and there is none | ended: the series | failed (a Failure)"""
+"""result (packed)  needs_chunk: it asked for a chunk, and there is none | ended: the series | failed (a Failure)"""
 
 
 @dataclass(eq=False)
@@ -32,9 +32,9 @@ class _Chunk:
 
 
 class ChunkProcess:
-    """A child that runs chunks, alive inside `with`; `children` is the set that it belongs to alone.
+    """A child that runs chunks, alive inside `with`; `children` is an otherwise empty set for it.
 
-    It ends after `idle_s` seconds without a chunk (None: never), and starts again with the next one.
+    The child exits after `idle_s` seconds without a chunk (None: never) and starts again with the next one.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class ChunkProcess:
         self.number = number
         self._payload, self._environment, self._idle_s = payload, dict(environment), idle_s
         self._children = children
-        self._lock = threading.Lock()  # over all that follows
+        self._lock = threading.Lock()  # guards everything below
         self._child: Child | None = None
-        self._closed = self._in_series = self._ready = self._asked = self._rests = False
-        self._barren = 0  # deaths in a row of children that had no chunk
+        self._closed = self._in_series = self._ready = self._is_pulling = self._is_idle = False
+        self._startup_failures = 0  # consecutive deaths without a chunk
         self._todo: deque[_Chunk] = deque()
         self._pulled: deque[_Chunk] = deque()
         self._messages: SimpleQueue[Message] = SimpleQueue()
@@ -71,9 +71,9 @@ class ChunkProcess:
         self._thread.join()
 
     def submit(self, chunks: Sequence[Any], messages: "SimpleQueue[Message]") -> None:
-        """Run the chunks in their order; what becomes of them is put into `messages`.
+        """Run the chunks in order and put the outcome of each into `messages`.
 
-        The series of chunks goes on until `finish`: whoever gets "hungry" submits more or finishes it.
+        The series of chunks continues until `finish`: after "needs_chunk", submit more chunks or finish the series.
         """
         with self._lock:
             self._messages, self._in_series = messages, True
@@ -81,36 +81,36 @@ class ChunkProcess:
             self._feed()
 
     def run(self, chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-        """Run a series of chunks: ("result", packed) for each in their order, or ("failed", Failure) and no more."""
+        """Run a series of chunks; yields ("result", packed) for each in order, or ("failed", Failure) as the last."""
         messages: SimpleQueue[Message] = SimpleQueue()
         self.submit(chunks, messages)
         kind = ""
         while kind not in ("ended", "failed"):
             _, kind, value = messages.get()
-            if kind == "hungry":
+            if kind == "needs_chunk":
                 self.finish()
             elif kind != "ended":
                 yield kind, value
 
     def finish(self) -> None:
-        """End the series, once the child has asked for a chunk that is not there; the child stays for another one."""
+        """End the series if the child is pulling and no chunk is left; the child stays for the next series."""
         with self._lock:
-            if self._child is not None and self._asked and not self._todo:
-                self._asked = False
+            if self._child is not None and self._is_pulling and not self._todo:
+                self._is_pulling = False
                 self._child.send()
 
     def _feed(self) -> None:
-        """Start the child where there is none, or give it what it waits for; the caller holds the lock."""
+        """Start the child if there is none, or send it what it waits for; the caller holds the lock."""
         if not self._todo or self._closed:
             return
         if self._child is None:
-            self._ready = self._asked = self._rests = False
+            self._ready = self._is_pulling = self._is_idle = False
             self._child = self._children.start(self.number, "worker", self._payload, self._environment)
-        elif self._rests:
-            self._rests = False
+        elif self._is_idle:
+            self._is_idle = False
             self._child.send(True)
-        elif self._asked:
-            self._asked = False
+        elif self._is_pulling:
+            self._is_pulling = False
             self._pulled.append(self._todo.popleft())
             self._child.send(self._pulled[-1].value)
 
@@ -120,53 +120,53 @@ class ChunkProcess:
                 child, kind, value = self._children.events.get(timeout=self._idle_s)
             except Empty:
                 with self._lock:
-                    if self._child is not None and self._rests:
-                        self._rests = False
+                    if self._child is not None and self._is_idle:
+                        self._is_idle = False
                         self._child.send()
                 continue
             if kind == "closed":
                 return
             with self._lock:
                 if child is self._child:
-                    self._hear(kind, value)
+                    self._handle_event(kind, value)
 
-    def _hear(self, kind: str, value: Any) -> None:
-        """Take in one event of the child; the caller holds the lock."""
+    def _handle_event(self, kind: str, value: Any) -> None:
+        """Process one event of the child; the caller holds the lock."""
         if kind == "ready":
             self._ready = True
         elif kind == "pull":
-            self._asked = True
+            self._is_pulling = True
             if self._todo:
                 self._feed()
             else:
-                self._messages.put((self, "hungry", None))
+                self._messages.put((self, "needs_chunk", None))
         elif kind == "result":
-            self._barren = 0
+            self._startup_failures = 0
             self._pulled.popleft().messages.put((self, "result", value))
         elif kind == "ended":
-            self._rests = True
+            self._is_idle = True
             self._end_series()
             self._feed()
         elif kind == "error":
             self._fail(unpack(value))
         elif kind == "exit":
-            self._lose(value)
+            self._handle_death(value)
 
-    def _lose(self, code: int) -> None:
-        """The child has ended: run again what it had not finished, unless that has killed too many."""
+    def _handle_death(self, code: int) -> None:
+        """Requeue the unfinished chunks of a child that died, unless they have killed too many."""
         lost, self._child = list(self._pulled), None
         self._pulled.clear()
         self._todo.extendleft(reversed(lost))
         if lost:
-            lost[0].deaths += 1  # results come in order: the first is the one that was worked on
+            lost[0].deaths += 1  # results come in order, so the first chunk was being processed
             if lost[0].deaths > MAX_DEATHS:
                 names = " and ".join(repr(chunk.value)[:300] for chunk in lost)
                 advice = "Take these rows out, or give each process more memory."
                 self._fail(_died(lost[0].deaths, f"while working on {names}", code, advice))
         elif self._todo:
-            self._barren += 1
-            if self._barren >= (MAX_DEATHS if self._ready else MAX_EARLY_DEATHS):
-                self._fail(_died(self._barren, "before they took a chunk", code, "Their stderr says more."))
+            self._startup_failures += 1
+            if self._startup_failures >= (MAX_DEATHS if self._ready else MAX_EARLY_DEATHS):
+                self._fail(_died(self._startup_failures, "before they took a chunk", code, "Their stderr says more."))
         else:
             self._end_series()
         self._feed()
@@ -177,7 +177,7 @@ class ChunkProcess:
             self._messages.put((self, "ended", None))
 
     def _fail(self, failure: Failure) -> None:
-        """Give up all chunks."""
+        """Fail all chunks."""
         self._in_series = False
         queues = {id(chunk.messages): chunk.messages for chunk in (*self._pulled, *self._todo)}
         self._pulled.clear()
@@ -186,10 +186,10 @@ class ChunkProcess:
             messages.put((self, "failed", failure))
 
 
-def run_here(
+def run_chunks_locally(
     payload: bytes, todo: Sequence[Any], environments: Sequence[Mapping[str, str]], children: Callable[[], Children]
 ) -> Generator[Any, None, None]:
-    """Run chunks in child processes of this process, one for each environment; a chunk goes to the next that asks."""
+    """Run chunks in child processes of this process, one per environment; each takes the next chunk when it pulls."""
     pending, left = deque(todo), len(todo)
     messages: SimpleQueue[Message] = SimpleQueue()
     workers = [ChunkProcess(payload, one, children(), number=number) for number, one in enumerate(environments)]
@@ -200,7 +200,7 @@ def run_here(
         while running:
             worker, kind, value = messages.get()
             if kind == "failed":
-                raise rebuild(value, rank=worker.number, who="worker")
+                raise to_exception(value, rank=worker.number, who="worker")
             if kind == "result":
                 yield unpack(value)
             elif kind == "ended":
@@ -214,6 +214,6 @@ def run_here(
 def _died(times: int, when: str, code: int, advice: str) -> Failure:
     return Failure(
         kind="RankFailed",
-        message=f"{times} worker processes died {when}; the last one {ending(code)}. {advice}",
+        message=f"{times} worker processes died {when}; the last one {describe_exit(code)}. {advice}",
         fields={"rank": 0, "signal": signal_of(code), "traceback": ""},
     )

@@ -1,7 +1,7 @@
-"""The environment that a child process starts with, and the port at which ranks meet.
+"""The environment of a child process, and the port at which ranks rendezvous.
 
-Thread counts and device lists have to be in the environment before the child's interpreter starts: OpenMP, MKL and
-CUDA read them once, when their libraries load.
+Thread counts and device lists must be set before the child's interpreter starts, because OpenMP, MKL and CUDA read them
+once, when their libraries load.
 """
 
 import os
@@ -29,10 +29,10 @@ RANK_VARIABLES = (
 )
 
 
-def share_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None:
-    """Each process's GPUs; None when it asks for none, and then the environment is left as it is.
+def assign_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None:
+    """Return the GPUs of each process, or None for no assignment (`gpus_per_process` is 0).
 
-    Raises UsageError when the machine has fewer than `processes` x `gpus_per_process`.
+    Raises UsageError if the machine has fewer than `processes` x `gpus_per_process`.
     """
     if gpus_per_process == 0:
         return None
@@ -50,11 +50,12 @@ def share_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None:
     ]
 
 
-def visible_to_all(shares: Sequence[Sequence[str]]) -> str:
-    """CUDA_VISIBLE_DEVICES of a machine's ranks, which see the devices of all, as under torchrun: `shares` are theirs.
+def visible_devices(shares: Sequence[Sequence[str]]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for the ranks of a machine, each of which sees the devices of all, as under torchrun.
 
-    The first devices come first, so that the number LOCAL_RANK is one that was given to this rank. Raises UsageError
-    where two ranks share a device, and for several ranks on the instances of a partitioned GPU (MIG).
+    `shares` are the devices assigned to each rank. The first device of every rank comes first, so that index LOCAL_RANK
+    is one of the rank's own. Raises UsageError if two ranks share a device, and for several ranks on instances of a
+    partitioned GPU (MIG).
     """
     names = [share[place] for place in range(max(map(len, shares))) for share in shares if place < len(share)]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -71,20 +72,24 @@ def visible_to_all(shares: Sequence[Sequence[str]]) -> str:
     return ",".join(names)
 
 
-def environment(processes: int, devices: list[str] | None, ranks: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for one of `processes` children; thread counts that the user set stay.
-
-    `ranks` are the variables of a launched rank, empty for a worker, which must not take itself for one.
-    """
+def child_environment(variables: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
+    """Return this process's environment without its own rank variables, updated with `gpus` and `variables`."""
     result = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    result |= thread_variables(max(1, cores() // processes))
-    if devices is not None:
-        result["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return {**result, **ranks}
+    if gpus is not None:
+        result["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return {**result, **variables}
+
+
+def local_environment(
+    processes: int, gpus: Sequence[str] | None, rank_variables: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment of one of `processes` children on this machine, which share its cores equally."""
+    threads = thread_variables(max(1, cores() // processes))
+    return child_environment({**threads, **(rank_variables or {})}, gpus)
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """The thread counts of a child that has `threads` cores to itself, but for those that the user set here."""
+    """Return the thread counts of a child with `threads` cores; counts that the user set in the environment win."""
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
     counts["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     return {name: os.environ.get(name, value) for name, value in counts.items()}
@@ -93,10 +98,10 @@ def thread_variables(threads: int) -> dict[str, str]:
 def rank_variables(
     rank: int, *, machines: Sequence[int], master: str, port: int, interface: str | None
 ) -> dict[str, str]:
-    """The variables that torchrun sets for `rank` of a group whose ranks 0, 1, ... run on `machines` (numbers).
+    """Return the variables that torchrun sets for `rank` of a group.
 
-    Ranks of one machine follow each other. They meet at `master` and `port`, an address that this rank reaches through
-    its machine's network `interface`.
+    `machines[i]` is the number of the machine that runs rank i; the ranks of a machine are consecutive. They rendezvous
+    at `master` and `port`, which this rank reaches through the network `interface`.
     """
     machine = machines[rank]
     variables = {
@@ -107,14 +112,14 @@ def rank_variables(
         "GROUP_RANK": str(machine),
         "MASTER_ADDR": master,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "torchlake",  # by which Lightning and others see that ranks were started for them
+        "TORCHELASTIC_RUN_ID": "torchlake",  # Lightning and others detect an external launcher by it
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     return variables | ({"GLOO_SOCKET_IFNAME": interface} if sys.platform == "linux" and interface else {})
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has the address; None where none has."""
+    """Return the network interface of this machine with that address, or None."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name
@@ -122,14 +127,14 @@ def interface_of(address: str) -> str | None:
 
 
 @contextmanager
-def held_port(address: str) -> Iterator[socket.socket]:
-    """A socket that holds a free port of `address` without listening on it, so that rank 0 can listen there.
+def reserve_port(address: str) -> Iterator[socket.socket]:
+    """Yield a socket bound to a free port of `address` (a name or number, IPv4 or IPv6), on which rank 0 can listen.
 
-    While it is bound the kernel gives the port to no socket that asks for any free one, yet lets a socket that names
-    it, with SO_REUSEADDR as torch's store sets it, listen: there is no moment at which the port could be lost. Rank 0
-    inherits the socket as the open file TORCHLAKE_MASTER_FD and may listen on it itself (`master_listen_fd` of torch's
-    TCPStore): that store is reached at `address` alone, while the one that `env://` makes listens everywhere.
-    `address` is a name or a number, of IPv4 or IPv6.
+    While the socket is bound but not listening, the kernel does not hand out the port as a free one, but a socket that
+    binds to it explicitly with SO_REUSEADDR, as torch's store does, can listen: the port cannot be lost in between.
+    Rank 0 inherits the socket as the file descriptor TORCHLAKE_MASTER_FD and may listen on it directly
+    (`master_listen_fd` of torch's TCPStore). Such a store is reachable at `address` only, while one from `env://`
+    listens on all interfaces.
     """
     family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family) as holder:

@@ -1,4 +1,4 @@
-"""What this machine offers to processes: cores, memory and GPUs within the container's limits, and CPU instructions."""
+"""Cores, memory, GPUs and CPU instructions of this machine, within the container's limits."""
 
 import math
 import os
@@ -13,21 +13,21 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """The cores this process may run on, and no more than its container's share of time keeps busy."""
+    """Return the number of cores this process may use: its CPU affinity, limited by the container's CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = cgroup_cores()
     return allowed if quota is None else min(allowed, max(1, math.ceil(quota)))
 
 
 def available_memory() -> int:
-    """Bytes that new processes may take: the machine's free memory, or what the container's limit leaves of it."""
+    """Return the bytes available to new processes: the machine's free memory, within the container's limit."""
     available = psutil.virtual_memory().available
     limit = cgroup_memory()
     return available if limit is None else min(available, max(0, limit - _cgroup_memory_used()))
 
 
 def cgroup_cores() -> float | None:
-    """Cores' worth of time that a container may use (cgroup v2, then v1); None: no limit."""
+    """Return the container's CPU quota in cores (cgroup v2, then v1); None: no limit."""
     quota, _, period = _cgroup("cpu.max").partition(" ")
     if not quota:
         quota, period = _cgroup("cpu/cpu.cfs_quota_us"), _cgroup("cpu/cpu.cfs_period_us")
@@ -35,34 +35,34 @@ def cgroup_cores() -> float | None:
 
 
 def cgroup_memory() -> int | None:
-    """Bytes of memory that a container may use (cgroup v2, then v1); None: no limit."""
+    """Return the container's memory limit in bytes (cgroup v2, then v1); None: no limit."""
     limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
     # cgroup v1 writes "no limit" as a number near 2^63.
     return int(limit) if limit.isdigit() and int(limit) < 2**60 else None
 
 
 def _cgroup_memory_used() -> int:
-    """Bytes that count against the limit, but for cached file pages: the kernel gives those up when asked for more."""
+    """Return the bytes in use, without cached file pages, which the kernel reclaims on demand."""
     used = _cgroup("memory.current") or _cgroup("memory/memory.usage_in_bytes")
     lines = (_cgroup("memory.stat") or _cgroup("memory/memory.stat")).splitlines()
     stat = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
-    # cgroup v1 counts the groups below under "total_" names only.
+    # In cgroup v1 only the "total_" names include child groups.
     cached = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
     return int(used or 0) - cached
 
 
 def _cgroup(name: str) -> str:
-    """A file of the control group; empty where there is none."""
+    """Return the content of a control group file, or an empty string."""
     try:
         return (CGROUP / name).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def most_processes(memory_per_process: int, threads_per_process: int = 1) -> int:
-    """One process for every `threads_per_process` cores, but no more than half of the available memory holds.
+def max_processes(memory_per_process: int, threads_per_process: int = 1) -> int:
+    """Return one process per `threads_per_process` cores, limited to half of the available memory.
 
-    `memory_per_process` is in bytes; 0: any number fits.
+    `memory_per_process` is in bytes; 0: no limit.
     """
     wanted = max(1, cores() // threads_per_process)
     if memory_per_process == 0:
@@ -71,7 +71,7 @@ def most_processes(memory_per_process: int, threads_per_process: int = 1) -> int
 
 
 def gpus() -> list[str]:
-    """The GPUs this process may use, in CUDA's own words; found without torch and without opening a device."""
+    """Return the GPUs this process may use, as in CUDA_VISIBLE_DEVICES, without torch and without opening a device."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(index) for index in range(_count_gpus())]
@@ -92,23 +92,23 @@ def _count_gpus() -> int:
 
 
 @cache
-def cpu_words() -> frozenset[str]:
-    """The words of /proc/cpuinfo, "AuthenticAMD" and "avx512_vnni" among them; none where there is no such file."""
+def cpu_flags() -> frozenset[str]:
+    """Return the words of /proc/cpuinfo, such as "AuthenticAMD" and "avx512_vnni"; empty on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     return frozenset(text.split())
 
 
-def multiplies_bf16() -> bool:
-    """Whether there is a product of bf16 numbers (AVX512-BF16 or AMX)."""
-    return bool({"avx512_bf16", "amx_bf16"} & cpu_words())
+def supports_bf16() -> bool:
+    """Return whether the CPU multiplies bf16 numbers (AVX512-BF16 or AMX)."""
+    return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
 
 
-def int8_overflow() -> str | None:
-    """Why products of 8-bit integers would be wrong here; None where they are right.
+def int8_refusal() -> str | None:
+    """Return why int8 products would be wrong on this CPU; None if they are right.
 
-    x86 without VNNI adds two products in 16 bits, which overflow: oneDNN and ONNX Runtime both take that instruction.
+    On x86 without VNNI, oneDNN and ONNX Runtime use an instruction that adds two products in 16 bits, which overflow.
     """
-    if "avx2" in cpu_words() and not {"avx512_vnni", "avx_vnni"} & cpu_words():
+    if "avx2" in cpu_flags() and not {"avx512_vnni", "avx_vnni"} & cpu_flags():
         return "this CPU has no product of 8-bit integers (VNNI), and what it has overflows: take 'openvino_int8'"
     return None

@@ -1,4 +1,4 @@
-"""What Ctrl-C says at once, while what it set off takes seconds. Price: a signal handler, in the main thread only."""
+"""An immediate message for Ctrl-C when the shutdown takes seconds."""
 
 import os
 import signal
@@ -9,24 +9,24 @@ from types import FrameType
 
 
 @contextmanager
-def announced(message: str) -> Iterator[None]:
-    """In the block, the first Ctrl-C writes `message` to standard error; what Ctrl-C does stays as it is."""
+def announce_interrupt(message: str) -> Iterator[None]:
+    """In the block, the first Ctrl-C also writes `message` to standard error. Main thread only; elsewhere no effect."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    said = False
+    shown = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal said
-        if not said:
-            said = True
-            os.write(2, f"\n{message}\n".encode())  # a signal may come in the middle of a print: no buffer here
+        nonlocal shown
+        if not shown:
+            shown = True
+            os.write(2, f"\n{message}\n".encode())  # unbuffered: the signal may interrupt a print
         before(number, frame)
 
     signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is handle:  # a library may have set its own meanwhile
+        if signal.getsignal(signal.SIGINT) is handle:  # unless a library has replaced it
             signal.signal(signal.SIGINT, before)

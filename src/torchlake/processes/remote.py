@@ -1,4 +1,4 @@
-"""Children on other machines: what is needed of the driver to start them there, and what their ranks print."""
+"""Start children on other machines: what they need from the driver, and how their output gets back."""
 
 import os
 import platform
@@ -8,28 +8,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from queue import SimpleQueue
 from typing import Any
 
 from torchlake.errors import RankFailed
+from torchlake.processes.children import Children
+from torchlake.processes.chunk_process import ChunkProcess
 from torchlake.processes.environment import (
     MASTER_FD,
-    RANK_VARIABLES,
-    held_port,
+    child_environment,
     interface_of,
     rank_variables,
+    reserve_port,
     thread_variables,
-    visible_to_all,
+    visible_devices,
 )
+from torchlake.processes.serialization import Failure, to_failure
 
-LAST_WORDS_S = 2.0  # for the last words of processes that have ended
+OUTPUT_WAIT_S = 2.0  # for the remaining output of processes that have exited
 
 Send = Callable[[int, bytes], None]
-"""Takes a stream (1: stdout, 2: stderr) and whole lines."""
+"""Takes a stream (1: stdout, 2: stderr) and complete lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """The process that started the job: where it runs, where it finds modules, and its versions."""
+    """The process that started the job: its module path, working directory and versions."""
 
     path: tuple[str, ...]
     folder: str
@@ -38,7 +42,7 @@ class Driver:
 
     @classmethod
     def here(cls) -> "Driver":
-        """This process."""
+        """Return the description of this process."""
         return cls(
             path=tuple(os.path.abspath(entry) for entry in sys.path),
             folder=os.getcwd(),
@@ -46,8 +50,8 @@ class Driver:
             torchlake=version("torchlake"),
         )
 
-    def check(self) -> None:
-        """Raise RankFailed when functions cannot travel from the driver to this process."""
+    def check_versions(self) -> None:
+        """Raise RankFailed if this process has another Python or torchlake than the driver."""
         for what, here, there in (
             ("Python", _python(), self.python),
             ("torchlake", version("torchlake"), self.torchlake),
@@ -59,70 +63,84 @@ class Driver:
                     rank=0,
                 )
 
-    def setting(self) -> dict[str, Any]:
-        """`path` and `folder` of children here: this process's modules, then the driver's as far as they exist here."""
+    def version_failure(self) -> Failure | None:
+        """Return the failure of `check_versions`, or None."""
+        try:
+            self.check_versions()
+        except RankFailed as error:
+            return to_failure(error)
+        return None
+
+    def child_options(self) -> dict[str, Any]:
+        """Return `path` and `folder` for `Children` here: this process's modules, then the driver's if they exist."""
         here = [os.path.abspath(entry) for entry in sys.path]
         there = [entry for entry in self.path if entry not in here and os.path.exists(entry)]
         return {"path": here + there, "folder": self.folder if os.path.isdir(self.folder) else None}
 
+    def chunk_process(
+        self,
+        payload: bytes,
+        variables: Mapping[str, str],
+        gpus: Sequence[str] | None,
+        *,
+        idle_s: float | None = None,
+        output: tuple[int, int] | None = None,
+    ) -> ChunkProcess:
+        """Return a running ChunkProcess in this process's environment, updated with `gpus` and `variables`."""
+        children = Children(output=output, **self.child_options())
+        return ChunkProcess(payload, child_environment(variables, gpus), children, idle_s=idle_s).__enter__()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The place of one rank, as its own machine sees it."""
+    """Where one rank runs."""
 
     address: str
-    "Of its machine, as the other machines reach it."
+    "The machine's address, as other machines reach it."
     port: int
-    "A free one that it holds at that address, for ranks to meet at."
+    "A reserved port at that address, for the rendezvous."
     interface: str | None
     gpus: tuple[str, ...] | None
-    "The devices that the engine granted, in CUDA's words; None where it grants none."
+    "The devices that the engine granted, as in CUDA_VISIBLE_DEVICES; None: the engine grants none."
 
 
 @contextmanager
-def held_node(address: str, gpus: Sequence[str] | None) -> Iterator[tuple[Node, int]]:
-    """This machine as the place of a rank, and the open file that holds its port."""
-    with held_port(address) as holder:
-        place = holder.getsockname()
-        node = Node(
-            address=address,
-            port=place[1],
-            interface=interface_of(place[0]),
-            gpus=None if gpus is None else tuple(gpus),
-        )
-        yield node, holder.fileno()
+def reserve_node(address: str, gpus: Sequence[str] | None) -> Iterator[tuple[Node, int]]:
+    """Yield this machine as the node of a rank, and the file descriptor of its reserved port."""
+    with reserve_port(address) as holder:
+        host, port = holder.getsockname()[:2]
+        granted = None if gpus is None else tuple(gpus)
+        yield Node(address=address, port=port, interface=interface_of(host), gpus=granted), holder.fileno()
 
 
-def group_variables(nodes: Sequence[Node], threads: int) -> list[dict[str, str]]:
-    """The variables of each rank of a group in these places, with `threads` cores for each; ranks of one machine follow
-    each other. Raises UsageError for GPUs that ranks cannot use, as `visible_to_all` says."""
+def group_variables(nodes: Sequence[Node], threads: int) -> tuple[list[int], list[dict[str, str]]]:
+    """Assign ranks to nodes so that the ranks of a machine are consecutive.
+
+    Returns, for each rank, its index in `nodes` and its variables, with `threads` cores each. Raises UsageError as
+    `visible_devices`.
+    """
     addresses = list(dict.fromkeys(node.address for node in nodes))
-    machines = [addresses.index(node.address) for node in nodes]
+    order = sorted(range(len(nodes)), key=lambda index: (addresses.index(nodes[index].address), index))
+    machines = [addresses.index(nodes[index].address) for index in order]
+    master = nodes[order[0]]
     result = []
-    for rank, node in enumerate(nodes):
+    for rank, index in enumerate(order):
+        node = nodes[index]
         variables = thread_variables(threads) | rank_variables(
-            rank, machines=machines, master=nodes[0].address, port=nodes[0].port, interface=node.interface
+            rank, machines=machines, master=master.address, port=master.port, interface=node.interface
         )
-        shares = [other.gpus for other in nodes if other.address == node.address and other.gpus is not None]
         if node.gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = visible_to_all(shares)
+            machine = (nodes[other] for other in order if nodes[other].address == node.address)
+            variables["CUDA_VISIBLE_DEVICES"] = visible_devices([one.gpus for one in machine if one.gpus is not None])
         result.append(variables)
-    return result
+    return order, result
 
 
-def own_environment(variables: Mapping[str, str], gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """This process's environment, but for what says that it is a rank, with `variables` laid over it."""
-    result = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    if gpus is not None:
-        result["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return {**result, **variables}
-
-
-def rank_environment(variables: Mapping[str, str], holder: int) -> tuple[dict[str, str], tuple[int, ...]]:
-    """The environment of a rank here, and the open files that it inherits: rank 0 that of the port."""
+def rank_environment(variables: Mapping[str, str], port_descriptor: int) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Return the environment of a rank here and the file descriptors it inherits: the port's, for rank 0 only."""
     if variables["RANK"] != "0":
-        return own_environment(variables), ()
-    return own_environment({**variables, MASTER_FD: str(holder)}), (holder,)
+        return child_environment(variables), ()
+    return child_environment({**variables, MASTER_FD: str(port_descriptor)}), (port_descriptor,)
 
 
 def _python() -> str:
@@ -130,8 +148,8 @@ def _python() -> str:
 
 
 @contextmanager
-def captured(send: Send) -> Iterator[tuple[int, int]]:
-    """Two open files for children to print to, as their stdout and stderr."""
+def capture_output(send: Send) -> Iterator[tuple[int, int]]:
+    """Yield file descriptors for the stdout and stderr of children; what they write is passed to `send`."""
     pipes = [os.pipe() for _ in (1, 2)]
     threads = [
         threading.Thread(target=_pass_on, args=(read, stream, send), daemon=True)
@@ -145,12 +163,19 @@ def captured(send: Send) -> Iterator[tuple[int, int]]:
         for _, write in pipes:
             os.close(write)
         for thread in threads:
-            thread.join(LAST_WORDS_S)
+            thread.join(OUTPUT_WAIT_S)
 
 
-def show(stream: int, lines: bytes, *, stdout_to_stderr: bool = False) -> None:
-    """Print lines on this process's own stream; in a notebook that is no file but takes text. A stream that is closed,
-    or a pipe that its reader has left (`| head`), takes no more and stops nothing."""
+def drain(queue: "SimpleQueue[Any]") -> list[Any]:
+    """Wait for one item and return it with all others that are in the queue."""
+    items = [queue.get()]
+    while not queue.empty():
+        items.append(queue.get())
+    return items
+
+
+def print_output(stream: int, lines: bytes, *, stdout_to_stderr: bool = False) -> None:
+    """Print lines on this process's stdout or stderr (in a notebook, a text stream); a closed stream is ignored."""
     file = sys.stderr if stdout_to_stderr or stream == 2 else sys.stdout
     if file is not None:
         with suppress(ValueError, OSError):

@@ -1,8 +1,8 @@
 """What crosses between processes: functions by cloudpickle, failures as plain text.
 
-A function of a module that the other process can import crosses by name, one of a script, a notebook or a module
-loaded from elsewhere by value. Exceptions never cross as objects (unpickling one runs its class, which the parent may
-not have): they cross as a `Failure` and TorchlakeErrors are rebuilt from it by name.
+A function of a module that the other process can import is sent by name; one of a script, a notebook or a module loaded
+from elsewhere is sent by value. Exceptions are never sent as objects, because unpickling runs their class, which the
+parent may not have: they are sent as a `Failure`, and TorchlakeErrors are rebuilt from it by name.
 """
 
 import functools
@@ -26,13 +26,13 @@ from torchlake.errors import RankFailed, TorchlakeError, UsageError
 
 _OURS = ("torchlake.processes.child", "torchlake.training.launch", "runpy")
 LOST = -1000
-"In place of an exit code: the machine or executor that ran the process is gone, and nobody saw its end."
+"Exit code of a process whose machine or executor was lost."
 _registering = threading.Lock()  # cloudpickle's list of modules to pickle by value is one per process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception as plain values. `when` is time.time() of the moment it was caught, by the clock of its machine."""
+    """An exception as plain values. `when` is the time.time() of its machine when it was caught."""
 
     kind: str
     message: str
@@ -42,7 +42,7 @@ class Failure:
 
 
 def pack(*values: Any) -> bytes:
-    """The tuple `values` as bytes for `pickle.loads`. Raises UsageError when one cannot leave this process."""
+    """Return the tuple `values` as bytes for `pickle.loads`. Raises UsageError if one cannot be pickled."""
     foreign = [module for module in _modules(values) if not _importable(module)]
     with _registering:
         for module in foreign:
@@ -60,7 +60,7 @@ def pack(*values: Any) -> bytes:
 
 
 def unpack(message: bytes) -> Any:
-    """A value that a child packed. Raises RankFailed when this process cannot import what it is made of."""
+    """Return a value packed by a child. Raises RankFailed if this process cannot import its class."""
     try:
         return pickle.loads(message)
     except Exception as error:
@@ -72,7 +72,7 @@ def unpack(message: bytes) -> Any:
 
 
 def _modules(values: Iterable[Any]) -> Iterator[ModuleType]:
-    """The modules that define `values`, the parts of partial functions and the owners of methods; each once."""
+    """Return the modules that define `values`, including parts of partial functions and owners of methods."""
     seen: dict[str, ModuleType] = {}
     queue = list(values)
     while queue:
@@ -89,7 +89,7 @@ def _modules(values: Iterable[Any]) -> Iterator[ModuleType]:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether `import` elsewhere, with this process's sys.path, would find this very module."""
+    """Return whether another process with this sys.path would import the same file."""
     spec = find_spec(module.__name__)
     file = getattr(module, "__file__", None)
     if spec is None or file is None or spec.origin is None or not spec.has_location:  # built in or frozen
@@ -98,7 +98,7 @@ def _importable(module: ModuleType) -> bool:
 
 
 def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
-    """Where `import name` would find the module, searching `path` (default: sys.path) and importing nothing."""
+    """Return the spec that `import name` would find on `path` (default: sys.path), without importing anything."""
     parts = name.split(".")
     spec: ModuleSpec | None = None
     for end in range(1, len(parts) + 1):
@@ -111,8 +111,8 @@ def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
     return spec
 
 
-def describe(error: BaseException) -> Failure:
-    """`error` as a Failure; its traceback begins at the user's first frame."""
+def to_failure(error: BaseException) -> Failure:
+    """Return `error` as a Failure, with a traceback that starts at the user's first frame."""
     known = next((cls.__name__ for cls in type(error).__mro__ if _known(cls.__name__) is cls), type(error).__name__)
     inner = error.__traceback__
     while inner is not None and inner.tb_frame.f_globals.get("__name__") in _OURS:
@@ -130,8 +130,8 @@ def describe(error: BaseException) -> Failure:
     )
 
 
-def rebuild(failure: Failure, *, rank: int, who: str) -> TorchlakeError:
-    """The exception to raise for `failure`: a TorchlakeError as itself, anything else as RankFailed."""
+def to_exception(failure: Failure, *, rank: int, who: str) -> TorchlakeError:
+    """Return the exception to raise for `failure`: the TorchlakeError itself, or RankFailed for anything else."""
     cls = _known(failure.kind)
     if cls is not None:
         error = cls.__new__(cls, failure.message)
@@ -151,12 +151,12 @@ def _known(name: str) -> type[TorchlakeError] | None:
 
 
 def signal_of(code: int) -> int | None:
-    """The signal that an exit code tells of."""
+    """The signal behind an exit code."""
     return -code if LOST < code < 0 else None
 
 
-def ending(code: int) -> str:
-    """How a process ended, for people: "was killed by SIGKILL (...)" or "ended with exit code 3"."""
+def describe_exit(code: int) -> str:
+    """Describe an exit code: "was killed by SIGKILL (...)" or "ended with exit code 3"."""
     if code == LOST:
         return "was lost with the process that had started it (an executor or actor killed, or its machine gone)"
     if code >= 0:

@@ -1,10 +1,10 @@
-"""A small process that kills what its parent leaves behind.
+"""A small process that kills the process groups of a parent that has exited.
 
-Standard input holds one line per event, "+PID" for a process group begun and "-PID" for one that ended. When the
-parent ends, however it ends, the kernel closes the pipe, and every group still listed is killed: stopped processes,
-ranks blocked in a collective and their own children too, which a signal to the rank alone would orphan. The argument
-is a number of seconds: the groups' first processes get SIGTERM and that long before the groups are killed.
-Runs as a bare file (`python -I -S`), so it starts in about 10 ms and imports nothing of the package.
+Standard input has one line per event: "+PID" for a new process group, "-PID" for one that has ended. When the parent
+exits for any reason, the kernel closes the pipe, and every group still listed is killed, including stopped processes,
+ranks blocked in a collective, and their descendants. The argument is a grace period in seconds: the groups' leaders get
+SIGTERM that long before the groups are killed. Runs as a bare file (`python -I -S`) without the package, so it starts
+in about 10 ms.
 """
 
 import os
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _ask_to_end(groups: set[int], grace_s: float) -> None:
-    """Send SIGTERM, and wait until all have ended or the time is over."""
+    """Send SIGTERM, and wait until all have exited or the grace period is over."""
     running, deadline = set(groups), time.monotonic() + grace_s
     for number in (signal.SIGTERM, 0):
         while running and time.monotonic() < deadline:

@@ -25,7 +25,7 @@ right on 82.6 %:
 
 Percentiles cut off the very channels that carry a sentence's summary.
 
-Price: a pass over the calibration rows, then a dozen matrix products per layer on some 512 tokens.
+Cost: a pass over the calibration rows, then a dozen matrix products per layer on some 512 tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,9 +41,9 @@ Batches = Sequence[tuple[np.ndarray, np.ndarray]]
 
 EXPONENTS = (0.5, 0.65, 0.8, 0.95)
 LOUD_CHANNELS = 4
-WORTH_IT = 2.0
+MIN_ERROR_RATIO = 2.0
 "Channels are multiplied in fp32 where that divides a layer's squared error by this much."
-PRICE = 1.5
+MAX_PLAIN_ERROR_RATIO = 1.5
 "What no smoothing may cost in squared error where it saves a pass over the numbers."
 SAMPLE_TOKENS = 512
 MARGIN = 4.0
@@ -53,7 +53,7 @@ TOKENS_AT_ONCE = 512
 
 
 @dataclass
-class Seen:
+class ActivationStats:
     """What went into a linear layer: each channel's range over all tokens, and a sample of them."""
 
     low: np.ndarray
@@ -72,24 +72,24 @@ class Seen:
         if sum(map(len, self.sample)) < SAMPLE_TOKENS:
             self.sample.append(sample[:SAMPLE_TOKENS])
 
-    def widened(self) -> "Seen":
+    def widened(self) -> "ActivationStats":
         """The same with ranges as wide as those of all rows to come should be."""
         more = np.float32(1 + MARGIN / np.sqrt(self.tokens))
-        return Seen(self.low * more, self.high * more, self.sample, self.tokens)
+        return ActivationStats(self.low * more, self.high * more, self.sample, self.tokens)
 
 
-def nothing_seen(channels: int) -> Seen:
+def empty_stats(channels: int) -> ActivationStats:
     """Of a layer that takes so many channels, before the first token."""
-    return Seen(np.full(channels, np.inf, np.float32), np.full(channels, -np.inf, np.float32))
+    return ActivationStats(np.full(channels, np.inf, np.float32), np.full(channels, -np.inf, np.float32))
 
 
-def rows(batches: Batches) -> int:
+def num_rows(batches: Batches) -> int:
     """How many rows the batches hold."""
     return sum(len(ids) for ids, _ in batches)
 
 
 def mean_row_length(batches: Batches) -> float:
-    """Tokens of a row, each row weighted by its tokens: attention's time goes by the row that a token is in."""
+    """Tokens of a row, each row weighted by its tokens: attention's time depends on the row that a token is in."""
     lengths = np.concatenate([mask.sum(axis=1) for _, mask in batches])
     return float(np.square(lengths).sum() / lengths.sum())
 
@@ -103,7 +103,7 @@ def check_rows(folder: Path, batches: Batches) -> None:
         )
 
 
-def small(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def split_batches(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The same rows in batches of few padded tokens."""
     for ids, mask in batches:
         count = max(1, TOKENS_AT_ONCE // ids.shape[1])
@@ -111,7 +111,7 @@ def small(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np
             yield ids[first : first + count], mask[first : first + count]
 
 
-def smoothing(seen: Seen, weight: np.ndarray, *, plain_is_faster: bool = False) -> np.ndarray:
+def smoothing(seen: ActivationStats, weight: np.ndarray, *, plain_is_faster: bool = False) -> np.ndarray:
     """What each channel (I,) is divided by before it is rounded, infinity for one that is to be multiplied in fp32.
 
     `weight` is (I, O), of all layers that share x. `plain_is_faster`: ones save a pass, so they are taken
@@ -124,21 +124,21 @@ def smoothing(seen: Seen, weight: np.ndarray, *, plain_is_faster: bool = False) 
         exact = sample @ np.where(quiet[:, None], weight, np.float32(0))
 
         def error(smooth: np.ndarray) -> float:
-            scale, zero = grid(seen.low / smooth, seen.high / smooth)
+            scale, zero = uint8_grid(seen.low / smooth, seen.high / smooth)
             x = (np.clip(np.rint(sample * (1 / (smooth * scale))) + zero, 0, 255) - zero) * scale
             rounded, scales = round_weights(scaled(weight, smooth))
             return float(np.square((x @ rounded.astype(np.float32)) * scales - exact).mean())
 
         tried = [(error(smooth), smooth) for smooth in _candidates(loudness, weight, quiet)]
         best = min(tried, key=itemgetter(0))
-        return tried[0] if plain_is_faster and quiet.all() and tried[0][0] < best[0] * PRICE else best
+        return tried[0] if plain_is_faster and quiet.all() and tried[0][0] < best[0] * MAX_PLAIN_ERROR_RATIO else best
 
     quiet = np.ones(len(loudness), dtype=bool)
     error, smooth = best_of(quiet)
     if len(loudness) > LOUD_CHANNELS:
         quiet[np.argsort(loudness)[-LOUD_CHANNELS:]] = False
         other_error, other = best_of(quiet)
-        if other_error < error / WORTH_IT:
+        if other_error < error / MIN_ERROR_RATIO:
             return other
     return smooth
 
@@ -158,7 +158,7 @@ def scaled(weight: np.ndarray, smooth: np.ndarray) -> np.ndarray:
     return weight * np.where(np.isinf(smooth), np.float32(0), smooth)[:, None]
 
 
-def grid(low: np.ndarray, high: np.ndarray) -> tuple[np.float32, np.uint8]:
+def uint8_grid(low: np.ndarray, high: np.ndarray) -> tuple[np.float32, np.uint8]:
     """Scale and zero point of unsigned 8 bits that hold all channels' ranges, and zero exactly."""
     least, largest = min(float(low.min()), 0.0), max(float(high.max()), 0.0)
     scale = np.float32((largest - least) / 255 or 1.0)

@@ -7,7 +7,7 @@ whatever their modules are called. With them in hand a runtime leaves out what n
 none here, and in the last layer everything but the first token, which alone the classifiers of this family look at
 (a twelfth of RoBERTa-base's work, a sixth of MiniLM's).
 
-Rows of one length are neighbours in a batch that was sorted by length, so attention runs over them together and
+Rows of one length are neighbors in a batch that was sorted by length, so attention runs over them together and
 without a mask; each further length in a batch costs one more call per layer.
 """
 
@@ -84,7 +84,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Layer normalisation over the last dimension."""
+    """Layer normalization over the last dimension."""
 
     weight: "torch.Tensor"
     bias: "torch.Tensor"
@@ -174,7 +174,7 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
 
     config: Any = load_config(folder)
     tensors = load_weights(folder)
-    take = _Taker(folder, {_modern(name): tensor for name, tensor in tensors.items()})
+    take = _TensorReader(folder, {_current_name(name): tensor for name, tensor in tensors.items()})
     distilled = config.model_type == "distilbert"
     names = DISTILBERT if distilled else BERT
     prefix = BODIES.get(config.model_type, config.model_type)
@@ -208,7 +208,7 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
+class PackedRows:
     """The tokens of a padded batch without its padding, and where each row is among them."""
 
     ids: np.ndarray
@@ -224,13 +224,13 @@ class Ragged:
         starts: np.ndarray = np.cumsum(self.lengths) - self.lengths
         return starts
 
-    def runs(self) -> list[tuple[int, int]]:
-        """(rows, length) of each stretch of neighbours of one length."""
+    def length_groups(self) -> list[tuple[int, int]]:
+        """(rows, length) of each stretch of neighbors of one length."""
         edges = np.flatnonzero(np.diff(self.lengths, prepend=-1, append=-1))
         return list(zip(np.diff(edges).tolist(), self.lengths[edges[:-1]].tolist(), strict=True))
 
 
-def lay_end_to_end(padding_id: int | None, input_ids: np.ndarray, attention_mask: np.ndarray) -> Ragged:
+def remove_padding(padding_id: int | None, input_ids: np.ndarray, attention_mask: np.ndarray) -> PackedRows:
     """Take the padding out of ids (B, L) that are padded on the right as the mask (B, L) says.
 
     `padding_id` is `Encoder.padding_id`.
@@ -241,11 +241,11 @@ def lay_end_to_end(padding_id: int | None, input_ids: np.ndarray, attention_mask
     else:
         counted = input_ids != padding_id
         positions = np.cumsum(counted, axis=1) * counted + padding_id
-    return Ragged(input_ids[real], positions[real], real.sum(axis=1))
+    return PackedRows(input_ids[real], positions[real], real.sum(axis=1))
 
 
 @dataclass(frozen=True, slots=True)
-class _Taker:
+class _TensorReader:
     """Tensors by name; one that is missing is an error that says so."""
 
     folder: Path
@@ -279,6 +279,6 @@ class _Taker:
         )
 
 
-def _modern(name: str) -> str:
+def _current_name(name: str) -> str:
     """The first BERTs, converted from TensorFlow, call a norm's weight and bias gamma and beta."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

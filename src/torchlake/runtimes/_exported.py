@@ -23,7 +23,7 @@ def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | No
     return None
 
 
-def found(folder: Path, name: str, *, calibrated: bool) -> Path:
+def export_folder(folder: Path, name: str, *, calibrated: bool) -> Path:
     """The folder of the runtime's export. Raises UsageError with the remedy when none was made of these weights."""
     export = exports.current(folder, name)
     if export is None:
@@ -35,7 +35,7 @@ def found(folder: Path, name: str, *, calibrated: bool) -> Path:
     return export
 
 
-def only_on_cpus(name: str, device: str) -> None:
+def check_cpu(name: str, device: str) -> None:
     """Raise UsageError for a GPU."""
     if device != "cpu":
         raise UsageError(f"The runtime {name!r} runs on CPUs only; on a GPU take 'varlen' or 'compiled'.")
@@ -47,7 +47,7 @@ def versions(*libraries: str) -> dict[str, str]:
 
 
 def threads() -> int:
-    """Threads of one process: OMP_NUM_THREADS, which torch goes by too; without it every core that it may use."""
+    """Threads of one process: OMP_NUM_THREADS, as in torch; without it every core that it may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)

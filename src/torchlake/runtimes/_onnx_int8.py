@@ -1,7 +1,7 @@
 """Linear layers of an ONNX graph in 8 bits, with ranges found on the user's rows (`_calibration.py`).
 
-Softmax, norms, GELU, residuals, embeddings and the classifier stay in fp32. Dynamic quantisation is no choice here:
-ONNX Runtime takes its ranges from the whole batch, so a row's answer would depend on its neighbours. Both runtimes that
+Softmax, norms, GELU, residuals, embeddings and the classifier stay in fp32. Dynamic quantization is no choice here:
+ONNX Runtime takes its ranges from the whole batch, so a row's answer would depend on its neighbors. Both runtimes that
 take such a graph share it where they were calibrated on the same rows.
 """
 
@@ -16,7 +16,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.runtimes import _calibration, _onnx_export
-from torchlake.runtimes._calibration import Batches, Seen
+from torchlake.runtimes._calibration import ActivationStats, Batches
 
 if TYPE_CHECKING:
     import onnx
@@ -102,7 +102,7 @@ def _biases(model: "onnx.ModelProto") -> dict[str, tuple["onnx.NodeProto", int, 
     return found
 
 
-def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path: Path) -> dict[str, Seen]:
+def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path: Path) -> dict[str, ActivationStats]:
     """Run the calibration rows through the fp32 graph and note what goes into each linear layer."""
     import onnx
 
@@ -114,8 +114,8 @@ def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path:
     total = sum(int(mask.sum()) for _, mask in batches)
     share = _calibration.SAMPLE_TOKENS / total
     generator = np.random.default_rng(0)
-    seen: dict[str, Seen] = {}
-    for ids, mask in _calibration.small(batches):
+    seen: dict[str, ActivationStats] = {}
+    for ids, mask in _calibration.split_batches(batches):
         tokens = np.flatnonzero(mask)
         taken = tokens[generator.random(len(tokens)) < share]
         values = session.run(names, {"input_ids": ids, "attention_mask": mask})
@@ -123,12 +123,14 @@ def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path:
             flat = value.reshape(-1, value.shape[-1])
             # Some models multiply tables of positions too, which are no tokens and have no padding.
             of_tokens = value.shape[:-1] == mask.shape
-            known = seen.setdefault(name, _calibration.nothing_seen(flat.shape[1]))
+            known = seen.setdefault(name, _calibration.empty_stats(flat.shape[1]))
             known.add(flat[tokens] if of_tokens else flat, flat[taken] if of_tokens else flat)
     return {name: inputs.widened() for name, inputs in seen.items()}
 
 
-def _quantize(model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]], seen: dict[str, Seen]) -> None:
+def _quantize(
+    model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]], seen: dict[str, ActivationStats]
+) -> None:
     """Put the layers in 8 bits, in place: each one's node stays, and nodes around it round what it multiplies."""
     from onnx import helper, numpy_helper
 
@@ -147,7 +149,7 @@ def _quantize(model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]
         activated = x in ends_of_activations
         smooth = _calibration.smoothing(seen[x], np.concatenate(matrices, axis=1), plain_is_faster=activated)
         loud = np.flatnonzero(np.isinf(smooth))
-        scale, zero = _calibration.grid(seen[x].low / smooth, seen[x].high / smooth)
+        scale, zero = _calibration.uint8_grid(seen[x].low / smooth, seen[x].high / smooth)
         # A zero point that moves into the bias is one step less after each product.
         in_bias = all(node.output[0] in biases for node in nodes)
         grid = [constant(f"{x}.scale", scale), constant(f"{x}.zero", zero)]

@@ -2,7 +2,8 @@
 
 torch takes MKL for matrices in fp32, which keeps to AVX2 on CPUs of other makers than Intel. On AMD's CPUs with AVX-512
 oneDNN was measured at 1.07 to 2.2 times its rate, and it can add what follows a product (the bias, GELU, the residual)
-while the result is still in the cache. The choice goes by the maker and is not timed: a retry must take the same.
+while the result is still in the cache. The choice depends on the CPU's vendor and is not timed, so that a
+retry chooses the same.
 """
 
 from functools import cache
@@ -26,7 +27,7 @@ def use_onednn() -> bool:
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and "AuthenticAMD" in hardware.cpu_words()
+        and "AuthenticAMD" in hardware.cpu_flags()
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlake.runtimes import Forward
-from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm, Ragged, lay_end_to_end
+from torchlake.runtimes._encoder import Apply, Encoder, Layer, Linear, Norm, PackedRows, remove_padding
 
 if TYPE_CHECKING:
     import torch
@@ -60,12 +60,12 @@ def make_forward(
     )
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        rows = lay_end_to_end(padding_id, input_ids, attention_mask)
+        rows = remove_padding(padding_id, input_ids, attention_mask)
         starts = torch.from_numpy(rows.starts).to(device)
         with torch.inference_mode():
             x = functions.embedding(torch.from_numpy(rows.ids).to(device), words)
             x += functions.embedding(torch.from_numpy(rows.positions).to(device), positions)
-            x = _normalise(x, norm)
+            x = _normalize(x, norm)
             for block in blocks:
                 inner = block.inner(x, None)
                 if block.first is None:
@@ -76,8 +76,8 @@ def make_forward(
                     queries = block.first(x, None).view(-1, heads, width // heads)
                     keys, values = inner.view(-1, 2, heads, width // heads).unbind(1)
                     context = attend(queries, keys, values, rows, first=True)
-                x = _normalise(block.out(context, x), block.norm)
-                x = _normalise(block.feed_forward(x), block.last_norm)
+                x = _normalize(block.out(context, x), block.norm)
+                x = _normalize(block.feed_forward(x), block.last_norm)
             logits: np.ndarray = head(x).float().cpu().numpy()
         return logits
 
@@ -89,14 +89,14 @@ def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
     return Linear(qkv.weight[:width], qkv.bias[:width]), Linear(qkv.weight[width:], qkv.bias[width:])
 
 
-def _normalise(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":
+def _normalize(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":
     import torch
 
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
 
 
 def _attend(
-    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: Ragged, *, first: bool
+    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: PackedRows, *, first: bool
 ) -> "torch.Tensor":
     """Attention inside each row: keys and values (T, heads, D); queries as many, or the rows' first ones (B, heads, D).
 
@@ -107,7 +107,7 @@ def _attend(
     heads, depth = keys.shape[1:]
     context = keys.new_empty(len(queries), heads, depth)
     at = begin = 0
-    for count, length in rows.runs():
+    for count, length in rows.length_groups():
         end, asked = at + count * length, 1 if first else length
         k, v = (part[at:end].view(count, length, heads, depth).transpose(1, 2) for part in (keys, values))
         place = slice(begin, begin + count * asked)
@@ -134,7 +134,7 @@ def _mix_short(queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Ten
 
 
 def _attend_flash(
-    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: Ragged, *, first: bool
+    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: PackedRows, *, first: bool
 ) -> "torch.Tensor":
     """The same on a GPU, by one kernel for rows of any length."""
     import torch

@@ -39,7 +39,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         real = attention_mask != 0
         positions = np.zeros_like(input_ids)
-        positions[real] = _encoder.lay_end_to_end(encoder.padding_id, input_ids, attention_mask).positions
+        positions[real] = _encoder.remove_padding(encoder.padding_id, input_ids, attention_mask).positions
         padding = None if real.all() else torch.from_numpy(~real).to(device)
         with torch.inference_mode(), warnings.catch_warnings():
             # Nested tensors call themselves a prototype, once per process; the ones used here never leave the operator.

@@ -22,7 +22,7 @@ TOKENS = 512
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    if not hardware.multiplies_bf16():
+    if not hardware.supports_bf16():
         return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'int8'"
     return _encoder.refusal(folder)
 
@@ -33,7 +33,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     if device != "cpu":
         raise UsageError("The runtime 'bf16' runs on CPUs only; on a GPU take 'varlen', which is in bf16 there.")
-    if not hardware.multiplies_bf16() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not hardware.supports_bf16() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         reason = refusal(folder) or "this torch was built without oneDNN: take 'varlen'"
         raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
     encoder = _encoder.read(folder, spec).to("cpu", torch.bfloat16)

@@ -2,7 +2,7 @@
 
 One graph serves all shapes: rows and lengths are marked as dynamic, both are at least 2, since the compiler treats 0
 and 1 as shapes of their own, and lengths are rounded up to a multiple of 8, which its vector code likes. So a process
-compiles once, whatever comes; a second graph would be an error of ours. Price: half a minute to a minute per process
+compiles once, whatever comes; a second graph would be an error of ours. Cost: half a minute to a minute per process
 before the first row, less where the compiler's cache has the kernels. Needs a C++ compiler on CPUs, Triton on GPUs.
 """
 

@@ -1,8 +1,8 @@
 """DeepSpeed's inference engine: its own CUDA kernels in the place of the encoder's layers, in fp16.
 
 DeepSpeed replaces whole layers of BERT, RoBERTa and DistilBERT. They answer as transformers once expected it, with a
-tuple, and take an additive mask; and the room they work in is measured by the first batch. This is mended here. Whether
-the layers still mean the same is asked when loading: a batch is scored before and after, and the answers must agree.
+tuple, and take an additive mask; and the room they work in is measured by the first batch. This module fixes both.
+Loading scores a batch before and after the replacement; the answers must agree.
 """
 
 import json

@@ -29,7 +29,7 @@ SMALLEST_SCALE = 1e-30
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    return hardware.int8_overflow() or _encoder.refusal(folder)
+    return hardware.int8_refusal() or _encoder.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -38,7 +38,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
     if device != "cpu":
         raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU take 'varlen'.")
-    if reason := hardware.int8_overflow():
+    if reason := hardware.int8_refusal():
         raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UsageError(

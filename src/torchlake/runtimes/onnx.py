@@ -30,5 +30,5 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The exported model on `device`. Raises UsageError when there is no export of these weights, or no such device."""
-    export = _exported.found(folder, "onnx", calibrated=CALIBRATED)
+    export = _exported.export_folder(folder, "onnx", calibrated=CALIBRATED)
     return _onnx_export.forward(export / _onnx_export.GRAPH, device=device)

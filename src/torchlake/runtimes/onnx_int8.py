@@ -22,22 +22,22 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 def refusal(folder: Path) -> str | None:
     """Why the model of `folder` cannot run here; None when it can."""
-    return hardware.int8_overflow() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
+    return hardware.int8_refusal() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Export the model of `folder`, calibrated on `batches`, into it. Raises UsageError without rows or when it cannot
     be exported, StorageError, and as `models.load_model` does.
     """
-    rows, versions = _calibration.rows(batches), _exported.versions("onnx", "onnxruntime")
+    rows, versions = _calibration.num_rows(batches), _exported.versions("onnx", "onnxruntime")
     with exports.making(folder, "onnx_int8", rows=rows, versions=versions) as place:
         _onnx_int8.write(folder, spec, batches, place)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The calibrated model. Raises UsageError on a GPU, without VNNI, and when there is no export of these weights."""
-    _exported.only_on_cpus("onnx_int8", device)
-    if reason := hardware.int8_overflow():
+    _exported.check_cpu("onnx_int8", device)
+    if reason := hardware.int8_refusal():
         raise UsageError(f"The runtime 'onnx_int8' cannot run {folder}: {reason}")
-    export = _exported.found(folder, "onnx_int8", calibrated=CALIBRATED)
+    export = _exported.export_folder(folder, "onnx_int8", calibrated=CALIBRATED)
     return _onnx_export.forward(export / _onnx_export.GRAPH)

@@ -33,5 +33,5 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The exported model. Raises UsageError on a GPU, and when there is no export of these weights."""
-    _exported.only_on_cpus("openvino", device)
-    return _openvino.forward(_exported.found(folder, "openvino", calibrated=CALIBRATED), precision="f32")
+    _exported.check_cpu("openvino", device)
+    return _openvino.forward(_exported.export_folder(folder, "openvino", calibrated=CALIBRATED), precision="f32")

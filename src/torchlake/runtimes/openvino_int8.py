@@ -26,7 +26,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
     """Export the model of `folder`, calibrated on `batches`, into it. Raises UsageError without rows or when it cannot
     be exported, StorageError, and as `models.load_model` does.
     """
-    rows, versions = _calibration.rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
+    rows, versions = _calibration.num_rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
     with (
         exports.making(folder, "openvino_int8", rows=rows, versions=versions) as place,
         TemporaryDirectory(dir=place) as scratch,
@@ -38,10 +38,10 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """The calibrated model. Raises UsageError on a GPU, and when there is no export of these weights."""
-    _exported.only_on_cpus("openvino_int8", device)
-    export = _exported.found(folder, "openvino_int8", calibrated=CALIBRATED)
+    _exported.check_cpu("openvino_int8", device)
+    export = _exported.export_folder(folder, "openvino_int8", calibrated=CALIBRATED)
     return _openvino.forward(export, precision=_precision())
 
 
 def _precision() -> str:
-    return "bf16" if hardware.multiplies_bf16() else "f32"
+    return "bf16" if hardware.supports_bf16() else "f32"

@@ -2,9 +2,9 @@
 
     [{role: "user", content: "..."}, ...]  ->  "<|user|>...<|assistant|>"
 
-A template is a Jinja program of the model's authors. transformers runs it in Jinja's immutable sandbox: it sees the
-messages and the special tokens, and no attribute of a Python object that could lead out; `_rendering.py` limits its
-time and memory. A conversation for which it takes too much is an error row, `chat_limit: ...`.
+A template is a Jinja program written by the model's authors. transformers runs it in Jinja's immutable sandbox, with
+access to the messages and the special tokens only; `_rendering.py` limits its time and memory. A conversation that
+exceeds a limit becomes an error row, `chat_limit: ...`.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.errors import TorchlakeError
-from torchlake.tasks._rendering import TooMuch, render
+from torchlake.tasks._rendering import RenderLimitExceeded, render
 
-GIVE_UP_AFTER = 5
-"Conversations in a row for which the template took too much; it is not tried on the rest of their column."
+MAX_CONSECUTIVE_LIMITS = 5
+"After this many consecutive conversations over a limit, the rest of the column is skipped."
 
 
 def is_chat(kind: pa.DataType) -> bool:
@@ -30,35 +30,38 @@ def is_chat(kind: pa.DataType) -> bool:
     return all(fields.get(name) in texts for name in ("role", "content"))
 
 
-def rendered(tokenizer: Any, column: pa.Array, *, asking: bool) -> tuple[pa.Array, dict[int, str]]:
-    """The conversations of a column, structs or JSON in strings, as texts, and {row: reason} for those that are none.
+def render_chats(tokenizer: Any, column: pa.Array, *, add_generation_prompt: bool) -> tuple[pa.Array, dict[int, str]]:
+    """Render a column of conversations, structs or JSON strings, as texts; returns them and {row: reason} for errors.
 
-    `asking` lets each text end where the assistant's answer begins. A null, or a blank string, becomes null.
+    With `add_generation_prompt`, each text ends where the assistant's answer begins. Nulls and blank strings become
+    null.
     """
-    texts, errors = _each(column, lambda messages: render(tokenizer, messages, asking=asking)[0])
+    texts, errors = _each(
+        column, lambda messages: render(tokenizer, messages, add_generation_prompt=add_generation_prompt)[0]
+    )
     return pa.array(texts, pa.string()), errors
 
 
 def marks_answers(tokenizer: Any) -> bool:
-    """Whether the chat template tells the assistant's turns from the rest: {% generation %} ... {% endgeneration %}."""
+    """Whether the chat template marks the assistant's turns: {% generation %} ... {% endgeneration %}."""
     return re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template()) is not None
 
 
-def answers(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | None], dict[int, str]]:
-    """The conversations of a column as token ids, ~id (below zero) for tokens outside of the assistant's turns.
+def tokenize_chats(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | None], dict[int, str]]:
+    """Tokenize a column of conversations, with ~id (below zero) for tokens outside the assistant's turns.
 
-    Each is closed by one end token, which belongs to the turn that it follows. The rest is as `rendered` gives it; a
-    conversation in which the assistant says nothing is an error too.
+    Each ends with one end token, which belongs to the turn before it. Errors are as in `render_chats`; a conversation
+    without an assistant's turn is an error too.
     """
 
     def ids_of(messages: list[dict[str, str]]) -> list[int]:
-        text, spans = render(tokenizer, messages, asking=False, spans=True)
+        text, spans = render(tokenizer, messages, add_generation_prompt=False, spans=True)
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)
         ids = tokens["input_ids"]
         learned = [False] * len(ids)
         for start, end in spans:
             first, last = tokens.char_to_token(start), tokens.char_to_token(end - 1)
-            if first is not None:  # the text ends before it
+            if first is not None:  # None: the text ends before the span
                 after = len(ids) if last is None else last + 1
                 learned[first:after] = [True] * (after - first)
         if not any(learned):
@@ -71,7 +74,7 @@ def answers(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | None], d
 
 
 def _each(column: pa.Array, make: Callable[[list[dict[str, str]]], Any]) -> tuple[list[Any], dict[int, str]]:
-    """`make` of every conversation, None where there is none, and {row: reason} where it is wrong."""
+    """Apply `make` to every conversation; returns the values, None for missing ones, and {row: reason} for errors."""
     made: list[Any] = []
     errors: dict[int, str] = {}
     exceeded = 0
@@ -79,18 +82,18 @@ def _each(column: pa.Array, make: Callable[[list[dict[str, str]]], Any]) -> tupl
         made.append(None)
         if value is None or (isinstance(value, str) and not value.strip()):
             continue
-        if exceeded == GIVE_UP_AFTER:
+        if exceeded == MAX_CONSECUTIVE_LIMITS:
             errors[row] = f"chat_limit: not tried after {exceeded} rows in a row for which the template took too much"
             continue
         try:
             made[row] = make(_messages(json.loads(value) if isinstance(value, str) else value))
             exceeded = 0
-        except TooMuch as error:
+        except RenderLimitExceeded as error:
             errors[row] = f"chat_limit: {error}"[:500]
             exceeded += 1
         except TorchlakeError:
             raise
-        except Exception as error:  # what is no conversation, and what a template raises
+        except Exception as error:  # not a conversation, or raised by the template
             errors[row] = f"bad_chat: {error}"[:500]
     return made, errors
 

@@ -7,7 +7,7 @@
 `data.problem` says it where this guess is wrong. A column of strings may come from a file without types (CSV). So
 strings that all read as integers, written as Python writes them ("7", not "007"), are integers, and strings that all
 read as finite numbers are floats.
-Price: one pass of Arrow's `value_counts`, and at most 10,000 classes in memory.
+Cost: one pass of Arrow's `value_counts`, and at most 10,000 classes in memory.
 """
 
 import math
@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import LabelColumn, Problem
 from torchlake.errors import DataError
-from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, plain
+from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, to_plain_array
 
 MAX_INTEGER_CLASSES = 1_000
 MAX_CLASSES = 10_000
@@ -62,7 +62,7 @@ class Moments:
 
 
 @dataclass
-class _Seen:
+class _ColumnStats:
     """What the pieces of a column held so far."""
 
     kind: str = ""
@@ -85,9 +85,9 @@ def find_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, d
     `drop_bad` passes over what is no finite number too. Raises DataError for that otherwise, when there is nothing to
     tell apart, when there are too many classes, and for a type that is none of a label or does not fit `problem`.
     """
-    seen = _Seen()
+    seen = _ColumnStats()
     for array in arrays:
-        array = plain(array).drop_null()
+        array = to_plain_array(array).drop_null()
         if not len(array):
             continue
         kind = kind_of(array.type)
@@ -116,7 +116,7 @@ def _check_kind(kind: str, problem: Problem | None) -> None:
     raise DataError(f"data.problem is {problem}, which needs {expected}; the label column holds {kind}")
 
 
-def _add_floats(seen: _Seen, numbers: np.ndarray) -> None:
+def _add_floats(seen: _ColumnStats, numbers: np.ndarray) -> None:
     assert seen.numbers is not None
     seen.rows += len(numbers)
     seen.numbers.add(numbers)
@@ -130,7 +130,7 @@ def _add_floats(seen: _Seen, numbers: np.ndarray) -> None:
         _count(seen, {int(value): int(count) for value, count in zip(values, counts, strict=True)}, MAX_INTEGER_CLASSES)
 
 
-def _add_values(seen: _Seen, array: pa.Array) -> None:
+def _add_values(seen: _ColumnStats, array: pa.Array) -> None:
     """Take in strings, integers, booleans or lists of strings."""
     seen.rows += len(array)
     pairs = pc.value_counts(array.flatten().drop_null() if seen.kind == LISTS else array)
@@ -143,7 +143,7 @@ def _add_values(seen: _Seen, array: pa.Array) -> None:
         raise _too_many(seen)
 
 
-def _add_words(seen: _Seen, found: dict[str, int]) -> None:
+def _add_words(seen: _ColumnStats, found: dict[str, int]) -> None:
     assert seen.numbers is not None
     seen.integers = seen.integers and all(map(INTEGER.fullmatch, found))
     seen.word = next((value for value in found if not NUMBER.fullmatch(value)), None)
@@ -153,7 +153,7 @@ def _add_words(seen: _Seen, found: dict[str, int]) -> None:
         seen.numbers = None
 
 
-def _count(seen: _Seen, found: dict[Any, int], most: int) -> None:
+def _count(seen: _ColumnStats, found: dict[Any, int], most: int) -> None:
     if seen.many:
         return
     for value, count in found.items():
@@ -162,7 +162,7 @@ def _count(seen: _Seen, found: dict[Any, int], most: int) -> None:
         seen.many, seen.counts = True, {}
 
 
-def _too_many(seen: _Seen) -> DataError:
+def _too_many(seen: _ColumnStats) -> DataError:
     if seen.kind == "integers":
         return DataError(
             f"the label column holds more than {MAX_INTEGER_CLASSES:,} distinct integers, too many for classes. Set "
@@ -175,7 +175,7 @@ def _too_many(seen: _Seen) -> DataError:
     )
 
 
-def _regression(seen: _Seen, note: str | None = None) -> LabelColumn:
+def _regression(seen: _ColumnStats, note: str | None = None) -> LabelColumn:
     assert seen.numbers is not None
     return LabelColumn(
         problem="regression",
@@ -188,7 +188,7 @@ def _regression(seen: _Seen, note: str | None = None) -> LabelColumn:
     )
 
 
-def _decided(seen: _Seen, problem: Problem | None) -> LabelColumn:
+def _decided(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
     """The problem that the values ask for, or the classes of the one that was asked for."""
     if seen.kind == LISTS:
         return _classes(seen, "multi_label")
@@ -204,7 +204,7 @@ def _decided(seen: _Seen, problem: Problem | None) -> LabelColumn:
     return _of_floats(seen, problem)
 
 
-def _of_floats(seen: _Seen, problem: Problem | None) -> LabelColumn:
+def _of_floats(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
     """Floats, or strings that are all numbers and not all integers."""
     words = seen.counts
     if seen.kind == "strings":
@@ -245,7 +245,7 @@ def _whole(words: dict[str, int]) -> dict[Any, int] | None:
     return counts if 0 < len(counts) <= MAX_INTEGER_CLASSES else None
 
 
-def _classes(seen: _Seen, problem: Problem, note: str | None = None) -> LabelColumn:
+def _classes(seen: _ColumnStats, problem: Problem, note: str | None = None) -> LabelColumn:
     labels = tuple(sorted(seen.counts))
     if len(labels) < (1 if problem == "multi_label" else 2):
         shown = f"only {labels[0]!r}" if labels else "no label at all"

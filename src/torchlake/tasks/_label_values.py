@@ -8,7 +8,7 @@ from torchlake.errors import DataError
 LISTS = "lists of strings"
 
 
-def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array, not dictionary-encoded, of plain string or list type."""
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)

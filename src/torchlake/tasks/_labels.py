@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, plain
+from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, to_plain_array
 
 
 def target_type(spec: TaskSpec) -> pa.DataType:
@@ -25,7 +25,7 @@ def encode_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
 
     Raises DataError naming a label that the model does not have and the rows that hold it.
     """
-    array = plain(array)
+    array = to_plain_array(array)
     if len(array) == array.null_count:
         return pa.nulls(len(array), target_type(spec))
     if spec.problem == "regression":
@@ -50,7 +50,7 @@ def bad_labels(array: pa.Array, spec: TaskSpec) -> dict[int, str]:
     Found by halving, over distinct labels where they can be compared: one pass where all are fine. Raises DataError
     for a type that holds no such labels at all.
     """
-    array = plain(array)
+    array = to_plain_array(array)
     nested = pa.types.is_nested(array.type)
     if nested != (spec.problem == "multi_label") and not pa.types.is_null(array.type):
         encode_labels(array, spec)

@@ -1,13 +1,13 @@
-"""Chat templates rendered in a process of their own, which ends when one takes too much.
+"""Render chat templates in a separate process with limits on time and memory.
 
-    worker    {"messages": [...], "asking": true, "spans": false}    ->  standard input      renderer: Jinja, no torch
-    worker    {"text": "..."}, or why there is none                  <-  standard output
+    worker  ->  standard input:   {"messages": [...], "add_generation_prompt": true, "spans": false}
+    worker  <-  standard output:  {"text": "...", "spans": [...]}, {"limit": "..."} or {"error": "..."}
 
-A template is a program of the model's authors. Jinja's sandbox limits what it sees, not how long it computes or what it
-holds, and no thread could stop it inside one multiplication of a string. The operating system can: after CPU_S seconds
-of computing SIGPROF ends the process, and the next conversation starts another; RLIMIT_AS limits its memory. This works
-from any thread, and a renderer whose worker was killed ends as well. Price, once for each process that renders: 0.8 s
-and 60 MB; for each conversation 20 microseconds more than in the worker, which takes 160 for six messages.
+Jinja's sandbox limits what a template can access, not its CPU time or memory, and a thread cannot interrupt a single
+long string multiplication. So the operating system enforces the limits: after CPU_S seconds SIGPROF ends the process,
+and the next conversation starts another; RLIMIT_AS limits its memory. The renderer exits when its worker does.
+Cost: 0.8 s and 60 MB for each process that renders, and 20 microseconds for each conversation (rendering six messages
+takes 160).
 """
 
 import atexit
@@ -27,34 +27,34 @@ from typing import Any
 from torchlake.errors import DataError
 
 CPU_S = 2.0
-"Seconds of computing for one conversation; a long one takes a thousandth of it."
+"CPU seconds for one conversation; a long one takes a thousandth of this."
 WALL_S = 60.0
-"Seconds for one conversation on a machine that is busy or asleep."
+"Wall-clock seconds for one conversation, on a busy or suspended machine."
 MEMORY_BYTES = 1 << 30
-"What a renderer may take beside what it starts with."
+"Memory limit above what the renderer uses after startup."
 MOST_CHARACTERS = 1 << 24
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from torchlake.tasks import _rendering as it; it.serve()"
 )
 
 Spans = list[tuple[int, int]]
-"Where in a text the assistant speaks: first character, and the one after the last."
+"The assistant's turns in a text: (first character, one past the last)."
 
 
-class TooMuch(ValueError):
-    """A conversation for which the template takes more than it may."""
+class RenderLimitExceeded(ValueError):
+    """Rendering a conversation exceeded a limit."""
 
 
 @dataclass(kw_only=True)
 class Renderer:
-    """A process that renders one template with one set of special tokens, and the process id of who may ask it."""
+    """A process that renders one template with one set of special tokens; only process `owner` may use it."""
 
-    asked_for: str
+    template_key: str
     owner: int
     process: subprocess.Popen[bytes]
 
     def ask(self, request: str) -> dict[str, Any] | None:
-        """Its answer, or None when it has ended. Raises TooMuch where it has not answered in WALL_S."""
+        """Return its answer, or None if it has exited. Raises RenderLimitExceeded after WALL_S without an answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -65,12 +65,12 @@ class Renderer:
         ready = select.poll()
         ready.register(self.process.stdout, select.POLLIN | select.POLLHUP)
         if not ready.poll(WALL_S * 1000):
-            raise TooMuch(f"the template took more than {WALL_S:g} s")
+            raise RenderLimitExceeded(f"the template took more than {WALL_S:g} s")
         line = self.process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
     def end(self) -> int:
-        """End it; returns its exit status."""
+        """Kill it and return its exit status."""
         if self.owner == os.getpid():
             self.process.kill()
         for stream in (self.process.stdin, self.process.stdout):
@@ -83,45 +83,48 @@ _lock = threading.Lock()
 _renderer: Renderer | None = None
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], *, asking: bool, spans: bool = False) -> tuple[str, Spans]:
-    """A conversation as the tokenizer's chat template writes it and, with `spans`, where the assistant speaks.
+def render(
+    tokenizer: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool, spans: bool = False
+) -> tuple[str, Spans]:
+    """Render a conversation with the tokenizer's chat template; with `spans`, also return the assistant's turns.
 
-    Raises TooMuch naming the limit, ValueError with the template's own error, DataError when no template can be
-    rendered here.
+    Raises RenderLimitExceeded, ValueError with the template's own error, and DataError if the renderer cannot start.
     """
-    asked_for = json.dumps([tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)], default=str)
+    template_key = json.dumps([tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map)], default=str)
     plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    request = json.dumps({"messages": plain, "asking": asking, "spans": spans}, default=str)
+    request = json.dumps(
+        {"messages": plain, "add_generation_prompt": add_generation_prompt, "spans": spans}, default=str
+    )
     with _lock:
-        for _ in range(2):  # again, once, where something else ended the process
-            renderer = _running(asked_for)
+        for _ in range(2):  # retry once if something else killed the process
+            renderer = _running(template_key)
             try:
                 answer = renderer.ask(request)
-            except TooMuch:
+            except RenderLimitExceeded:
                 close()
                 raise
             if answer is not None:
                 break
             status = _end()
             if status == -signal.SIGPROF:
-                raise TooMuch(f"the template computed for more than {CPU_S:g} s")
+                raise RenderLimitExceeded(f"the template computed for more than {CPU_S:g} s")
         else:
-            raise TooMuch(f"the process that renders the template ended twice, with status {status}")
+            raise RenderLimitExceeded(f"the process that renders the template ended twice, with status {status}")
     if "limit" in answer:
-        raise TooMuch(answer["limit"])
+        raise RenderLimitExceeded(answer["limit"])
     if "error" in answer:
         raise ValueError(answer["error"])
     return answer["text"], [(start, end) for start, end in answer["spans"]]
 
 
 def close() -> None:
-    """End the renderer of this process, if there is one."""
+    """End the renderer of this process, if any."""
     if _renderer is not None:
         _end()
 
 
 def serve() -> None:
-    """The renderer: answer what comes on standard input until it ends."""
+    """Run the renderer: answer requests from standard input until it is closed."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -140,7 +143,7 @@ def serve() -> None:
             rendered: Any = render_jinja_template(
                 conversations=[request["messages"]],
                 chat_template=template,
-                add_generation_prompt=request["asking"],
+                add_generation_prompt=request["add_generation_prompt"],
                 return_assistant_tokens_mask=request["spans"],
                 **special,
             )
@@ -157,20 +160,20 @@ def serve() -> None:
         answers.flush()
 
 
-def _running(asked_for: str) -> Renderer:
-    """The renderer of this process for that template, started where there is none."""
+def _running(template_key: str) -> Renderer:
+    """Return this process's renderer for that template, starting one if needed."""
     global _renderer
-    if _renderer is not None and (_renderer.asked_for, _renderer.owner) == (asked_for, os.getpid()):
+    if _renderer is not None and (_renderer.template_key, _renderer.owner) == (template_key, os.getpid()):
         return _renderer
     close()
     process = subprocess.Popen(
         [sys.executable, "-c", BOOT, json.dumps(sys.path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # it ends with this process, not before it by a signal to both
+        start_new_session=True,  # a signal to the worker's group must not end it first
     )
-    started = Renderer(asked_for=asked_for, owner=os.getpid(), process=process)
-    if started.ask(asked_for) is None:
+    started = Renderer(template_key=template_key, owner=os.getpid(), process=process)
+    if started.ask(template_key) is None:
         raise DataError(
             f"The process that renders chat templates does not start: {sys.executable} ended with status "
             f"{started.end()}; what it wrote to standard error says why."
@@ -180,7 +183,7 @@ def _running(asked_for: str) -> Renderer:
 
 
 def _end() -> int:
-    """End the renderer; returns its exit status, which is that of the template where it had ended."""
+    """End the renderer and return its exit status."""
     global _renderer
     assert _renderer is not None
     ended, _renderer = _renderer, None

@@ -2,7 +2,7 @@
 
 Which of them the label column decides, once, when a job starts (`_labels.py`).
 
-Tokenising is the hot path. Rows go through the tokenizer's Rust backend a thousand at a time, because each encoded row
+Tokenizing is the hot path. Rows go through the tokenizer's Rust backend a thousand at a time, because each encoded row
 carries its tokens as text and offsets too, some 100 bytes per token, until it is unpacked into flat arrays.
 """
 

@@ -1,14 +1,13 @@
-"""One text in, the text that follows it out: a causal language model (GPT, Llama and their like).
+"""Text generation with a causal language model (GPT, Llama and similar): a text in, its continuation out.
 
-Learning: each row is closed by the tokenizer's end token, and rows are laid end to end in blocks (`data/packing.py`).
-Nothing is cut off a long row; it goes on in the next block. A token attends to all before it in its block, also to
-those of the rows before its own, as in the training of the GPTs: the end token tells where a text begins, and masks for
-each row would cost the fast kernels. Of a conversation every token is learned, or the assistant's turns alone
-(`next_answer_token`): the rest is read, and adds nothing to the loss. Such conversations are packed whole
-(`data/bins.py`), so that an answer has its question before it and nothing else; one that is longer than a block is cut.
+Training: each row ends with the tokenizer's end token, and rows are concatenated into blocks (`data/packing.py`). A
+long row continues in the next block. Attention crosses row boundaries within a block, as in GPT training; masks for
+each row would rule out the fast kernels. For conversations the loss covers every token, or only the assistant's turns
+(`next_answer_token`). Those are packed whole (`data/bins.py`), so that an answer follows its own question only; a
+conversation longer than a block is truncated.
 
-Asking: a prompt is a row as the tokenizer gives it, without an end token after it, because the text is to go on. It is
-never cut; one that leaves no room for the answer is an error row.
+Scoring: a prompt is a row without an end token. It is never truncated; a prompt that leaves no room for the answer is
+an error row.
 """
 
 import math
@@ -22,7 +21,7 @@ import pyarrow as pa
 from torchlake.metrics import DIRECTIONS
 from torchlake.models.generation import END, NOTHING, decoded, stop_place
 from torchlake.models.load import Problem, TaskSpec
-from torchlake.tasks._chat import answers, is_chat, marks_answers, rendered
+from torchlake.tasks._chat import is_chat, marks_answers, render_chats, tokenize_chats
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +34,6 @@ __all__ = [
     "NO_TARGET",
     "PACKED",
     "PROBLEMS",
-    "answers",
     "conversations",
     "documents",
     "flat",
@@ -46,14 +44,15 @@ __all__ = [
     "num_targets",
     "output_columns",
     "output_schema",
-    "rendered",
+    "render_chats",
     "targets",
     "tokenize",
+    "tokenize_chats",
 ]
 
 AUTO_CLASS = "AutoModelForCausalLM"
 PACKED = True
-# A key-value cache is for answers; in training it would keep every layer's keys and values in vain.
+# Training does not use the key-value cache; it would only hold memory.
 FORWARD = {"use_cache": False}
 PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token"}
 DEFAULT_METRIC: dict[Problem, str] = dict.fromkeys(PROBLEMS.values(), "perplexity")
@@ -63,13 +62,13 @@ ROWS_AT_ONCE = 1_000
 ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
 
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
-"values (T,) int32, offsets (B+1,) int64, cut (B,) int64: tokens that a row has lost."
+"values (T,) int32, offsets (B+1,) int64, cut (B,) int64: tokens removed from each row."
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool = False) -> Tokens:
-    """Token ids of all prompts in one flat array; `chat` says that they are rendered conversations.
+    """Tokenize prompts into one flat array; `chat`: they are rendered conversations.
 
-    A prompt without any token begins with the token that begins or, where there is none, ends a text.
+    An empty prompt becomes one token: the tokenizer's begin token, or its end token if it has none.
     """
     end = tokenizer.eos_token_id
     begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -81,13 +80,13 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool
 
 
 def documents(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool = False) -> Tokens:
-    """The same of texts to learn from: each whole, and closed by one end token."""
+    """Tokenize training texts into one flat array, each complete and followed by one end token."""
     end = tokenizer.eos_token_id
     return flat(ids if ids and ids[-1] == end else [*ids, end] for ids in _encoded(tokenizer, texts, chat))
 
 
 def conversations(tokenizer: Any, rows: Iterable[list[int]], spec: TaskSpec) -> Tokens:
-    """Conversations as `answers` gives them, end to end, each cut to a block on the side that the tokenizer names."""
+    """Concatenate rows from `tokenize_chats`, each truncated to a block on the tokenizer's truncation side."""
     at_start = tokenizer.truncation_side == "left"
     whole = list(rows)
     kept = [row[-spec.max_length :] if at_start else row[: spec.max_length] for row in whole]
@@ -96,7 +95,7 @@ def conversations(tokenizer: Any, rows: Iterable[list[int]], spec: TaskSpec) -> 
 
 
 def flat(rows: Iterable[list[int]]) -> Tokens:
-    """Rows of token ids end to end, whole."""
+    """Concatenate complete rows of token ids."""
     lengths = [0]
 
     def counted(row: list[int]) -> list[int]:
@@ -108,7 +107,7 @@ def flat(rows: Iterable[list[int]]) -> Tokens:
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[int]]:
-    """The token ids of every text. A template has put its own special tokens into a conversation."""
+    """Yield the token ids of every text. A chat template adds the special tokens of a conversation itself."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
@@ -118,7 +117,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[
 
 
 def targets(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """For each token (B, L) int64 the one after it, which it is to predict; NO_TARGET where there is none to learn."""
+    """The token after each token, (B, L) int64; NO_TARGET where there is nothing to learn."""
     following = np.full(ids.shape, NO_TARGET, dtype=np.int64)
     following[:, :-1] = np.where(mask[:, 1:].astype(bool) & (ids[:, 1:] >= 0), ids[:, 1:], NO_TARGET)
     return following
@@ -134,24 +133,24 @@ def loss_sum(logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec) ->
 
 
 def num_targets(lengths: np.ndarray, spec: TaskSpec) -> int:
-    """What the summed loss of blocks of so many tokens (B,) is divided by: all tokens but the first of each block."""
+    """Number of targets in blocks of these lengths (B,): every token except the first of each block."""
     return int(lengths.sum()) - len(lengths)
 
 
 def loss_metrics(loss: float) -> dict[str, float]:
-    """The perplexity: how many tokens, equally likely, would leave as much doubt as the mean loss says there is."""
+    """The perplexity, exp of the mean loss."""
     return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
 def output_schema(spec: TaskSpec, all_probabilities: bool) -> pa.Schema:
-    """The text, how many tokens the model wrote for it, and why it ended: "stop" or "length"."""
+    """The generated text, its number of tokens, and the finish reason: "stop" or "length"."""
     return ANSWERS
 
 
 def output_columns(answers: np.ndarray, tokenizer: Any, stop: Sequence[str]) -> pa.Table:
-    """The prediction columns of the answers (B, W) int32, rows in order.
+    """The prediction columns of the answers (B, W) int32, in row order.
 
-    A text is cut before a stop string; its tokens are counted, and the model's end token is not.
+    A text is cut before a stop string; the count includes the stop string's tokens but not the end token.
     """
     texts, counts, reasons = [], [], []
     for answer in answers:

@@ -1,4 +1,4 @@
-"""What a job lacks is said before anything is tokenized and before any rank starts."""
+"""What a job lacks is an error before anything is tokenized and before any rank starts."""
 
 import importlib.machinery
 import sys
@@ -99,8 +99,8 @@ def test_a_table_that_is_missing_or_lacks_a_column_is_named_by_its_key(
     else:
         pq.write_table(rows.drop_columns([column]), tables[name])
     data = {**{key: str(table) for key, table in tables.items()}, "key": "id"}
-    said = rf"^data\.{name}: .*{name}\.parquet.*" + ("" if column is None else f"no column '{column}'")
-    with pytest.raises(TableError, match=said):
+    message = rf"^data\.{name}: .*{name}\.parquet.*" + ("" if column is None else f"no column '{column}'")
+    with pytest.raises(TableError, match=message):
         tl.train(run=tmp_path / "run", engine=Untouched(), data=data, model={"base": "no/such_model"})
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_runtime_is_refused_before_a_model_is_looked_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize("texts", [["great film"], "great film", ["great film", "a bore"]])
-def test_texts_are_no_table_and_the_message_says_how_to_give_them(tiny_model: Path, texts: Any) -> None:
+def test_texts_are_no_table_and_the_message_shows_how_to_pass_them(tiny_model: Path, texts: Any) -> None:
     with pytest.raises(UsageError, match=r'pyarrow\.table\(\{"text": \[\.\.\.\]\}\)') as error:
         tl.predict(tiny_model, texts)
     assert "a stored table needs an output folder" in str(error.value)

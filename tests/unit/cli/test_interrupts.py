@@ -1,4 +1,4 @@
-"""Ctrl-C says at once what happens, and does what it did before."""
+"""Ctrl-C prints at once what happens, and then does what it did before."""
 
 import json
 import signal
@@ -27,8 +27,8 @@ with announce_interrupt("Saving; press Ctrl-C again to abort."):
         print("working", flush=True)
         threading.Event().wait(60)
     except KeyboardInterrupt:
-        print("asked to stop", flush=True)
         try:
+            print("asked to stop", flush=True)
             threading.Event().wait(60)
         except KeyboardInterrupt:
             print("aborted", flush=True)
@@ -63,7 +63,7 @@ def test_a_handler_that_a_library_set_meanwhile_stays() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIG_IGN, signal.SIG_DFL])
-def test_nothing_is_said_where_python_does_not_handle_it(how: signal.Handlers) -> None:
+def test_nothing_is_printed_where_python_does_not_handle_it(how: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, how)
     try:
         with announce_interrupt("Stopping."):
@@ -99,14 +99,14 @@ class Interrupting(tiny.Here):
         raise AssertionError("it goes on")
 
 
-def test_a_training_says_that_it_saves(tmp_path: Path, tiny_bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_training_prints_that_it_saves(tmp_path: Path, tiny_bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         tl.train(run=tmp_path / "run", engine=Interrupting(), **runs.job(tmp_path, tiny_bert))
     assert f"\n{restarts.SAVING}\n" in capfd.readouterr().err
     assert restarts.SAVING == "Saving a checkpoint; press Ctrl-C again to abort."
 
 
-def test_a_scoring_says_that_finished_chunks_are_kept(
+def test_a_scoring_prints_that_finished_chunks_are_kept(
     tmp_path: Path, tiny_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     table, output = tmp_path / "rows.parquet", tmp_path / "scored"
@@ -133,10 +133,10 @@ def test_a_training_on_a_terminal_saves_at_the_first_and_is_aborted_by_the_secon
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     code, shown = on_terminal(words, columns=80, keys=[("loss", CTRL_C)], environment=environment)
     assert code == 130
-    said, saved, again = (
+    announced_at, saved, again = (
         shown.index(text) for text in (restarts.SAVING, "; saved. Run the same", "To continue, run it")
     )
-    assert said < saved < again
+    assert announced_at < saved < again
     assert any((tmp_path / "run" / "checkpoints").iterdir())
     keys = [("loss", CTRL_C), (restarts.SAVING, CTRL_C)]
     code, shown = on_terminal(words, columns=40, keys=keys, environment=environment)

@@ -68,7 +68,7 @@ def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "shown"),
     [
         ([], "Commands:"),
         (["bogus"], "No such command 'bogus'"),
@@ -85,17 +85,17 @@ def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
         (["launch", "train.py", "--lr", "3"], "--lr"),
     ],
 )
-def test_usage_errors_exit_64(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_64(words: list[str], shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 64
     out, err = capfd.readouterr()
     assert out == ""
-    assert said in err
+    assert shown in err
     assert "Traceback" not in err
     if words:
         assert main([*words, "--json"]) == 64
         error = json.loads(capfd.readouterr().out)["error"]
         assert error["exit_code"] == 64
-        assert said in error["message"]
+        assert shown in error["message"]
 
 
 def leaves(root: type[errors.TorchlakeError]) -> list[type[errors.TorchlakeError]]:
@@ -114,8 +114,8 @@ def test_every_error_has_its_exit_status_and_no_traceback(
     assert "off by one row" in err
     assert "Traceback" not in err
     assert main(["verify", "scored", "--json"]) == error.exit_code
-    told = json.loads(capfd.readouterr().out)["error"]
-    assert told == {"type": leaf.__name__, "message": str(error), "exit_code": error.exit_code}
+    printed = json.loads(capfd.readouterr().out)["error"]
+    assert printed == {"type": leaf.__name__, "message": str(error), "exit_code": error.exit_code}
 
 
 def test_a_failed_rank_shows_its_own_traceback(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -215,9 +215,9 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
     }
     assert main(["predict", "m", "i", "o", "--processes", "2"]) == 0
     assert seen["engine"].processes == 2
-    said = capfd.readouterr().out
-    assert "5, of which 1 with an error" in said
-    assert said.endswith("\nrows with an error, by reason\n  null_text 1\nfor example i row 3: null_text\n")
+    shown = capfd.readouterr().out
+    assert "5, of which 1 with an error" in shown
+    assert shown.endswith("\nrows with an error, by reason\n  null_text 1\nfor example i row 3: null_text\n")
 
 
 def test_a_wrong_job_file_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_a_wrong_job_file_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert f"{job}:4: train.epoch: unknown key; did you mean epochs?" in capfd.readouterr().err
 
 
-def test_the_demo_without_its_model_says_what_to_install(
+def test_the_demo_without_its_model_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -256,7 +256,7 @@ def test_the_exit_status_is_the_process_s() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "shown"),
     [
         (["train", "job.yaml", "--epochs", "3"], "--set train.epochs=3"),
         (["train", "job.yaml", "--epochs=3"], "--set train.epochs=3"),
@@ -269,14 +269,14 @@ def test_the_exit_status_is_the_process_s() -> None:
         (["predict", "m", "i", "o", "--address", "auto"], "--set engine.ray.address=auto"),
     ],
 )
-def test_an_unknown_option_that_is_a_setting_says_how_to_set_it(
-    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+def test_an_unknown_option_that_is_a_setting_suggests_set(
+    words: list[str], shown: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 64
     err = capfd.readouterr().err
-    assert f"{said}." in err
+    assert f"{shown}." in err
     assert main([*words, "--json"]) == 64
-    assert f"{said}." in json.loads(capfd.readouterr().out)["error"]["message"]
+    assert f"{shown}." in json.loads(capfd.readouterr().out)["error"]["message"]
 
 
 def test_every_setting_of_a_job_is_suggested_for_its_name() -> None:
@@ -299,9 +299,9 @@ def test_an_engine_that_there_is_not_is_a_wrong_option(capfd: pytest.CaptureFixt
         assert "--engine: there is no engine 'dask'. Engines: local, ray, spark." in capfd.readouterr().err
 
 
-# how much is said
+# verbosity
 
-SAYS = """
+SCRIPT = """
 import logging, sys
 from types import ModuleType, SimpleNamespace
 from torchlake import engines
@@ -345,8 +345,8 @@ DETAIL, STEP, WARNING, BAR = "a detail", "a step", "a warning", "verify: 3/3"
 def test_quiet_and_verbose_hold_for_this_process_and_its_children(
     tmp_path: Path, where: str, flags: list[str], shown: set[str]
 ) -> None:
-    script = tmp_path / "says.py"
-    script.write_text(SAYS)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name != "TORCHLAKE_PROGRESS"}
     words = [sys.executable, str(script), where, *flags]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
@@ -361,7 +361,7 @@ def test_quiet_and_verbose_hold_for_this_process_and_its_children(
     assert ("Traceback" in bad.stderr) == (flags == ["--verbose"])
 
 
-def test_what_the_flags_change_is_put_back(raising: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flags_restore_the_environment(raising: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (logs.LEVEL, logs.PROGRESS):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)

@@ -98,12 +98,12 @@ def test_a_path_that_cannot_be_used(
 def assert_refused(words: list[str], statuses: set[int], capfd: pytest.CaptureFixture[str]) -> str:
     """The command ends with such a status, and with the error alone."""
     assert main(words) in statuses
-    out, said = capfd.readouterr()
+    out, shown = capfd.readouterr()
     assert out == ""
-    assert "Traceback" not in said
-    assert "fault in torchlake" not in said
-    assert said.splitlines()[-1].startswith("error: ")
-    return said
+    assert "Traceback" not in shown
+    assert "fault in torchlake" not in shown
+    assert shown.splitlines()[-1].startswith("error: ")
+    return shown
 
 
 def test_a_folder_below_the_table_that_cannot_be_listed_is_not_left_out(here: Path, monkeypatch: Any) -> None:
@@ -220,14 +220,14 @@ CASES: list[tuple[OSError, type[Exception] | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "kind", "said"), CASES, ids=[str(error)[:60] for error, _, _ in CASES])
-def test_which_errors_are_the_users(here: Path, error: OSError, kind: type[Exception] | None, said: str) -> None:
+@pytest.mark.parametrize(("error", "kind", "shown"), CASES, ids=[str(error)[:60] for error, _, _ in CASES])
+def test_which_errors_are_the_users(here: Path, error: OSError, kind: type[Exception] | None, shown: str) -> None:
     Path("named.yaml").write_text("data: {train: [in/the.job]}\n")
     words = ["predict", "no/such/table", "folder", "--key=missing.parquet", "file", "damaged.yaml", "named.yaml"]
     Path("damaged.yaml").write_text("data: {")
     found = explain_os_error(error, words)
     assert type(found) is (type(None) if kind is None else kind)
-    assert said in str(found)
+    assert shown in str(found)
 
 
 def test_a_fault_of_ours_stays_one(

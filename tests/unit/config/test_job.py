@@ -221,11 +221,11 @@ def test_a_plug_in_that_there_is_not_is_named_by_its_key_and_line(
     sections.setdefault(section, {})[key] = name
     with pytest.raises(ConfigError) as error:
         load_job(None, **sections)
-    said = str(error.value)
+    message = str(error.value)
     one = {"tasks": "task", "strategies": "strategy", "engines": "engine"}[kind]
-    assert said.startswith(f"argument {section}: {section}.{key}: there is no {one} '{name}'.")
-    assert said.endswith(f"{kind.capitalize()}: {', '.join(['auto'] * (kind == 'strategies') + known)}.")
-    assert f"{kind}:" not in said, "the plug-ins' folder is not the user's business"
+    assert message.startswith(f"argument {section}: {section}.{key}: there is no {one} '{name}'.")
+    assert message.endswith(f"{kind.capitalize()}: {', '.join(['auto'] * (kind == 'strategies') + known)}.")
+    assert f"{kind}:" not in message, "the folder of plug-ins is not shown"
 
 
 @pytest.mark.parametrize(("section", "key", "kind"), PLUGINS)

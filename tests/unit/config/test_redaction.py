@@ -186,9 +186,9 @@ def test_logs_of_ranks_hold_no_credential(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_an_error_on_the_command_line_holds_no_credential(capfd: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_an_error_on_the_command_line_shows_no_credential(capfd: pytest.CaptureFixture[str], as_json: bool) -> None:
     words = ["predict", "no-such-folder/model", "s4://user:Zm9v@host/t.parquet?sig=Zm9v", "out"]
     assert main([*words, *(["--json"] if as_json else [])]) != 0
-    said = "".join(capfd.readouterr())
-    assert said
-    assert "Zm9v" not in said
+    shown = "".join(capfd.readouterr())
+    assert shown
+    assert "Zm9v" not in shown

@@ -35,7 +35,7 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     cores = hardware.cores()
     for processes in (1, 2, 100 * cores):
-        made = environment.environment(processes, None, {})
+        made = environment.local_environment(processes, None)
         threads = max(1, cores // processes)
         assert {made[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "RAYON")} == {str(threads)}
         assert made["TOKENIZERS_PARALLELISM"] == ("true" if threads > 1 else "false")
@@ -43,13 +43,13 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_thread_counts_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment.environment(2, None, {})["OMP_NUM_THREADS"] == "7"
+    assert environment.local_environment(2, None)["OMP_NUM_THREADS"] == "7"
 
 
 def test_a_worker_does_not_take_itself_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not {"RANK", "WORLD_SIZE"} & environment.environment(1, None, {}).keys()
+    assert not {"RANK", "WORLD_SIZE"} & environment.local_environment(1, None).keys()
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_two_gpus_for_each_rank_start_with_its_own() -> None:
     def node(*gpus: str) -> Node:
         return Node(address="10.0.0.1", port=9, interface=None, gpus=gpus)
 
-    for rank, variables in enumerate(group_variables([node("0", "1"), node("2", "3")], 1)):
+    for rank, variables in enumerate(group_variables([node("0", "1"), node("2", "3")], 1)[1]):
         own = variables["CUDA_VISIBLE_DEVICES"].split(",")[int(variables["LOCAL_RANK"])]
         assert own == ["0", "2"][rank]
     for shared in ([node("0"), node("0")], [node("MIG-1"), node("MIG-2")], [node("MIG-1", "MIG-2")]):
         with pytest.raises(UsageError, match="GPU"):
             group_variables(shared, 1)
-    (alone,) = group_variables([node("MIG-1")], 1)
+    _, (alone,) = group_variables([node("MIG-1")], 1)
     assert alone["CUDA_VISIBLE_DEVICES"] == "MIG-1"
 
 

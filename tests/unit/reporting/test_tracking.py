@@ -1,4 +1,4 @@
-"""Tracking: what stands in metrics.jsonl stands in the stores, once, whatever happens to the run or to the store."""
+"""Tracking: every line of metrics.jsonl is in the stores once, also when the run or the store fails."""
 
 import logging
 import math
@@ -59,7 +59,7 @@ def client_and_run(run: Path, store: str) -> tuple[MlflowClient, Any]:
     return client, found
 
 
-def assert_told(run: Path, store: str) -> None:
+def assert_logged(run: Path, store: str) -> None:
     """Every line of the run stands in both, once and in order."""
     client, found = client_and_run(run, store)
     for name in SCALARS:
@@ -68,11 +68,11 @@ def assert_told(run: Path, store: str) -> None:
         assert [(point.step, point.value) for point in history] == curve(run, name)
 
 
-def test_parameters_curves_and_the_models_hash_are_told(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_parameters_curves_and_the_models_hash_are_logged(tmp_path: Path, sections: dict[str, Any]) -> None:
     run = tl.train(run=tmp_path / "run", engine=HERE, **sections).path
     store = sections["track"]["mlflow"]
     assert len(curve(run, "loss")) == 18
-    assert_told(run, store)
+    assert_logged(run, store)
     _, found = client_and_run(run, store)
     assert found.info.status == "FINISHED"
     assert found.info.run_name == "run"
@@ -83,7 +83,7 @@ def test_parameters_curves_and_the_models_hash_are_told(tmp_path: Path, sections
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
 
-def test_a_run_that_continues_adds_to_its_story_and_doubles_nothing(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_a_continued_run_adds_only_missing_points(tmp_path: Path, sections: dict[str, Any]) -> None:
     """Killed, stopped, resumed and asked for again when it was finished."""
     run, store = tmp_path / "run", sections["track"]["mlflow"]
     killed = runs.attempt(run, sections, failpoint="rank0.step:8:kill9")
@@ -93,12 +93,12 @@ def test_a_run_that_continues_adds_to_its_story_and_doubles_nothing(tmp_path: Pa
     assert client_and_run(run, store)[1].info.status == "KILLED"
     for _ in range(2):
         runs.succeed(run, sections)
-        assert_told(run, store)
+        assert_logged(run, store)
         assert client_and_run(run, store)[1].info.status == "FINISHED"
     assert (run / "tracking.json").read_bytes() == first
 
 
-def test_a_file_that_a_killed_run_left_empty_is_mended(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_an_empty_file_of_a_killed_run_is_removed(tmp_path: Path, sections: dict[str, Any]) -> None:
     run, store = tmp_path / "run", sections["track"]["mlflow"]
     assert runs.attempt(run, sections, sigterm_at="rank0.step:8").exit_code == 143
     _, found = client_and_run(run, store)
@@ -107,20 +107,20 @@ def test_a_file_that_a_killed_run_left_empty_is_mended(tmp_path: Path, sections:
     with pytest.raises(ValueError, match="malformed"):
         client_and_run(run, store)
     runs.succeed(run, sections)
-    assert_told(run, store)
+    assert_logged(run, store)
     assert client_and_run(run, store)[1].data.params["train.seed"] == "0"
 
 
 # MLflow 3.17 asks SQLAlchemy 2.1 for a way of loading that this one will drop.
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
-def test_a_finished_run_is_told_afterwards_to_a_database(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_a_finished_run_is_logged_to_a_database(tmp_path: Path, sections: dict[str, Any]) -> None:
     untracked = {name: section for name, section in sections.items() if name != "track"}
     run = tl.train(run=tmp_path / "run", engine=HERE, **untracked).path
     assert not (run / "tensorboard").exists()
     store = f"sqlite:///{tmp_path / 'new' / 'mlflow.db'}"
     again = tl.train(run=run, engine=HERE, **untracked, track={"mlflow": store, "tensorboard": True})
     assert again.complete
-    assert_told(run, store)
+    assert_logged(run, store)
     assert not Path("mlruns").exists(), "nothing is left in the current folder"
 
 
@@ -132,12 +132,12 @@ def test_a_broken_store_is_a_warning(
     with caplog.at_level(logging.WARNING, "torchlake"):
         done = tl.train(run=tmp_path / "run", engine=HERE, **sections)
     assert done.steps == 18
-    (said,) = (message for message in caplog.messages if message.startswith("mlflow: "))
-    assert said.endswith("the run continues without it")
+    (warning,) = (message for message in caplog.messages if message.startswith("mlflow: "))
+    assert warning.endswith("the run continues without it")
 
 
 @pytest.mark.parametrize("library", ["mlflow", "tensorboard"])
-def test_a_missing_library_is_said_before_any_work(
+def test_a_missing_library_is_an_error_before_any_work(
     tmp_path: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     sections["track"] = {library: "store" if library == "mlflow" else True}
@@ -161,14 +161,14 @@ def test_the_flags_of_the_command_lay_the_section(monkeypatch: pytest.MonkeyPatc
 # following
 
 
-def test_lines_are_told_once_however_often_the_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_logged_once_however_the_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "POLL_INTERVAL_S", 0.001)
-    path, told = tmp_path / "metrics.jsonl", []
+    path, logged = tmp_path / "metrics.jsonl", []
     seen = threading.Event()
 
     def watch(batches: Any) -> None:
         for lines in batches:
-            told.extend(lines)
+            logged.extend(lines)
             seen.set()
 
     def line(step: int, name: str = "loss") -> str:
@@ -180,9 +180,9 @@ def test_lines_are_told_once_however_often_the_file_is_cut(tmp_path: Path, monke
         metrics_log.truncate_metrics(path, step=1, validated=0)
         with open(path, "a") as file:
             file.write(line(2) + line(2, "validation_loss") + line(3))
-    assert [one["step"] for one in told if "loss" in one] == [1, 2, 3]
-    assert [one["step"] for one in told if "validation_loss" in one] == [2]
-    assert all(math.isnan(value) for one in told for name, value in one.items() if name != "step")
+    assert [one["step"] for one in logged if "loss" in one] == [1, 2, 3]
+    assert [one["step"] for one in logged if "validation_loss" in one] == [2]
+    assert all(math.isnan(value) for one in logged for name, value in one.items() if name != "step")
 
 
 def test_what_a_watcher_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -98,7 +98,7 @@ def test_texts_are_those_of_transformers(template: str) -> None:
 def test_what_the_assistant_says_is_what_transformers_marks() -> None:
     made = tokenizer(MARKING)
     chats = [CHAT, CHAT * 3, [*CHAT, {"role": "user", "content": "a film"}]]
-    rows, errors = _chat.answers(made, column(*chats))
+    rows, errors = _chat.tokenize_chats(made, column(*chats))
     assert errors == {}
     for row, chat in zip(rows, chats, strict=True):
         assert row is not None
