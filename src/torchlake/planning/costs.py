@@ -48,7 +48,7 @@ class Shape:
     packed: bool
     "One projection for queries, keys and values; rotary embedding (Su et al. 2021) copies the first two."
     rms_norm: bool
-    "RMSNorm in Python, which keeps the normalized input too, instead of LayerNorm."
+    "RMSNorm in Python instead of LayerNorm; it keeps the normalized input too."
     dropouts: int
     "Active dropouts per layer on hidden states."
     attention_dropout: bool

@@ -1,12 +1,12 @@
-"""`plan`: what a training job will take, before anything is spent.
+"""`plan`: memory, time and cost of a training job before it starts.
 
     sample of the table -> tokens, padding ┐
-    model on the meta device -> parameters ┴-> memory, traffic and time for each strategy -> the one to take, and why
+    model on the meta device -> parameters ┴-> memory, traffic and time of each strategy -> the recommended one
 
-No weights are loaded and no step is run; the formulas stand in `costs.py`, and `bench/planning.py` holds their memory
-against measured peaks. The batch is the job's at any number of ranks, so more ranks mean less work for each (strong
-scaling), until ranks have no row at all. Cost: the import of torch and transformers, 2,000 rows tokenized, and half a
-second of matrix products where the speed is not given.
+No weights are loaded and no step is run. The formulas are in `costs.py`; `bench/planning.py` compares their memory with
+measured peaks. The batch size is the job's at any number of ranks (strong scaling).
+Cost: importing torch and transformers, tokenizing 2,000 rows, and half a second of matrix products unless the speed is
+given.
 """
 
 import math
@@ -33,63 +33,63 @@ from torchlake.runs.folder import frames_to_paths, store_frame
 RANKS = (1, 8, 64, 512)
 MOST_RANKS = 4096
 AS_FAST = 1.1
-"Times that differ less are no reason to take the less simple strategy."
+"A more complex strategy must be faster by more than this factor."
 ALLOCATOR = (
     "the memory of tensors: what glibc kept beside it made up to 1.2 times as much resident, under fsdp 1.9 times "
     "(less with MALLOC_MMAP_THRESHOLD_=65536)"
 )
 HEADROOM = 0.9
-"Share of a device's memory that may be planned: an allocator wastes some."
+"Usable share of a device's memory; the rest is allocator overhead."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens of the rows that are trained on, in one epoch; special tokens included, padding not."""
+    """Tokens of the training rows in one epoch, with special tokens, without padding."""
 
     total: float
     error: float
-    "Standard error of `total`; 0 where all rows were looked at."
+    "Standard error of `total`; 0 if all rows were read."
     mean: float
     "Per row."
     longest: int
-    "Of the longest row; where not all rows were looked at, an estimate."
+    "Tokens of the longest row; an estimate if not all rows were read."
     truncated: float
-    "Share of rows that are cut to the model's most tokens."
+    "Share of rows that are truncated."
     cut: float
     "Share of tokens that they lose."
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
-    """One strategy on so many ranks."""
+    """One strategy on `ranks` ranks."""
 
     strategy: str
     ranks: int
     memory: Memory
     fits: bool
     obstacle: str | None
-    "Why it cannot run so; None: it can."
+    "Why it cannot run, or None."
     sent: float
     "Bytes that each rank sends in a step."
     time: StepTime
     hours: float
-    "Of all steps; validation and checkpoints are not in it."
+    "Of all steps, without validation and checkpoints."
     efficiency: float
-    "Speed over that of as many single ranks that need not wait for one another."
+    "Speed relative to perfect scaling from one rank."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `plan` found."""
+    """The result of `plan`."""
 
     rows: int
     "Of the training table."
     sampled: int
-    "Rows looked at."
+    "Rows read."
     unusable: int
     "Of these, rows without a text or a label."
     training_rows: int
-    "Estimated: without unusable rows and without those held out for validation."
+    "Estimate, without unusable and validation rows."
     batch_size: int
     steps: int
     tokens: Tokens
@@ -99,20 +99,20 @@ class Plan:
     setting: ComputeSettings
     processes: int
     micro_batch: tuple[int, int]
-    "Rows and tokens per row of the largest one."
+    "Rows, and tokens per row, of the largest micro-batch."
     memory_limit: float
-    "Bytes that a rank has."
+    "Bytes of memory per rank."
     cluster: Cluster
     assumptions: tuple[str, ...]
     strategies: tuple[StrategyPlan, ...]
     "Every strategy on `processes` ranks."
     scaling: tuple[StrategyPlan, ...]
-    "For 1, 8, 64 and 512 ranks the fastest strategy that fits; where none does, the one that needs least memory."
+    "For 1, 8, 64 and 512 ranks, the fastest strategy that fits, else the one that needs the least memory."
     choice: str | None
-    "The strategy to take; None: none fits."
+    "The recommended strategy; None: none fits."
     reason: str
     remedies: tuple[str, ...]
-    "What would make it fit, each tried alone."
+    "Changes that would make it fit, each by itself."
 
 
 def plan(
@@ -127,13 +127,12 @@ def plan(
     sample_rows: int = 2000,
     **sections: Any,
 ) -> Plan:
-    """Tell what training `job` will take; job, `overrides` and sections are as `train` takes them.
+    """Estimate what training `job` needs; job, `overrides` and sections are as in `train`.
 
-    `processes` are the ranks (default: the job's, else 1). `gpu_memory` is what each rank has, in bytes or as "80GiB",
-    and says that it is a GPU; without it, it is this machine's GPU or an equal part of its free memory. `flops` are the
-    operations a second that training reaches on one rank ("120T"), `bandwidth` the bytes a second that a rank sends
-    ("12.5GB") and `latency` the seconds of a message, for every link; what is not given is measured or assumed, and
-    said.
+    `processes` are the ranks (default: the job's, else 1). `gpu_memory` per rank, in bytes or as "80GiB", means ranks
+    have GPUs; by default it is this machine's GPU memory or an equal part of its free memory. `flops` are the training
+    operations per second of one rank ("120T"), `bandwidth` the bytes per second that a rank sends ("12.5GB"), and
+    `latency` the seconds of a message. What is not given is measured or assumed, and listed in `assumptions`.
 
     Raises ConfigError for a wrong job, UsageError for a wrong argument, TableError and DataError for a table, labels or
     a model that cannot be used.
@@ -151,13 +150,13 @@ def plan(
         base = model_folder(wanted.model.base)
         table = survey_table(wanted, base, sample_rows)
     ranks = processes or process_bounds(wanted.engine.processes or 1)[1]
-    gpu, held = device(limit, ranks)
+    gpu, memory = device(limit, ranks)
     case = _case(wanted, base, table, gpu=gpu)
     cluster, assumptions = describe_cluster(case, ranks, flops=flops_s, bandwidth=bytes_s, latency=latency)
     per_epoch = math.ceil(_training_rows(wanted, table) / wanted.train.batch_size)
     steps = min(wanted.train.epochs * per_epoch, wanted.train.max_steps or wanted.train.epochs * per_epoch)
-    terms = _Context(job=wanted, case=case, cluster=cluster, steps=steps, held=held, here=limit is None)
-    found = _strategies(terms, ranks)
+    context = _Context(job=wanted, case=case, cluster=cluster, steps=steps, memory=memory, here=limit is None)
+    found = _strategies(context, ranks)
     best = _fastest(found)
     return Plan(
         rows=table.rows,
@@ -173,34 +172,34 @@ def plan(
         setting=case.setting,
         processes=ranks,
         micro_batch=workload.largest_micro_batch(case, ranks),
-        memory_limit=held,
+        memory_limit=memory,
         cluster=cluster,
         assumptions=(*assumptions, *(() if gpu else (ALLOCATOR,)), *_left_out(wanted)),
         strategies=found,
-        scaling=tuple(_at(_strategies(terms, number)) for number in RANKS),
+        scaling=tuple(_at(_strategies(context, number)) for number in RANKS),
         choice=best.strategy if best else None,
-        reason=_reason(best, found, terms),
-        remedies=() if best else _remedies(terms, base, table, ranks),
+        reason=_reason(best, found, context),
+        remedies=() if best else _remedies(context, base, table, ranks),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Context:
-    """What all strategies are weighed with."""
+    """The common inputs of all strategies."""
 
     job: Job
     case: Workload
     cluster: Cluster
     steps: int
-    held: float
-    "Bytes that a rank has."
+    memory: float
+    "Bytes of memory per rank."
     here: bool
-    "Whether this machine is planned for, not a GPU elsewhere."
+    "Training would run on this machine, not on a GPU elsewhere."
 
     @property
-    def room(self) -> float:
-        """Bytes that may be planned."""
-        return HEADROOM * self.held
+    def usable_memory(self) -> float:
+        """Bytes per rank without headroom."""
+        return HEADROOM * self.memory
 
 
 def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
@@ -226,16 +225,16 @@ def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
 
 
 def _left_out(job: Job) -> tuple[str, ...]:
-    """Sentences on what the job asks for and the formulas do not know."""
+    """Return sentences on options of the job that the formulas do not cover."""
     train = job.train
-    asked = {
+    options = {
         "train.fsdp.shard_ranks (counted as all ranks)": train.fsdp.shard_ranks is not None,
         "train.fsdp.cpu_offload": train.fsdp.cpu_offload,
         "train.deepspeed.offload_optimizer": train.deepspeed.offload_optimizer,
         "train.deepspeed.offload_parameters": train.deepspeed.offload_parameters,
         "train.deepspeed.config": train.deepspeed.config is not None,
     }
-    return tuple(f"not in the figures: {name}" for name, wanted in asked.items() if wanted)
+    return tuple(f"not in the figures: {name}" for name, used in options.items() if used)
 
 
 def _training_rows(job: Job, table: TableSurvey) -> int:
@@ -247,7 +246,7 @@ def _training_rows(job: Job, table: TableSurvey) -> int:
 def _tokens(table: TableSurvey, rows: int, longest: int) -> Tokens:
     lengths = table.lengths
     mean, spread = float(lengths.mean()), float(lengths.std(ddof=1)) if len(lengths) > 1 else 0.0
-    # Drawn without replacement: what was looked at is not estimated.
+    # Drawn without replacement, so only the rows that were not read add to the error.
     error = spread / math.sqrt(len(lengths)) * math.sqrt(max(0.0, 1 - table.sampled / table.rows))
     return Tokens(
         total=mean * rows,
@@ -259,23 +258,23 @@ def _tokens(table: TableSurvey, rows: int, longest: int) -> Tokens:
     )
 
 
-def _strategies(terms: _Context, ranks: int) -> tuple[StrategyPlan, ...]:
-    """Every strategy on so many ranks."""
-    alone = workload.time_on(terms.case, SHARDINGS[0], 1, terms.cluster)[0].overlapped
+def _strategies(context: _Context, ranks: int) -> tuple[StrategyPlan, ...]:
+    """Evaluate every strategy on `ranks` ranks."""
+    alone = workload.time_on(context.case, SHARDINGS[0], 1, context.cluster)[0].overlapped
     found = []
     for sharding in SHARDINGS:
-        memory = workload.memory_on(terms.case, sharding, ranks)
-        spent, exchanged = workload.time_on(terms.case, sharding, ranks, terms.cluster)
+        memory = workload.memory_on(context.case, sharding, ranks)
+        spent, exchanged = workload.time_on(context.case, sharding, ranks, context.cluster)
         found.append(
             StrategyPlan(
                 strategy=sharding.name,
                 ranks=ranks,
                 memory=memory,
-                fits=memory.peak <= terms.room,
-                obstacle=_obstacle(terms.job, sharding, ranks, here=terms.here),
+                fits=memory.peak <= context.usable_memory,
+                obstacle=_obstacle(context.job, sharding, ranks, here=context.here),
                 sent=exchanged.sent(ranks),
                 time=spent,
-                hours=spent.overlapped * terms.steps / 3600,
+                hours=spent.overlapped * context.steps / 3600,
                 efficiency=alone / (ranks * spent.overlapped),
             )
         )
@@ -283,7 +282,7 @@ def _strategies(terms: _Context, ranks: int) -> tuple[StrategyPlan, ...]:
 
 
 def _obstacle(job: Job, sharding: Sharding, ranks: int, *, here: bool) -> str | None:
-    """Why training cannot use a strategy; None where it can. `here`: on this machine, with what is installed."""
+    """Return why training cannot use a strategy, or None. `here`: on this machine, with the installed libraries."""
     if sharding.plugin not in plugins.names("strategies"):
         return "not in this version"
     strategy = plugins.load("strategies", sharding.plugin)
@@ -298,7 +297,7 @@ def _obstacle(job: Job, sharding: Sharding, ranks: int, *, here: bool) -> str | 
 
 
 def _fastest(found: Sequence[StrategyPlan]) -> StrategyPlan | None:
-    """Of those that can run, fit and are about as fast as the fastest, the simplest, which comes first."""
+    """Return the simplest (first) of the strategies that fit and are about as fast as the fastest."""
     usable = [one for one in found if one.fits and one.obstacle is None]
     least = min((one.time.overlapped for one in usable), default=0.0)
     return next((one for one in usable if one.time.overlapped <= AS_FAST * least), None)
@@ -309,9 +308,9 @@ def _at(found: Sequence[StrategyPlan]) -> StrategyPlan:
     return _fastest(found) or min(able, key=lambda one: one.memory.peak)
 
 
-def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], terms: _Context) -> str:
-    """In a sentence or two, why it is `best`, or why it is none."""
-    room = f"{HEADROOM:.0%} of a rank's {size(terms.held)}"
+def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], context: _Context) -> str:
+    """Explain in a sentence or two why it is `best`, or why none fits."""
+    room = f"{HEADROOM:.0%} of a rank's {size(context.memory)}"
     able = [one for one in found if one.obstacle is None]
     if best is None:
         least = min(able, key=lambda one: one.memory.peak)
@@ -324,18 +323,18 @@ def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], terms: _Co
         f"{best.strategy} is {how} on {best.ranks} rank{'s' * (best.ranks > 1)}: {best.time.overlapped:.3g} s a step, "
         f"and its {size(best.memory.peak)} are within {room}."
     )
-    asked = [one for one in found if one.strategy.split()[0] == terms.job.train.strategy]
+    asked = [one for one in found if one.strategy.split()[0] == context.job.train.strategy]
     if not asked or best in asked:
         return said
     other = min(asked, key=lambda one: one.time.overlapped)
     slower = f"takes {other.time.overlapped / best.time.overlapped:.2f} times as long"
     why = other.obstacle or (slower if other.fits else f"needs {size(other.memory.peak)}")
-    return f"{said} The job asks for {terms.job.train.strategy}: {why}."
+    return f"{said} The job asks for {context.job.train.strategy}: {why}."
 
 
-def _remedies(terms: _Context, base: Path, table: TableSurvey, ranks: int) -> tuple[str, ...]:
-    """What would make a strategy fit, each kind of change alone and no larger than it has to be."""
-    job, case = terms.job, terms.case
+def _remedies(context: _Context, base: Path, table: TableSurvey, ranks: int) -> tuple[str, ...]:
+    """Return changes that would make a strategy fit, the smallest of each kind, each by itself."""
+    job, case = context.job, context.case
     more = (2**power for power in range(1, MOST_RANKS.bit_length()) if 2**power > ranks)
     kinds: list[Iterator[tuple[str, Workload, int]]] = [
         ((f"train.micro_batch_tokens={one.micro_batch_tokens}", one, ranks) for one in _smaller(case)),
@@ -351,7 +350,7 @@ def _remedies(terms: _Context, base: Path, table: TableSurvey, ranks: int) -> tu
     found = []
     for changes in kinds:
         for name, changed, number in changes:
-            fits = _simplest(terms, changed, number)
+            fits = _simplest(context, changed, number)
             if fits is not None:
                 found.append(f"{name}: {fits[0]} then needs {size(fits[1])}")
                 break
@@ -359,17 +358,17 @@ def _remedies(terms: _Context, base: Path, table: TableSurvey, ranks: int) -> tu
 
 
 def _smaller(case: Workload) -> Iterator[Workload]:
-    """The same with smaller and smaller micro-batches, down to a row."""
+    """Yield the workload with ever smaller micro-batches, down to one row."""
     tokens = case.micro_batch_tokens // 2
     while tokens >= case.longest:
         yield replace(case, micro_batch_tokens=tokens)
         tokens //= 2
 
 
-def _simplest(terms: _Context, case: Workload, ranks: int) -> tuple[str, float] | None:
-    """The simplest strategy that fits, and its bytes."""
+def _simplest(context: _Context, case: Workload, ranks: int) -> tuple[str, float] | None:
+    """Return the simplest strategy that fits and its memory in bytes, or None."""
     for sharding in SHARDINGS:
         peak = workload.memory_on(case, sharding, ranks).peak
-        if peak <= terms.room and _obstacle(terms.job, sharding, ranks, here=terms.here) is None:
+        if peak <= context.usable_memory and _obstacle(context.job, sharding, ranks, here=context.here) is None:
             return sharding.name, peak
     return None

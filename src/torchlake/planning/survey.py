@@ -1,10 +1,10 @@
-"""What `plan` looks at: a sample of the table, tokenized as training would, and the model's shape without its weights.
+"""What `plan` reads: a sample of the table, tokenized as in training, and the model's shape without its weights.
 
-    chunks spread evenly over the table -> every k-th row of each -> the task's own `tokenize` -> lengths
-    config.json -> the model on torch's meta device, which has shapes and no memory -> Shape, Parameters
+    chunks spread evenly over the table -> every k-th row of each -> the task's `tokenize` -> lengths
+    config.json -> the model on torch's meta device (shapes without memory) -> Shape, Parameters
 
-Nothing is drawn, so the same table gives the same sample. Cost: at most 32,768 rows in memory, the footers (Parquet,
-Arrow) or one pass (CSV, JSON lines) of the table, and the import of transformers.
+Nothing is random, so the same table gives the same sample. Cost: at most 32,768 rows in memory, the footers (Parquet,
+Arrow) or one pass (CSV, JSON lines) of the table, and importing transformers.
 """
 
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 1_024
 CHUNKS_READ = 32
 ONCE_PER_ROW = frozenset({"AutoModel", "AutoModelForSequenceClassification", "AutoModelForImageClassification"})
-"Classes of transformers whose head answers once for each row, not for each token."
+"Auto classes with one output per row instead of per token."
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSurvey:
-    """What a sample shows about the training table."""
+    """A sample of the training table."""
 
     rows: int
     "Of the table."
     sampled: int
-    "Rows that were looked at; all of them in a small table."
+    "Rows read; all of them in a small table."
     unusable: int
     "Of these, rows without a text or a label."
     truncated: int
@@ -54,7 +54,7 @@ class TableSurvey:
     cut: int
     "Tokens that these rows lose."
     lengths: np.ndarray
-    "(N,) int64, tokens of each usable row, special tokens included, in the table's order."
+    "(N,) int64, tokens of each usable row with special tokens, in the table's order."
     spec: TaskSpec
 
     @property
@@ -66,8 +66,8 @@ class TableSurvey:
 def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     """Tokenize at most `rows` rows of `job.data.train` with the tokenizer of the model folder `base`.
 
-    Raises UsageError for a task that packs, TableError for a column that is missing, DataError for labels that cannot
-    be learned and for a table without a usable row.
+    Raises UsageError for a PACKED task, TableError for a missing column, DataError for unusable labels and for a table
+    without a usable row.
     """
     data, task = job.data, plugins.load("tasks", job.model.task)
     if task.PACKED:
@@ -113,9 +113,9 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
 
 
 def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameters]:
-    """The shape and the numbers of parameters of the model that training would make of `base` and `job.model.lora`.
+    """Return the shape and parameter counts of the model that training would make of `base` and `job.model.lora`.
 
-    Raises DataError when the architecture has no such head or no repeated layers.
+    Raises DataError if the architecture has no head for the task or no repeated layers.
     """
     import torch
     import transformers
@@ -142,7 +142,7 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
 
 
 def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Shape:
-    """Widths from the linear layers themselves, because configurations name them in many ways."""
+    """Read the widths from the linear layers, because configurations use many names for them."""
     from torch import nn
 
     linear = [widths for module in layer.modules() if (widths := _widths(module))]
@@ -151,7 +151,7 @@ def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Sha
     query, key_value = heads * head, (getattr(config, "num_key_value_heads", None) or heads) * head
     feed_forward = max((read for read, _ in linear), default=hidden)
     raised = sum(made for read, made in linear if read == hidden and made % feed_forward == 0)
-    # The dropout beside the three projections of an attention is that of its probabilities.
+    # A dropout next to the three projections of an attention applies to its probabilities.
     dropouts = [
         dropout
         for parent in layer.modules()
@@ -181,7 +181,7 @@ def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Sha
 
 
 def _parameters(model: "nn.Module", layers: "nn.ModuleList", times: float) -> Parameters:
-    """All of them learning; each layer runs `times` times."""
+    """Count parameters, all trainable; each layer runs `times` times."""
     matrices = round(times * _matrices(layers))
     total = _numbers(model)
     return Parameters(
@@ -197,9 +197,9 @@ def _parameters(model: "nn.Module", layers: "nn.ModuleList", times: float) -> Pa
 
 
 def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora: LoraOptions) -> Parameters:
-    """The same with two small matrices beside each linear layer of the layers, or those that `lora` names.
+    """Add LoRA's two matrices for each linear layer (or those in `lora.targets`) to the counts.
 
-    They learn, and a copy of what is beside the encoder, its pooler included; everything else is frozen.
+    These and a copy of the head, including the encoder's pooler, are trainable; everything else is frozen.
     """
 
     def added(module: "nn.Module") -> int:
@@ -228,12 +228,12 @@ def _numbers(module: "nn.Module") -> int:
 
 
 def _matrices(module: "nn.Module") -> int:
-    """Numbers in the weights of linear layers."""
+    """Count the weights of linear layers."""
     return sum(read * made for read, made in filter(None, map(_widths, module.modules())))
 
 
 def _widths(module: "nn.Module") -> tuple[int, int] | None:
-    """What a linear layer reads and makes; None for other modules. GPT-2's Conv1D is one, transposed."""
+    """Return (inputs, outputs) of a linear layer, including GPT-2's Conv1D; None for other modules."""
     from torch import nn
 
     if isinstance(module, nn.Linear):
@@ -244,7 +244,7 @@ def _widths(module: "nn.Module") -> tuple[int, int] | None:
 
 
 def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bool, source: str) -> LabelColumn:
-    """What the task makes of the sample's labels; where they do not suffice, of all labels, as training does."""
+    """Read the label column from the sample or, if that does not suffice, from the whole table as training does."""
     column = job.data.label
     find = partial(
         plugins.load("tasks", job.model.task).find_labels,
@@ -274,5 +274,5 @@ def _labeled(labels: pa.ChunkedArray) -> pa.Array:
 
 
 def _every(rows: int, wanted: int) -> np.ndarray:
-    """`wanted` positions spread evenly over `rows`, the middles of as many equal stretches."""
+    """Return `wanted` positions spread evenly over `rows`."""
     return ((np.arange(wanted) + 0.5) * rows / max(1, wanted)).astype(np.int64)

@@ -1,9 +1,9 @@
-"""What a job makes its ranks compute, from the lengths of some of its rows: padding, micro-batches, the slowest rank.
+"""What a job makes its ranks compute, from the lengths of some rows: padding, micro-batches, the slowest rank.
 
-    lengths -> epoch_batches -> micro_batches, as training calls them -> tokens with padding, operations, largest share
+    lengths -> epoch_batches -> micro_batches, as in training -> tokens with padding, operations, largest share
 
-A table larger than the sample is stood for by rows drawn from it, with replacement, as many as training sorts at once
-(a window of 32 batches): with fewer the batches would look more padded than they will be. Cost: two argsorts.
+A table larger than the sample is represented by rows drawn from it with replacement, as many as training sorts at once
+(a window of 32 batches): with fewer rows the batches would show too much padding. Cost: two argsorts.
 """
 
 import math
@@ -16,22 +16,22 @@ from torchlake.planning import costs
 from torchlake.planning.costs import Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime, Traffic
 
 TAIL = 0.9
-"Quantile beyond which lengths are taken to fall exponentially."
+"Quantile above which lengths are assumed to be exponentially distributed."
 EULER = 0.5772
-"Expected maximum of m numbers of an exponential distribution, in its means: ln m + 0.5772."
+"The expected maximum of m exponential variables is (ln m + 0.5772) times their mean."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and the rows it is trained on: all that decides what a rank needs."""
+    """A model and its training rows: everything that determines what a rank needs."""
 
     shape: Shape
     parameters: Parameters
     setting: ComputeSettings
     lengths: np.ndarray
-    "(N,) int64, tokens of the rows that stand for the table."
+    "(N,) int64, tokens of the representative rows."
     longest: int
-    "Tokens of the table's longest row, or an estimate of them."
+    "Tokens of the table's longest row, possibly an estimate."
     batch_size: int
     micro_batch_tokens: int
     seed: int
@@ -52,15 +52,15 @@ class Padding:
     """Shares of the computed tokens that are padding."""
 
     sorted: float
-    "As training does it: sorted in windows, cut by tokens, padded to the longest of a micro-batch."
+    "As in training: rows sorted in windows, micro-batches padded to their longest row."
     arrival: float
-    "Micro-batches of as many rows in the table's order, each padded to its longest."
+    "Micro-batches of the same size in the table's order, each padded to its longest row."
     max_length: float
-    "Every row padded to the most that a row may have."
+    "Every row padded to the maximum length."
 
 
 def representative_lengths(lengths: np.ndarray, *, rows: int, batch_size: int, seed: int) -> np.ndarray:
-    """Lengths (M,) of rows that stand for `rows` rows: `lengths` (N,) itself where that is all of them."""
+    """Return lengths (M,) that represent `rows` rows: `lengths` (N,) itself if it has all of them."""
     if len(lengths) >= rows:
         return lengths
     count = min(rows, batch_size * order.WINDOW_BATCHES)
@@ -68,10 +68,10 @@ def representative_lengths(lengths: np.ndarray, *, rows: int, batch_size: int, s
 
 
 def longest_row(lengths: np.ndarray, *, rows: int, limit: int) -> int:
-    """The longest of `rows` rows, from those of a sample: at least its longest, at most `limit`.
+    """Estimate the longest of `rows` rows from a sample: at least the sample's longest, at most `limit`.
 
-    Beyond their 90 % quantile lengths are taken to fall exponentially, with the mean excess of the sample
-    (peaks over threshold with shape 0: Pickands 1975).
+    Above the 90 % quantile, lengths are assumed to be exponentially distributed with the sample's mean excess (peaks
+    over threshold with shape 0: Pickands 1975).
     """
     longest = int(lengths.max())
     if len(lengths) >= rows:
@@ -86,7 +86,7 @@ def longest_row(lengths: np.ndarray, *, rows: int, limit: int) -> int:
 
 
 def padding(case: Workload, arrival: np.ndarray, *, ranks: int, max_length: int) -> Padding:
-    """How much of a step is padding on `ranks` ranks; `arrival` (N,) are lengths in the table's order."""
+    """Return the shares of padding on `ranks` ranks; `arrival` (N,) are lengths in the table's order."""
     sizes, computed, tokens = [], 0, 0
     for batch in _batches(case):
         lengths = case.lengths[batch]
@@ -105,7 +105,7 @@ def padding(case: Workload, arrival: np.ndarray, *, ranks: int, max_length: int)
 
 
 def work(case: Workload, ranks: int) -> Work:
-    """What the slowest of `ranks` ranks computes in a step. Rows are dealt longest first, so it is the first rank."""
+    """Return the work of the slowest of `ranks` ranks: the first one, because rows are dealt longest first."""
     per_token = costs.token_flops(case.parameters, case.shape, case.setting)
     per_pair = costs.pair_flops(case.shape, case.setting)
     flops, cuts = [], []
@@ -119,7 +119,7 @@ def work(case: Workload, ranks: int) -> Work:
 
 
 def largest_micro_batch(case: Workload, ranks: int) -> tuple[int, int]:
-    """Rows and tokens per row of the micro-batch with most tokens that a rank may meet."""
+    """Return the rows, and tokens per row, of the largest possible micro-batch of a rank."""
     share = math.ceil(case.batch_size / ranks)
     lengths = {*map(int, np.unique(case.lengths)), case.longest}
     shapes = [(min(share, max(1, case.micro_batch_tokens // max(1, length))), max(1, length)) for length in lengths]
@@ -127,7 +127,7 @@ def largest_micro_batch(case: Workload, ranks: int) -> tuple[int, int]:
 
 
 def memory_on(case: Workload, sharding: Sharding, ranks: int) -> Memory:
-    """Bytes on each of `ranks` ranks at the largest micro-batch."""
+    """Return the memory on each of `ranks` ranks at the largest micro-batch."""
     rows, length = largest_micro_batch(case, ranks)
     kept = costs.activation_bytes(case.shape, rows, length, case.setting)
     return costs.memory(
@@ -141,7 +141,7 @@ def memory_on(case: Workload, sharding: Sharding, ranks: int) -> Memory:
 
 
 def time_on(case: Workload, sharding: Sharding, ranks: int, cluster: Cluster) -> tuple[StepTime, Traffic]:
-    """Seconds of an average step on `ranks` ranks, and what they exchange in it."""
+    """Return the time of an average step on `ranks` ranks, and what they exchange in it."""
     done = work(case, ranks)
     exchanged = costs.traffic(sharding, case.parameters, case.setting, micro_batches=done.micro_batches)
     return costs.step_time(exchanged, ranks=ranks, computing=done.flops / cluster.flops, cluster=cluster), exchanged

@@ -1,30 +1,30 @@
-"""What executes a forward pass when scoring; one file per runtime.
+"""What executes a forward pass when scoring; one file per runtime. Read `eager.py` first.
 
 A runtime is a module with
 
-    TOLERANCE: float            largest difference of a probability to `eager`'s that it may show
-    never: dict[str, str]       what it cannot do, by task name, and why; asked for, it is refused before any work
+    TOLERANCE: float            largest allowed difference of a probability from `eager`'s
+    never: dict[str, str]       unsupported tasks: task name -> reason; refused before any work
     refusal(folder) -> str | None
-                                why it cannot run this model with what is installed here; cheap, loads no torch
+                                why it cannot run this model with the installed libraries; cheap, without torch
     load(folder, spec, *, device) -> Forward
-                                raises UsageError for a device that is not its own
+                                raises UsageError for an unsupported device
 
-where it lets a model write, for text generation,
+for text generation
 
     load_generator(folder, spec, *, device, options) -> Forward
-                                `options`: a `GenerationOptions`; what comes back are no logits but answers
-                                (B, W) int32, as torchlake/models/generation.py has them
+                                `options`: a `GenerationOptions`; returns answers (B, W) int32 instead of logits, as in
+                                torchlake/models/generation.py
 
-and, where it makes something of a model once, which `models/exports.py` keeps in the model's folder,
+and for an export that `models/exports.py` stores in the model folder
 
-    CALIBRATED: bool            whether that needs the user's rows
+    CALIBRATED: bool            whether the export needs the user's rows
     prepare(folder, spec, batches) -> None
-                                `batches`: (input_ids, attention_mask) pairs as a Forward takes them, of the user's rows
+                                `batches`: (input_ids, attention_mask) pairs of the user's rows
 
-A `Forward` takes `input_ids` and `attention_mask`, both (B, L) int64 in main memory, padded on the right, and returns
-logits, (B, C) float32 in main memory ((B, L, V) of a language model). It is called from one thread at a time, always
-with at least one row. What it answers for a row depends neither on the rows beside it nor on the padding, but for
-rounding in fp32: an 8-bit runtime takes its scales from a calibration or from each token, never from the batch.
+A `Forward` takes `input_ids` and `attention_mask`, both (B, L) int64 in main memory, B at least 1, padded on the right,
+and returns logits, (B, C) float32 in main memory ((B, L, V) for a language model). It is called from one thread at a
+time. The result of a row depends neither on other rows nor on padding, except for fp32 rounding: an 8-bit runtime takes
+its scales from calibration or from each token, never from the batch.
 """
 
 from collections.abc import Callable

@@ -1,31 +1,29 @@
-"""Ranges of 8 bits for what goes into linear layers, found once on the user's rows.
+"""Ranges of 8 bits for the inputs of linear layers, calibrated once on the user's rows.
 
     x (T, I) -> x / s -> 8 bits, one range for all tokens -> product with s * W in 8 bits, a scale per output -> fp32
     x (T, 4) of the loudest channels  ----------------------> product with W in fp32 ------------------------->  +
 
-Encoders have a few channels, at a few tokens, tens of times louder than the rest; one range for all then leaves the
-rest a few of its 256 steps. Two things are done about it. Part of the loudness moves into the weights, channel by
-channel (Xiao et al. 2022, SmoothQuant). How much, each layer decides by itself: of a handful of exponents it takes the
-one whose rounded product is nearest to the exact one on a sample of tokens (Lin et al. 2023, AWQ). And where it divides
-the remaining error by two, the four loudest channels keep their fp32 (Dettmers et al. 2022, LLM.int8), which channels
-known beforehand make cheap. The range is then that of all calibration tokens, somewhat more where they are few.
+Encoders have a few channels that are tens of times larger than the rest at a few tokens; one range for all would leave
+the rest only a few of its 256 steps. Part of that magnitude is moved into the weights, channel by channel (Xiao et al.
+2022, SmoothQuant). Each layer chooses how much: of a few exponents, the one whose quantized product is closest to the
+exact one on a sample of tokens (Lin et al. 2023, AWQ). If it halves the remaining error, the four largest channels stay
+in fp32 (Dettmers et al. 2022, LLM.int8). The range is that of all calibration tokens, widened if they are few.
 
-What it gives for a MiniLM fine-tuned on 8,530 reviews, on 1,066 others, calibrated on 300, in ONNX Runtime; fp32 is
-right on 82.6 %:
+Results for a MiniLM fine-tuned on 8,530 reviews, on 1,066 others, calibrated on 300, in ONNX Runtime (fp32 accuracy
+82.6 %):
 
     range                               labels that agree    mean difference of a probability    speed
-    least and largest                              97.9 %    0.019                               1.00
+    minimum and maximum                            97.9 %    0.019                               1.00
     99.999th percentile                            97.4 %    0.019
     99.9th percentile                              92.1 %    0.071
     smallest squared error                         98.4 %    0.017
-    half of the loudness moved, everywhere         96.5 %    0.031
+    SmoothQuant with exponent 0.5                  96.5 %    0.031
     nncf, static with SmoothQuant                  99.2 %    0.010
-    each layer's own exponent               99.0 - 99.5 %    0.008
-    and four channels where they help       99.5 - 99.9 %    0.005                               0.92 - 1.00
+    an exponent per layer                   99.0 - 99.5 %    0.008
+    and four channels in fp32               99.5 - 99.9 %    0.005                               0.92 - 1.00
 
-Percentiles cut off the very channels that carry a sentence's summary.
-
-Cost: a pass over the calibration rows, then a dozen matrix products per layer on some 512 tokens.
+Percentiles clip the very channels that carry a sentence's summary.
+Cost: a pass over the calibration rows, then a dozen matrix products per layer on about 512 tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,60 +40,59 @@ Batches = Sequence[tuple[np.ndarray, np.ndarray]]
 EXPONENTS = (0.5, 0.65, 0.8, 0.95)
 LOUD_CHANNELS = 4
 MIN_ERROR_RATIO = 2.0
-"Channels are multiplied in fp32 where that divides a layer's squared error by this much."
+"Channels stay in fp32 if that divides a layer's squared error by this factor."
 MAX_PLAIN_ERROR_RATIO = 1.5
-"What no smoothing may cost in squared error where it saves a pass over the numbers."
+"Largest factor in squared error for skipping smoothing, which saves a pass over x."
 SAMPLE_TOKENS = 512
 MARGIN = 4.0
-"Few tokens have not seen the extremes: 130 of them widen every range by a third, 8,000 by a twentieth."
+"Widening for unseen extremes: 130 calibration tokens widen every range by a third, 8,000 by a twentieth."
 TOKENS_AT_ONCE = 512
-"Every linear layer's input is held for so many tokens: 130 MB for roberta-base."
+"Tokens of a calibration batch; all linear inputs are in memory, 130 MB for roberta-base."
 
 
 @dataclass
 class ActivationStats:
-    """What went into a linear layer: each channel's range over all tokens, and a sample of them."""
+    """The inputs of a linear layer: each channel's range over all tokens, and a sample of tokens."""
 
     low: np.ndarray
     "(I,)"
     high: np.ndarray
     "(I,)"
     sample: list[np.ndarray] = field(default_factory=list)
-    "(S, I) together."
+    "(S, I) in total."
     tokens: int = 0
-    "How many went in."
 
     def add(self, values: np.ndarray, sample: np.ndarray) -> None:
-        """Take in what came next: all of it (T, I), and some of it (S, I) to keep."""
+        """Add inputs (T, I), and some of them (S, I) to the sample."""
         self.low, self.high = np.minimum(self.low, values.min(axis=0)), np.maximum(self.high, values.max(axis=0))
         self.tokens += len(values)
         if sum(map(len, self.sample)) < SAMPLE_TOKENS:
             self.sample.append(sample[:SAMPLE_TOKENS])
 
     def widened(self) -> "ActivationStats":
-        """The same with ranges as wide as those of all rows to come should be."""
+        """Return it with ranges widened for rows to come."""
         more = np.float32(1 + MARGIN / np.sqrt(self.tokens))
         return ActivationStats(self.low * more, self.high * more, self.sample, self.tokens)
 
 
 def empty_stats(channels: int) -> ActivationStats:
-    """Of a layer that takes so many channels, before the first token."""
+    """Return the stats of no tokens."""
     return ActivationStats(np.full(channels, np.inf, np.float32), np.full(channels, -np.inf, np.float32))
 
 
 def num_rows(batches: Batches) -> int:
-    """How many rows the batches hold."""
+    """Return the number of rows in the batches."""
     return sum(len(ids) for ids, _ in batches)
 
 
 def mean_row_length(batches: Batches) -> float:
-    """Tokens of a row, each row weighted by its tokens: attention's time depends on the row that a token is in."""
+    """Return the mean row length weighted by tokens, which attention's time depends on."""
     lengths = np.concatenate([mask.sum(axis=1) for _, mask in batches])
     return float(np.square(lengths).sum() / lengths.sum())
 
 
 def check_rows(folder: Path, batches: Batches) -> None:
-    """Raise UsageError with the remedy where there are no rows to find ranges on."""
+    """Raise UsageError if there are no calibration rows."""
     if not batches:
         raise UsageError(
             f"{folder}: 8-bit ranges are found on rows like those to score, and there are none. Give some: "
@@ -104,7 +101,7 @@ def check_rows(folder: Path, batches: Batches) -> None:
 
 
 def split_batches(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same rows in batches of few padded tokens."""
+    """Yield the same rows in batches of at most `TOKENS_AT_ONCE` padded tokens, or one row."""
     for ids, mask in batches:
         count = max(1, TOKENS_AT_ONCE // ids.shape[1])
         for first in range(0, len(ids), count):
@@ -112,10 +109,10 @@ def split_batches(batches: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[
 
 
 def smoothing(seen: ActivationStats, weight: np.ndarray, *, plain_is_faster: bool = False) -> np.ndarray:
-    """What each channel (I,) is divided by before it is rounded, infinity for one that is to be multiplied in fp32.
+    """Return the divisor of each channel (I,) before rounding; infinity for channels that stay in fp32.
 
-    `weight` is (I, O), of all layers that share x. `plain_is_faster`: ones save a pass, so they are taken
-    unless that costs too much.
+    `weight` is (I, O), of all layers that share x. `plain_is_faster`: prefer ones (no smoothing) unless the error is
+    too large.
     """
     sample = np.concatenate(seen.sample)
     loudness = np.maximum(np.abs(seen.low), np.abs(seen.high))
@@ -144,7 +141,7 @@ def smoothing(seen: ActivationStats, weight: np.ndarray, *, plain_is_faster: boo
 
 
 def _candidates(loudness: np.ndarray, weight: np.ndarray, quiet: np.ndarray) -> Iterator[np.ndarray]:
-    """No smoothing, and smoothing by each exponent; (I,) float32, infinity for channels that are not `quiet`."""
+    """Yield no smoothing, then smoothing by each exponent; (I,) float32, infinity for channels not in `quiet`."""
     heavy = np.abs(weight).max(axis=1)
     loud, heavy = (np.maximum(values, values[quiet].max() * 1e-3 + 1e-12) for values in (loudness, heavy))
     yield np.where(quiet, np.float32(1), np.float32(np.inf))
@@ -154,19 +151,19 @@ def _candidates(loudness: np.ndarray, weight: np.ndarray, quiet: np.ndarray) -> 
 
 
 def scaled(weight: np.ndarray, smooth: np.ndarray) -> np.ndarray:
-    """The weights (I, O) that make good for what x was divided by."""
+    """Return the weights (I, O) that compensate for the division of x."""
     return weight * np.where(np.isinf(smooth), np.float32(0), smooth)[:, None]
 
 
 def uint8_grid(low: np.ndarray, high: np.ndarray) -> tuple[np.float32, np.uint8]:
-    """Scale and zero point of unsigned 8 bits that hold all channels' ranges, and zero exactly."""
+    """Return scale and zero point of uint8 for all channels' ranges, with an exact zero."""
     least, largest = min(float(low.min()), 0.0), max(float(high.max()), 0.0)
     scale = np.float32((largest - least) / 255 or 1.0)
     return scale, np.uint8(np.clip(np.rint(-least / scale), 0, 255))
 
 
 def round_weights(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(I, O) as int8, and the scale (O,) of each output."""
+    """Return (I, O) as int8, and the scale (O,) of each output."""
     scales = (np.abs(weight).max(axis=0) / 127).astype(np.float32)
     scales[scales == 0] = 1.0
     return np.clip(np.rint(weight / scales), -127, 127).astype(np.int8), scales

@@ -1,14 +1,14 @@
-"""BERT, RoBERTa, DistilBERT and their like as plain tensors, and their forward pass over rows laid end to end.
+"""BERT, RoBERTa, DistilBERT and similar encoders as plain tensors, for forward passes over concatenated rows.
 
-    ids, mask (B, L) -> tokens (T,), no padding among them -> layers -> first token of each row (B, H) -> logits (B, C)
+    ids, mask (B, L) -> tokens (T,) without padding -> layers -> first token of each row (B, H) -> logits (B, C)
 
-All these encoders (Vaswani et al. 2017, with the norm after each block; Devlin et al. 2018) are the same few products,
-whatever their modules are called. With them in hand a runtime leaves out what nobody reads: padding, of which there is
-none here, and in the last layer everything but the first token, which alone the classifiers of this family look at
-(a twelfth of RoBERTa-base's work, a sixth of MiniLM's).
+These encoders (Vaswani et al. 2017, with the norm after each block; Devlin et al. 2018) consist of the same few
+products under different module names. With the plain tensors a runtime can skip padding, and in the last layer
+everything but the first token, the only one that their classifiers read (a twelfth of RoBERTa-base's work, a sixth of
+MiniLM's).
 
-Rows of one length are neighbors in a batch that was sorted by length, so attention runs over them together and
-without a mask; each further length in a batch costs one more call per layer.
+In a batch sorted by length, rows of equal length are neighbors, so attention runs over them together without a mask;
+each further length in a batch costs one more call per layer.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ ROBERTA_LIKE = ("camembert", "roberta", "xlm-roberta")
 MODEL_TYPES = ("bert", "distilbert", *ROBERTA_LIKE)
 
 BODIES = {"camembert": "roberta", "xlm-roberta": "roberta"}
-"What the encoder's tensors are called after, where it is not the model type."
+"Prefix of the encoder's tensor names, if it is not the model type."
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Where the parts of a layer are in a safetensors file, and what follows the last layer."""
+    """Names of a layer's tensors in a safetensors file, and of the head."""
 
     layers: str
     qkv: tuple[str, str, str]
@@ -93,7 +93,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One encoder layer, its queries, keys and values as one product."""
+    """One encoder layer, with queries, keys and values in one product."""
 
     qkv: Linear
     out: Linear
@@ -110,15 +110,15 @@ class Encoder:
     words: "torch.Tensor"
     "(vocabulary, H)"
     positions: "torch.Tensor"
-    "(positions, H), the embedding of the first segment added."
+    "(positions, H), including the embedding of the first segment."
     norm: Norm
     layers: tuple[Layer, ...]
     heads: int
     activation: str
     padding_id: int | None
-    "RoBERTa's kind counts positions from this id on, and gives it to padding in the text; None: from 0 on."
+    "RoBERTa-like models count positions from this id; None: from 0."
     head: "torch.nn.Module"
-    "First tokens (B, H) -> logits (B, C), of the model's own modules."
+    "First tokens (B, H) -> logits (B, C)."
 
     @property
     def width(self) -> int:
@@ -126,7 +126,7 @@ class Encoder:
         return self.words.shape[1]
 
     def to(self, device: str, dtype: "torch.dtype") -> "Encoder":
-        """The same encoder elsewhere, in another precision."""
+        """Return the encoder on `device` in `dtype`."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, Linear | Norm | Layer):
@@ -144,13 +144,13 @@ class Encoder:
 
 
 def heads(folder: Path) -> int:
-    """Attention heads of the model of `folder`."""
+    """Return the number of attention heads of the model."""
     config = atomic_io.read_json(folder / "config.json")
     return int(config.get("num_attention_heads", config.get("n_heads", 1)))
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the model of `folder` is not of this family; None when it is."""
+    """Return why the model is not of this family, or None."""
     config = atomic_io.read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
@@ -164,11 +164,11 @@ def refusal(folder: Path) -> str | None:
 
 
 def read(folder: Path, spec: TaskSpec) -> Encoder:
-    """The classifier of a model folder as an `Encoder`, in fp32, in main memory. Raises as `models.load_model` does.
+    """Load the classifier of a model folder as an `Encoder`, in fp32 in main memory. Raises as `models.load_model`.
 
-    The tensors are taken from the file by name, without a model of transformers around them: its import alone takes
-    longer than all the rest. The products of queries, keys and values become one, so they are copied; the other weights
-    stay where they are, in a memory map that processes share.
+    The tensors are read from the file by name, because importing transformers takes longer than everything else. The
+    weights of queries, keys and values are concatenated and therefore copied; the others stay in a memory map that
+    processes share.
     """
     import torch
 
@@ -209,32 +209,29 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The tokens of a padded batch without its padding, and where each row is among them."""
+    """The tokens of a batch without padding."""
 
     ids: np.ndarray
     "(T,) int64"
     positions: np.ndarray
-    "(T,) int64, rows of the table of positions."
+    "(T,) int64"
     lengths: np.ndarray
     "(B,) int64"
 
     @property
     def starts(self) -> np.ndarray:
-        """(B,) int64: the first token of each row."""
+        """(B,) int64: index of each row's first token."""
         starts: np.ndarray = np.cumsum(self.lengths) - self.lengths
         return starts
 
     def length_groups(self) -> list[tuple[int, int]]:
-        """(rows, length) of each stretch of neighbors of one length."""
+        """Return (rows, length) for each run of consecutive rows of equal length."""
         edges = np.flatnonzero(np.diff(self.lengths, prepend=-1, append=-1))
         return list(zip(np.diff(edges).tolist(), self.lengths[edges[:-1]].tolist(), strict=True))
 
 
 def remove_padding(padding_id: int | None, input_ids: np.ndarray, attention_mask: np.ndarray) -> PackedRows:
-    """Take the padding out of ids (B, L) that are padded on the right as the mask (B, L) says.
-
-    `padding_id` is `Encoder.padding_id`.
-    """
+    """Remove the padding from ids (B, L), which are padded on the right; `padding_id` as in `Encoder`."""
     real = attention_mask != 0
     if padding_id is None:
         positions = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
@@ -246,7 +243,7 @@ def remove_padding(padding_id: int | None, input_ids: np.ndarray, attention_mask
 
 @dataclass(frozen=True, slots=True)
 class _TensorReader:
-    """Tensors by name; one that is missing is an error that says so."""
+    """Reads tensors by name; raises DataError for a missing one."""
 
     folder: Path
     tensors: "dict[str, torch.Tensor]"
@@ -280,5 +277,5 @@ class _TensorReader:
 
 
 def _current_name(name: str) -> str:
-    """The first BERTs, converted from TensorFlow, call a norm's weight and bias gamma and beta."""
+    """Rename gamma and beta of early BERTs, converted from TensorFlow, to weight and bias."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -1,8 +1,8 @@
-"""An `Encoder` as a torch module over padded rows, made to be exported: `input_ids`, `attention_mask` to `logits`.
+"""An `Encoder` as a torch module over padded rows, for export: `input_ids`, `attention_mask` to `logits`.
 
-It is the model's own arithmetic with less around it than transformers' modules carry: no branch for masks of other
-kinds, no test for numbers that are none, queries scaled once in their weights. The last layer is computed for first
-tokens alone, which are all that the classifier reads: a fourteenth of RoBERTa-base's work, a seventh of MiniLM's.
+It computes what the model does with less overhead than transformers' modules: no other kinds of masks, no NaN checks,
+query scaling folded into the weights. The last layer is computed for first tokens only, the ones that the classifier
+reads: a fourteenth of RoBERTa-base's work, a seventh of MiniLM's.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import torch
 
 HIDDEN_KEY = -10_000.0
-"Added to the score of a key that is padding: exp gives 0 for it, and none of a row that is padding alone is a NaN."
+"Added to the scores of padding: its exp is 0, and a row of only padding gives no NaN."
 
 
 def make_module(encoder: Encoder) -> "torch.nn.Module":
-    """The module, in evaluation mode; it holds the encoder's tensors, queries, keys and values apart."""
+    """Return the module in evaluation mode, with separate weights for queries, keys and values."""
     import torch
 
     functions = torch.nn.functional
@@ -39,10 +39,10 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
             self.norm, self.last_norm = _norm(layer.norm), _norm(layer.last_norm)
 
         def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-            asking = x[:, :1] if self.last else x
-            scores = _by_head(self.queries(asking)) @ _by_head(self.keys(x)).transpose(2, 3)
+            selected = x[:, :1] if self.last else x
+            scores = _by_head(self.queries(selected)) @ _by_head(self.keys(x)).transpose(2, 3)
             mixed = torch.softmax(scores + hidden, dim=-1) @ _by_head(self.values(x))
-            x = self.norm(self.out(mixed.transpose(1, 2).flatten(2)) + asking)
+            x = self.norm(self.out(mixed.transpose(1, 2).flatten(2)) + selected)
             result: torch.Tensor = self.last_norm(self.down(activate(self.up(x))) + x)
             return result
 

@@ -1,4 +1,4 @@
-"""What the runtimes that export a model share: what they need, what they find, and the threads they may use."""
+"""What the exporting runtimes share: requirements, the export's folder, versions, and thread counts."""
 
 import os
 from importlib.metadata import version
@@ -9,11 +9,11 @@ from torchlake.errors import UsageError
 from torchlake.models import exports, folders
 
 MAX_WEIGHT_BYTES = 2_000_000_000
-"An ONNX file is a protocol buffer, which holds 2 GiB."
+"An ONNX file is a protocol buffer, which is limited to 2 GiB."
 
 
 def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | None:
-    """Why the model of `folder` cannot be exported with what is installed here; None when nothing speaks against it."""
+    """Return why the model cannot be exported with the installed libraries, or None."""
     for library in libraries:
         if find_spec(library) is None:
             return f"the library {library!r} is not installed: pip install 'torchlake[{extra}]'"
@@ -24,7 +24,7 @@ def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | No
 
 
 def export_folder(folder: Path, name: str, *, calibrated: bool) -> Path:
-    """The folder of the runtime's export. Raises UsageError with the remedy when none was made of these weights."""
+    """Return the folder of the runtime's export. Raises UsageError if there is none for these weights."""
     export = exports.current(folder, name)
     if export is None:
         why = ", calibrated on rows like those to score" if calibrated else ""
@@ -42,12 +42,12 @@ def check_cpu(name: str, device: str) -> None:
 
 
 def versions(*libraries: str) -> dict[str, str]:
-    """The versions of the libraries that make an export, torch and transformers among them."""
+    """Return the versions of these libraries, torch and transformers."""
     return {library: version(library) for library in (*libraries, "torch", "transformers")}
 
 
 def threads() -> int:
-    """Threads of one process: OMP_NUM_THREADS, as in torch; without it every core that it may use."""
+    """Return the threads of a process: OMP_NUM_THREADS, as in torch, else all cores that it may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)

@@ -1,14 +1,14 @@
-"""Answers by transformers' own `generate`, with its key-value cache: a token of every row at each step.
+"""Text generation by transformers' `generate` with its key-value cache: one token of every row per step.
 
-    prompts, padding moved to the left -> generate -> answers, as torchlake/models/generation.py has them
+    prompts, padding moved to the left -> generate -> answers, as in torchlake/models/generation.py
 
-Rows of a batch do not know of one another. Padding on the left lets all of them end at the same place, the mask keeps
-it from being attended to, and positions count from each row's own first token. What is drawn for a row comes from a
-counter-based generator whose key is a hash of the job's seed and the row's tokens: the same text again in another
-batch, process or attempt, but for rounding in fp32 where two tokens are all but equally likely. So rows that are equal
-get equal texts. A row that has ended costs a place in the batch until the last one has.
+Rows of a batch do not influence each other. With padding on the left all prompts end at the same position; the mask
+excludes the padding, and positions count from each row's own first token. Sampling uses a counter-based generator
+keyed by a hash of the job's seed and the row's tokens. So a text is the same in another batch, process or attempt
+(except for fp32 rounding if two tokens are almost equally likely), and equal rows get equal texts. A finished row
+keeps its place in the batch until the last one ends.
 
-Price of stop strings: the text of every row is decoded again at each step, some microseconds per token of it.
+Cost of stop strings: the text of every row is decoded again at each step, some microseconds per token.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from torchlake.runtimes import Forward
 
 
 def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
-    """What answers prompts with `model`, which was loaded from `folder` and is where it shall run."""
+    """Return the Forward that answers prompts with `model`, loaded from `folder` and already on its device."""
     tokenizer = load_tokenizer(folder)
     ends = _ends(model, tokenizer)
-    # What the folder's own generation_config.json asks for (sampling, penalties) would be a setting that no job shows.
+    # Ignore the folder's generation_config.json (sampling, penalties): no job shows those settings.
     model.generation_config = GenerationConfig()
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
@@ -61,7 +61,7 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
 
 
 def left_padded(input_ids: np.ndarray, attention_mask: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and mask (B, L) int64, padded on the right, with the padding on the left."""
+    """Move the padding of token ids and mask, (B, L) int64, from the right to the left."""
     mask = attention_mask[:, ::-1].copy()
     ids = np.full_like(input_ids, pad_id)
     ids[mask == 1] = input_ids[attention_mask == 1]
@@ -69,7 +69,7 @@ def left_padded(input_ids: np.ndarray, attention_mask: np.ndarray, pad_id: int) 
 
 
 def draws(input_ids: np.ndarray, attention_mask: np.ndarray, options: GenerationOptions) -> np.ndarray:
-    """(B, W) float64 above 0 and below 1: what decides each token of each row; it depends on the row and the seed."""
+    """Return uniform random numbers in (0, 1), (B, W) float64, determined by each row's tokens and the seed."""
     drawn = np.empty((len(input_ids), options.max_new_tokens))
     for row, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
         own = ids[mask == 1].astype("<i8").tobytes()
@@ -80,7 +80,7 @@ def draws(input_ids: np.ndarray, attention_mask: np.ndarray, options: Generation
 
 
 class _Choosing(LogitsProcessor):
-    """Leaves one token of each row possible, the one that is drawn; without a temperature it leaves all as they are."""
+    """Masks all tokens of a row except the sampled one; masks nothing at temperature 0."""
 
     def __init__(self, options: GenerationOptions, drawn: np.ndarray, prompt: int, device: torch.device) -> None:
         self.prompt = prompt
@@ -94,7 +94,7 @@ class _Choosing(LogitsProcessor):
             self.warpers.append(TopPLogitsWarper(options.top_p))
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        # The largest of a row is NaN where any is.
+        # The maximum is NaN if any score is.
         self.non_finite |= ~torch.isfinite(scores.amax(-1))
         if self.greedy:
             return scores
@@ -109,7 +109,7 @@ class _Choosing(LogitsProcessor):
 
 
 class _Stopping(StoppingCriteria):
-    """Ends each row at its first stop string; `lengths` (B,) are the tokens that rows had written by then."""
+    """Ends each row at its first stop string; `lengths` (B,) are the tokens up to it, or -1."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], ends: Sequence[int], shape: tuple[int, ...]) -> None:
         self.tokenizer, self.stop, self.ends = tokenizer, stop, set(ends)
@@ -128,14 +128,14 @@ class _Stopping(StoppingCriteria):
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """The ids of the tokens that end a text: the model's, of which chat models have several, and the tokenizer's."""
+    """Return the end tokens: the model's (chat models have several) and the tokenizer's."""
     named = model.generation_config.eos_token_id
     several = named if isinstance(named, list) else [] if named is None else [named]
     return sorted({*several, tokenizer.eos_token_id})
 
 
 def _answers(written: np.ndarray, ends: Sequence[int], stopped: np.ndarray, width: int) -> np.ndarray:
-    """Answers (B, `width`) int32 from what `generate` wrote (B, up to `width`), padding after the end included."""
+    """Convert the output of `generate` (B, up to `width`), including padding after the end, to answers (B, `width`)."""
     answers = np.full((len(written), width), NOTHING, dtype=np.int32)
     ended = np.isin(written, ends)
     for row, tokens in enumerate(written):

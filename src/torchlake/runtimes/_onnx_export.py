@@ -1,8 +1,8 @@
-"""A classifier as an ONNX graph: `input_ids` and `attention_mask`, (B, L) int64, to `logits`, (B, C) float32.
+"""Export a classifier as an ONNX graph: `input_ids` and `attention_mask`, (B, L) int64, to `logits`, (B, C) float32.
 
-torch has two exporters. The one that traces is taken: of a six-layer MiniLM it makes a graph in 3 s, the one over
-torch.export in 17 s, and ONNX Runtime runs the traced graph some 4 % faster. A trace may bake the example's shape into
-the graph, or one side of a branch, so what comes out is held against the model on rows of other shapes, every time.
+This uses torch's tracing exporter: for a six-layer MiniLM it takes 3 s, the torch.export one 17 s, and ONNX Runtime
+runs the traced graph some 4 % faster. Because a trace may bake in the example's shape or one side of a branch, every
+export is compared with the model on rows of other shapes.
 """
 
 import warnings
@@ -27,21 +27,18 @@ OPSET = 18
 INPUTS = ("input_ids", "attention_mask")
 SHAPES = ((1, 1), (3, 1), (1, 9), (4, 6))
 AGREEMENT = 1e-3
-"In the logits: far above rounding, far below what a wrong graph gives."
+"Of logits: far above rounding, far below the error of a wrong graph."
 
 
 def write(folder: Path, spec: TaskSpec, path: Path) -> None:
-    """Export the model of `folder` to `path` and hold it against the model.
-
-    Raises UsageError when it cannot be exported, or when the graph gives other answers.
-    """
+    """Export the model to `path` and compare it with the model. Raises UsageError if either fails."""
     import torch
 
     model = load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
     example = tuple(torch.from_numpy(array) for array in _rows(model, (2, 7)))
     axes = {0: "batch", 1: "length"}
     try:
-        # What the tracer warns of, shapes and branches that become constants, is what _check looks for.
+        # The tracer warns of shapes and branches that become constants; _check tests for these.
         with warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
             torch.onnx.export(
@@ -66,7 +63,7 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
 
 
 def graph(folder: Path, spec: TaskSpec, scratch: Path) -> Path:
-    """The model's fp32 graph: the one that the runtime `onnx` keeps or, without one, a new one in `scratch`."""
+    """Return the model's fp32 graph: the stored export of the runtime `onnx`, or a new one in `scratch`."""
     kept = exports.current(folder, "onnx")
     if kept is not None:
         return kept / GRAPH
@@ -75,13 +72,13 @@ def graph(folder: Path, spec: TaskSpec, scratch: Path) -> Path:
 
 
 def session(path: Path, *, device: str = "cpu") -> Any:
-    """An ONNX Runtime session. Raises UsageError for a GPU that the installed ONNX Runtime does not run on."""
+    """Return an ONNX Runtime session. Raises UsageError if the installed ONNX Runtime does not support the device."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = _exported.threads()
     options.inter_op_num_threads = 1
-    # Threads that wait spin by default, and take the cores from the other processes of the job.
+    # By default waiting threads spin, which takes cores from the job's other processes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     provider = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
@@ -94,7 +91,7 @@ def session(path: Path, *, device: str = "cpu") -> Any:
 
 
 def forward(path: Path, *, device: str = "cpu") -> Forward:
-    """The graph as a Forward, executed by ONNX Runtime."""
+    """Return the graph as a Forward, executed by ONNX Runtime."""
     runner = session(path, device=device)
 
     def run(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
@@ -105,7 +102,7 @@ def forward(path: Path, *, device: str = "cpu") -> Forward:
 
 
 def _module(folder: Path, spec: TaskSpec, model: "PreTrainedModel") -> "torch.nn.Module":
-    """What is exported: of the encoders that are known by their tensors only what the classifier reads."""
+    """Return the module to export: for known encoders, only what the classifier reads."""
     import torch
 
     if _encoder.refusal(folder) is None:
@@ -119,17 +116,17 @@ def _module(folder: Path, spec: TaskSpec, model: "PreTrainedModel") -> "torch.nn
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
             return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
 
-    # The exporter gives a module back the mode it came in, and a new module is in training mode.
+    # The exporter restores a module's mode, and a new module is in training mode.
     return Logits().train(False)
 
 
 def _check(model: "PreTrainedModel", exported: Forward) -> None:
-    """Raise UsageError unless the graph agrees with the model on rows of other shapes than the example's."""
+    """Raise UsageError unless the graph agrees with the model on rows of other shapes than the example."""
     import torch
 
     for shape in SHAPES:
         ids, mask = _rows(model, shape)
-        # Each row alone: there are models whose answers padding changes, and a graph is given padded rows.
+        # The model gets each row alone, because padding changes the results of some models.
         with torch.inference_mode():
             rows = [
                 model(input_ids=torch.from_numpy(row[kept == 1])[None]).logits
@@ -145,7 +142,7 @@ def _check(model: "PreTrainedModel", exported: Forward) -> None:
 
 
 def _rows(model: "PreTrainedModel", shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids that are no padding, and their mask; the second of several rows is half padding."""
+    """Return random ids without padding, and their mask; the second half of the second row is padding."""
     pad_id = model.config.pad_token_id or 0
     ids = np.random.default_rng(shape[1]).integers(0, model.config.vocab_size, shape)
     ids[ids == pad_id] = (pad_id + 1) % model.config.vocab_size

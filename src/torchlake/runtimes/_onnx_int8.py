@@ -1,8 +1,8 @@
-"""Linear layers of an ONNX graph in 8 bits, with ranges found on the user's rows (`_calibration.py`).
+"""Quantize linear layers of an ONNX graph to 8 bits, calibrated on the user's rows (`_calibration.py`).
 
-Softmax, norms, GELU, residuals, embeddings and the classifier stay in fp32. Dynamic quantization is no choice here:
-ONNX Runtime takes its ranges from the whole batch, so a row's answer would depend on its neighbors. Both runtimes that
-take such a graph share it where they were calibrated on the same rows.
+Softmax, norms, GELU, residuals, embeddings and the classifier stay in fp32. Dynamic quantization is not an option: ONNX
+Runtime takes its ranges from the whole batch, so a row's result would depend on other rows. The runtimes `onnx_int8`
+and `openvino_int8` share a graph if they were calibrated on the same rows.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 ROWS = "rows.sha256"
 ACTIVATIONS = ("Gelu", "Mul", "Relu")
-"With which of them an activation ends in a graph. Rounding that follows it at once is done in the product before it."
+"The last node of an activation. Rounding directly after it is fused into the product before it."
 
 
 def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
-    """Export the model with its linear layers in 8 bits to `place`, an empty folder, and note beside it for which rows.
+    """Export the model with 8-bit linear layers to the empty folder `place`, with a fingerprint of the rows.
 
     Raises UsageError without rows, for a model that cannot be exported, and for one without linear layers.
     """
@@ -36,7 +36,7 @@ def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
     _calibration.check_rows(folder, batches)
     with TemporaryDirectory(dir=place) as scratch:
         model = onnx.load(str(_onnx_export.graph(folder, spec, Path(scratch))))
-        # Shapes of the trace, of no use to anybody, which contradict what is put in.
+        # The shapes of the trace contradict the new nodes.
         del model.graph.value_info[:]
         layers = _linear_layers(model)
         if not layers:
@@ -48,10 +48,7 @@ def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
 
 
 def graph(folder: Path, spec: TaskSpec, batches: Batches, scratch: Path) -> Path:
-    """The 8-bit graph for these rows: the one that the runtime `onnx_int8` keeps, or a new one in `scratch`.
-
-    Raises as `write` does.
-    """
+    """Return the 8-bit graph for these rows: the stored one of `onnx_int8`, or a new one in `scratch`."""
     kept = exports.current(folder, "onnx_int8")
     if kept is not None and (kept / ROWS).read_text(encoding="ascii") == _fingerprint(batches):
         return kept / _onnx_export.GRAPH
@@ -68,10 +65,10 @@ def _fingerprint(batches: Batches) -> str:
 
 
 def _linear_layers(model: "onnx.ModelProto") -> dict[str, list["onnx.NodeProto"]]:
-    """The products with constant matrices, by the name of what they multiply (queries, keys and values share theirs).
+    """Return the products with constant matrices by their input's name (queries, keys and values share it).
 
-    What the tracer makes of a linear layer over tokens is a MatMul; over one vector per row, as in the classifier, it
-    is a Gemm, whose time is nothing.
+    A linear layer over tokens is traced as MatMul; one over a vector per row, as in the classifier, as Gemm, whose time
+    is negligible.
     """
     matrices = {constant.name for constant in model.graph.initializer if len(constant.dims) == 2}
     layers: dict[str, list[onnx.NodeProto]] = {}
@@ -82,10 +79,10 @@ def _linear_layers(model: "onnx.ModelProto") -> dict[str, list["onnx.NodeProto"]
 
 
 def _biases(model: "onnx.ModelProto") -> dict[str, tuple["onnx.NodeProto", int, np.ndarray]]:
-    """Where a constant vector is added to what alone uses an output: the node, the vector's place in it, the vector."""
+    """Return, by output name, the Add that is its only user: the node, the place of its constant vector, the vector."""
     from onnx import numpy_helper
 
-    # Biases of equal numbers are one constant, under as many names.
+    # Equal biases are one constant with several names.
     same = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"}
     vectors = {constant.name: constant for constant in model.graph.initializer if len(constant.dims) == 1}
     users: dict[str, list[onnx.NodeProto]] = {}
@@ -103,7 +100,7 @@ def _biases(model: "onnx.ModelProto") -> dict[str, tuple["onnx.NodeProto", int, 
 
 
 def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path: Path) -> dict[str, ActivationStats]:
-    """Run the calibration rows through the fp32 graph and note what goes into each linear layer."""
+    """Run the calibration rows through the fp32 graph and collect stats of each linear layer's input."""
     import onnx
 
     watched = onnx.ModelProto()
@@ -121,7 +118,7 @@ def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path:
         values = session.run(names, {"input_ids": ids, "attention_mask": mask})
         for name, value in zip(names, values, strict=True):
             flat = value.reshape(-1, value.shape[-1])
-            # Some models multiply tables of positions too, which are no tokens and have no padding.
+            # Some models also multiply position tables, which have no padding.
             of_tokens = value.shape[:-1] == mask.shape
             known = seen.setdefault(name, _calibration.empty_stats(flat.shape[1]))
             known.add(flat[tokens] if of_tokens else flat, flat[taken] if of_tokens else flat)
@@ -131,7 +128,7 @@ def _observe(model: "onnx.ModelProto", names: list[str], batches: Batches, path:
 def _quantize(
     model: "onnx.ModelProto", layers: dict[str, list["onnx.NodeProto"]], seen: dict[str, ActivationStats]
 ) -> None:
-    """Put the layers in 8 bits, in place: each one's node stays, and nodes around it round what it multiplies."""
+    """Quantize the layers in place: each MatMul stays, and new nodes round its inputs."""
     from onnx import helper, numpy_helper
 
     constants = {constant.name: constant for constant in model.graph.initializer}
@@ -150,7 +147,7 @@ def _quantize(
         smooth = _calibration.smoothing(seen[x], np.concatenate(matrices, axis=1), plain_is_faster=activated)
         loud = np.flatnonzero(np.isinf(smooth))
         scale, zero = _calibration.uint8_grid(seen[x].low / smooth, seen[x].high / smooth)
-        # A zero point that moves into the bias is one step less after each product.
+        # Folding the zero point into the bias saves a step after each product.
         in_bias = all(node.output[0] in biases for node in nodes)
         grid = [constant(f"{x}.scale", scale), constant(f"{x}.zero", zero)]
         back = [grid[0], constant(f"{x}.no_zero", np.uint8(0)) if in_bias else grid[1]]
@@ -192,7 +189,7 @@ def _quantize(
 def _put_in(
     model: "onnx.ModelProto", before: dict[str, list["onnx.NodeProto"]], after: dict[str, list["onnx.NodeProto"]]
 ) -> None:
-    """New nodes before and after those that have these outputs; constants that nothing uses any more go."""
+    """Insert nodes before and after the nodes with these outputs, and remove unused constants."""
     ordered = [
         new
         for node in model.graph.node

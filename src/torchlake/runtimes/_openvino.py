@@ -1,10 +1,10 @@
-"""OpenVINO on CPUs: an ONNX graph kept as OpenVINO's own two files, and executed.
+"""OpenVINO on CPUs: convert an ONNX graph to OpenVINO's two files, and run it.
 
-It reads the ONNX graph that the runtimes of ONNX Runtime make, in fp32 or with layers in 8 bits. nncf, which would put
-them in 8 bits otherwise, agrees less with the model (see `_calibration.py`) and is no faster.
+It reads the ONNX graphs of the ONNX Runtime runtimes, in fp32 or 8 bits. Quantizing with nncf instead agrees less with
+the model (see `_calibration.py`) and is not faster.
 
-Kernels are made for each shape when it first comes, and kept: some 10 ms per shape, whatever the number of layers, so a
-process is at its full speed after a few hundred batches of rows sorted by length.
+Kernels are compiled for each new shape and cached: about 10 ms per shape for any number of layers, so a process reaches
+full speed after a few hundred batches of rows sorted by length.
 """
 
 import ctypes
@@ -24,16 +24,13 @@ GRAPH = "model.xml"
 WEIGHTS = "model.bin"
 TELEMETRY = "openvino_telemetry"
 KEYS_ORDER = [0, 2, 3, 1]
-"Of axes, where keys are transposed from (B, L, heads, D) to (B, heads, D, L), to be multiplied by queries."
+"Axis order that transposes keys from (B, L, heads, D) to (B, heads, D, L)."
 SHORT = {"bf16": 250, "f32": 40}
-"Tokens of a row up to which attention in parts is the faster one, by precision (measured; docs/decisions.md)."
+"Row length up to which unfused attention is faster, by precision (measured; docs/decisions.md)."
 
 
 def library() -> ModuleType:
-    """openvino, without the library that would report its import to its makers: it is used where that is missing too.
-
-    What a table and a model are is nobody's business but their owner's, and many machines that score have no network.
-    """
+    """Import openvino without its telemetry library, which would report the import; it is optional."""
     if "openvino" in sys.modules:
         return sys.modules["openvino"]
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == TELEMETRY}
@@ -48,23 +45,23 @@ def library() -> ModuleType:
 
 
 def write(onnx_graph: Path, folder: Path, *, attention_in_parts: bool = False) -> None:
-    """Write an ONNX graph as `model.xml` and `model.bin`. Attention in parts is for rows that are `SHORT`."""
+    """Write an ONNX graph as `model.xml` and `model.bin`; `attention_in_parts` for rows up to `SHORT` tokens."""
     openvino = library()
     model = openvino.Core().read_model(str(onnx_graph))
     if attention_in_parts:
         _take_attention_apart(model)
-    # A .bin alone would be taken for a pickle by whoever reads the model folder in this moment.
+    # A .bin alone would look like a pickle to a concurrent reader of the model folder.
     (folder / GRAPH).touch()
-    # Weights would be stored in 16 bits by default.
+    # The default stores weights in 16 bits.
     openvino.save_model(model, str(folder / GRAPH), compress_to_fp16=False)
 
 
 def _take_attention_apart(model: Any) -> None:
-    """Give the products over (B, heads) a fifth dimension, of size 1, and let them transpose the keys themselves.
+    """Add a fifth dimension of size 1 to the products over (B, heads), and let them transpose the keys.
 
-    OpenVINO would make one kernel of a product, a softmax and a product, with the keys transposed in a pass before it.
-    For rows of 28 tokens in bf16 that takes 1.8 times as long as its own parts do one by one. It merges products of
-    three and of four dimensions.
+    Otherwise OpenVINO fuses product, softmax and product into one kernel, after a pass that transposes the keys. For
+    rows of 28 tokens in bf16 that takes 1.8 times as long as the separate steps. It fuses products of three and four
+    dimensions only.
     """
     ops = importlib.import_module("openvino.opset1")
     first, by_head = ops.constant([0], dtype=np.int64), ops.constant([0, 2, 1, 3], dtype=np.int64)
@@ -91,10 +88,10 @@ class _SignalStack(ctypes.Structure):
 
 @contextmanager
 def _own_signal_stack() -> Iterator[None]:
-    """Give the thread its stack for signals back when the block is left.
+    """Restore the thread's signal stack on exit.
 
-    Compiling a model puts one of OpenVINO's there, which does not live as long as the process: the next signal that
-    Python handles, a Ctrl-C or a SIGTERM, would then end the process with a segmentation fault.
+    Compiling a model installs one of OpenVINO's that does not live as long as the process: the next signal that Python
+    handles, such as Ctrl-C or SIGTERM, would then cause a segmentation fault.
     """
     if sys.platform != "linux":
         yield
@@ -108,15 +105,15 @@ def _own_signal_stack() -> Iterator[None]:
 
 
 def forward(folder: Path, *, precision: str) -> Forward:
-    """What `write` wrote, as a Forward. `precision`, f32 or bf16, is that of whatever is not in 8 bits."""
+    """Return the model written by `write` as a Forward; everything not in 8 bits is in `precision` (f32 or bf16)."""
     openvino = library()
     settings = {
-        # Unasked, OpenVINO would choose by the CPU.
+        # The default depends on the CPU.
         "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
         "INFERENCE_NUM_THREADS": _exported.threads(),
-        # Every process would pin itself to the same first core.
+        # Otherwise every process pins itself to the same first core.
         "ENABLE_CPU_PINNING": False,
     }
     with _own_signal_stack():

@@ -1,9 +1,8 @@
-"""Which library multiplies fp32 matrices: torch's choice, or oneDNN where that is known to be faster.
+"""Which library multiplies fp32 matrices: torch's default, or oneDNN where that is known to be faster.
 
-torch takes MKL for matrices in fp32, which keeps to AVX2 on CPUs of other makers than Intel. On AMD's CPUs with AVX-512
-oneDNN was measured at 1.07 to 2.2 times its rate, and it can add what follows a product (the bias, GELU, the residual)
-while the result is still in the cache. The choice depends on the CPU's vendor and is not timed, so that a
-retry chooses the same.
+torch uses MKL, which is limited to AVX2 on CPUs of other makers than Intel. On AMD's CPUs with AVX-512 oneDNN was
+measured at 1.07 to 2.2 times its speed, and it fuses what follows a product (the bias, GELU, the residual). The choice
+depends on the maker and is not timed, so that a retry makes the same one.
 """
 
 from functools import cache
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @cache
 def use_onednn() -> bool:
-    """Whether fp32 products in main memory should be oneDNN's."""
+    """Return whether fp32 products on the CPU should use oneDNN."""
     import torch
 
     return (
@@ -34,7 +33,7 @@ def use_onednn() -> bool:
 def product(
     x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", *, activation: str = "none"
 ) -> "torch.Tensor":
-    """activation(x weight^T + bias) by oneDNN; x (..., I), weight (O, I); `activation` none, relu or gelu (exact)."""
+    """Return activation(x weight^T + bias) by oneDNN; x (..., I), weight (O, I); `activation`: none, relu, gelu."""
     import torch
 
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "none")
@@ -44,7 +43,7 @@ def product(
 def product_and_sum(
     x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor", residual: "torch.Tensor"
 ) -> "torch.Tensor":
-    """residual + x weight^T + bias by oneDNN."""
+    """Return residual + x weight^T + bias by oneDNN."""
     import torch
 
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
@@ -52,7 +51,7 @@ def product_and_sum(
 
 
 def linear(layer: "Linear", activation: str = "none") -> "Multiply":
-    """A layer by oneDNN, as `_ragged.make_forward` asks for it; its weight may be packed for oneDNN."""
+    """Return a layer by oneDNN for `_ragged.make_forward`; its weight may be packed for oneDNN."""
 
     def multiply(x: "torch.Tensor", residual: "torch.Tensor | None") -> "torch.Tensor":
         if residual is None:

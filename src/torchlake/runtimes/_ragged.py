@@ -1,9 +1,9 @@
-"""The forward pass of an `Encoder` over rows laid end to end; what multiplies its matrices is the runtime's own.
+"""The forward pass of an `Encoder` over concatenated rows; each runtime supplies the matrix products.
 
     linear(Linear) -> (x, residual) -> x weight^T + bias [+ residual]
     feed_forward(Layer) -> x -> x + down(activation(up(x)))
 
-The last layer is computed for first tokens alone: their queries, against the keys and values of every token.
+The last layer is computed for first tokens only: their queries, with the keys and values of every token.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 SHORT = 64
-"Tokens of a row up to which attention in bf16 is two products over all heads of all rows at once."
+"Row length up to which attention in bf16 is two batched products."
 
 Multiply = Callable[["torch.Tensor", "torch.Tensor | None"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One layer's products. `first` is the queries of the last layer, whose `inner` is keys and values only."""
+    """One layer's products. In the last layer `first` computes the queries, and `inner` keys and values only."""
 
     inner: Multiply
     out: Multiply
@@ -39,7 +39,7 @@ class _Block:
 def make_forward(
     encoder: Encoder, *, linear: Callable[[Linear], Multiply], feed_forward: Callable[[Layer], Apply]
 ) -> Forward:
-    """The encoder's forward pass, where its tensors are. It keeps of the weights what the two functions keep."""
+    """Return the encoder's forward pass on the device of its tensors."""
     import torch
 
     functions = torch.nn.functional
@@ -85,7 +85,7 @@ def make_forward(
 
 
 def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
-    """Queries apart from keys and values."""
+    """Separate queries from keys and values."""
     return Linear(qkv.weight[:width], qkv.bias[:width]), Linear(qkv.weight[width:], qkv.bias[width:])
 
 
@@ -98,7 +98,7 @@ def _normalize(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":
 def _attend(
     queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: PackedRows, *, first: bool
 ) -> "torch.Tensor":
-    """Attention inside each row: keys and values (T, heads, D); queries as many, or the rows' first ones (B, heads, D).
+    """Attention within each row: keys and values (T, heads, D); queries likewise, or first tokens' (B, heads, D).
 
     Returns (T, H) or (B, H).
     """
@@ -108,24 +108,24 @@ def _attend(
     context = keys.new_empty(len(queries), heads, depth)
     at = begin = 0
     for count, length in rows.length_groups():
-        end, asked = at + count * length, 1 if first else length
+        end, num_queries = at + count * length, 1 if first else length
         k, v = (part[at:end].view(count, length, heads, depth).transpose(1, 2) for part in (keys, values))
-        place = slice(begin, begin + count * asked)
-        q = queries[place].view(count, asked, heads, depth).transpose(1, 2)
+        place = slice(begin, begin + count * num_queries)
+        q = queries[place].view(count, num_queries, heads, depth).transpose(1, 2)
         if length <= SHORT and values.dtype == torch.bfloat16:
             mixed = _mix_short(q, k, v)
         else:
             mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        context[place].view(count, asked, heads, depth).copy_(mixed.transpose(1, 2))
-        at, begin = end, begin + count * asked
+        context[place].view(count, num_queries, heads, depth).copy_(mixed.transpose(1, 2))
+        at, begin = end, begin + count * num_queries
     return context.view(-1, heads * depth)
 
 
 def _mix_short(queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor") -> "torch.Tensor":
-    """softmax(Q K^T / sqrt(D)) V, softmax in fp32; all (B, heads, L, D).
+    """Return softmax(Q K^T / sqrt(D)) V with the softmax in fp32; all (B, heads, L, D).
 
-    torch's own attention multiplies head by head in blocks of 16 tokens, and for rows of 20 to 31 or 36 to 47 tokens
-    takes 1.2 to 1.6 times as long in bf16; just above a multiple of 16 it is the faster one by as much.
+    torch's attention multiplies each head in blocks of 16 tokens. In bf16 that takes 1.2 to 1.6 times as long for rows
+    of 20 to 31 or 36 to 47 tokens; just above a multiple of 16 it is as much faster.
     """
     import torch
 
@@ -136,15 +136,21 @@ def _mix_short(queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Ten
 def _attend_flash(
     queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: PackedRows, *, first: bool
 ) -> "torch.Tensor":
-    """The same on a GPU, by one kernel for rows of any length."""
+    """`_attend` on a GPU, by one kernel for rows of any length."""
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
     longest = int(rows.lengths.max())
     edges = torch.from_numpy(np.append(rows.starts, rows.lengths.sum()).astype(np.int32)).to(keys.device)
-    asked = torch.arange(len(rows.lengths) + 1, dtype=torch.int32, device=keys.device) if first else edges
+    query_edges = torch.arange(len(rows.lengths) + 1, dtype=torch.int32, device=keys.device) if first else edges
     mixed = varlen_attn(
-        queries.contiguous(), keys.contiguous(), values.contiguous(), asked, edges, 1 if first else longest, longest
+        queries.contiguous(),
+        keys.contiguous(),
+        values.contiguous(),
+        query_edges,
+        edges,
+        1 if first else longest,
+        longest,
     )
     assert isinstance(mixed, torch.Tensor)
     return mixed.flatten(1)

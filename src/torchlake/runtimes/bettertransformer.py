@@ -1,8 +1,8 @@
-"""PyTorch's own fast path for encoders: `torch.nn.TransformerEncoder` with one fused operator per layer.
+"""PyTorch's fast path for encoders: `torch.nn.TransformerEncoder` with one fused operator per layer.
 
-Optimum's `BetterTransformer` put the weights of a Hugging Face encoder into these layers; it is gone since
-transformers 5, the layers are not. In evaluation, with a mask of the padding, they compute on a nested tensor, which
-leaves the padding out. For BERT, RoBERTa, DistilBERT and models of their shape, in fp32.
+Optimum's `BetterTransformer` put a Hugging Face encoder's weights into these layers; it is gone since transformers 5,
+but the layers remain. In evaluation mode, with a padding mask, they compute on a nested tensor without padding. For
+BERT, RoBERTa, DistilBERT and similar models, in fp32.
 """
 
 import warnings
@@ -22,14 +22,14 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 
 def refusal(folder: Path) -> str | None:
-    """As `_encoder.refusal`; besides, the fused operator wants an even number of heads."""
+    """As `_encoder.refusal`; the fused operator also needs an even number of heads."""
     return _encoder.refusal(folder) or (
         "PyTorch's fused layer wants an even number of attention heads" if _encoder.heads(folder) % 2 else None
     )
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The encoder of `folder` in PyTorch's own layers. Raises as `models.load_model` does."""
+    """Load the encoder into PyTorch's own layers. Raises as `models.load_model`."""
     import torch
 
     encoder = _encoder.read(folder, spec)
@@ -42,7 +42,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         positions[real] = _encoder.remove_padding(encoder.padding_id, input_ids, attention_mask).positions
         padding = None if real.all() else torch.from_numpy(~real).to(device)
         with torch.inference_mode(), warnings.catch_warnings():
-            # Nested tensors call themselves a prototype, once per process; the ones used here never leave the operator.
+            # Each process would warn once that nested tensors are a prototype.
             warnings.filterwarnings("ignore", message=".*nested tensors is in prototype stage")
             x = torch.nn.functional.embedding(torch.from_numpy(input_ids).to(device), encoder.words)
             x += torch.nn.functional.embedding(torch.from_numpy(positions).to(device), encoder.positions)

@@ -1,9 +1,9 @@
-"""`varlen` in bf16, on CPUs of x86 that multiply it (AVX512-BF16, AMX): PyTorch's oneDNN product.
+"""`varlen` in bf16 on x86 CPUs that multiply it (AVX512-BF16, AMX), by PyTorch's oneDNN product.
 
-    x (T, I) bf16 -> product, summed in fp32; bias, GELU or the residual added before it leaves the cache -> bf16
+    x (T, I) bf16 -> product summed in fp32, fused with bias, GELU or the residual -> bf16
 
-Needs no calibration and no export. Probabilities differ from fp32's in the third decimal, as on a GPU. The weights are
-copied, in the order that the product wants them in, so each process has half of the fp32 model as its own.
+It needs no calibration and no export. Probabilities differ from fp32's in the third decimal, as on a GPU. Each process
+copies the weights into the layout of the product: half the size of the fp32 model.
 """
 
 from pathlib import Path
@@ -17,18 +17,18 @@ TOLERANCE = 0.02
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 TOKENS = 512
-"A batch that the order of the weights is chosen for; others are multiplied with it too."
+"The batch size for which the weight layout is optimized."
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the model of `folder` cannot run here; None when it can."""
+    """Return why the model cannot run here, or None."""
     if not hardware.supports_bf16():
         return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'int8'"
     return _encoder.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The encoder of `folder`, ready to score. Raises as `models.load_model` does, UsageError where it cannot run."""
+    """Load the encoder. Raises as `models.load_model`, and UsageError if it cannot run here."""
     import torch
 
     if device != "cpu":

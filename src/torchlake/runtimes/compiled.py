@@ -1,9 +1,9 @@
-"""The stock model through torch.compile: fused kernels from TorchInductor, for any architecture that it can trace.
+"""The stock model through torch.compile: kernels fused by TorchInductor, for any architecture that it can trace.
 
-One graph serves all shapes: rows and lengths are marked as dynamic, both are at least 2, since the compiler treats 0
-and 1 as shapes of their own, and lengths are rounded up to a multiple of 8, which its vector code likes. So a process
-compiles once, whatever comes; a second graph would be an error of ours. Cost: half a minute to a minute per process
-before the first row, less where the compiler's cache has the kernels. Needs a C++ compiler on CPUs, Triton on GPUs.
+One graph serves all shapes: rows and lengths are dynamic, both at least 2 (the compiler specializes 0 and 1), and
+lengths are rounded up to a multiple of 8 for its vector code. So a process compiles only once.
+Cost: 30 to 60 s per process before the first row, less with a warm compiler cache. Needs a C++ compiler on CPUs, Triton
+on GPUs.
 """
 
 import shutil
@@ -23,11 +23,11 @@ TOLERANCE = 1e-5
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 MULTIPLE = 8
-"Lengths are rounded up to a multiple of this."
+"Lengths are rounded up to a multiple of it."
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the model of `folder` cannot be compiled, or nothing can here; None when it can."""
+    """Return why the model cannot be compiled here, or None."""
     if atomic_io.read_json(folder / "config.json").get("is_encoder_decoder"):
         return "the compiler cannot follow how an encoder-decoder finds the end token that its answer is read at"
     if find_spec("triton") is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
@@ -36,9 +36,9 @@ def refusal(folder: Path) -> str | None:
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The model of `folder`, compiled by its first batch.
+    """Load the model, to be compiled by its first batch.
 
-    Raises UsageError for a model whose answers padding changes, and as `models.load_model` does.
+    Raises UsageError if padding changes the model's results, and as `models.load_model`.
     """
     import torch
 
@@ -67,9 +67,9 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         extra = ((0, max(2 - rows, 0)), (0, max(rounded, 2) - length))
         ids = torch.from_numpy(np.pad(input_ids, extra, constant_values=pad_id)).to(device)
         mask = torch.from_numpy(np.pad(attention_mask, extra)).to(device)
-        mask[rows:, 0] = 1  # a row that is nothing but padding has no softmax
+        mask[rows:, 0] = 1  # the softmax of a row of only padding is NaN
         with torch.inference_mode(), warnings.catch_warnings():
-            # torch's compiler imports parts of torch that announce their own end.
+            # torch's compiler imports deprecated parts of torch.
             warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
             logits: np.ndarray = compiled(ids, mask)[:rows].float().cpu().numpy()
         return logits

@@ -1,8 +1,8 @@
-"""DeepSpeed's inference engine: its own CUDA kernels in the place of the encoder's layers, in fp16.
+"""DeepSpeed's inference engine: its CUDA kernels replace the encoder's layers, in fp16.
 
-DeepSpeed replaces whole layers of BERT, RoBERTa and DistilBERT. They answer as transformers once expected it, with a
-tuple, and take an additive mask; and the room they work in is measured by the first batch. This module fixes both.
-Loading scores a batch before and after the replacement; the answers must agree.
+DeepSpeed replaces whole layers of BERT, RoBERTa and DistilBERT. They return a tuple and take an additive mask, as older
+versions of transformers did, and size their workspace by the first batch; this file adapts that. Loading scores a batch
+before and after the replacement, and the results must agree.
 """
 
 import json
@@ -25,14 +25,14 @@ TOLERANCE = 0.02
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 KINDS = ("bert", "distilbert", "roberta")
-"Model types whose layers it can replace; those of others it would leave as they are, unsaid."
+"Model types whose layers it can replace; it would silently keep others."
 DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 AGREEMENT = 0.05
-"In the logits, relative to the largest: fp16 costs a tenth of it."
+"Of logits, relative to the largest; the error of fp16 is a tenth of it."
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the model of `folder` cannot run here; None when nothing that is quickly seen speaks against it."""
+    """Return why the model cannot run here as far as is quickly known, or None."""
     if find_spec("deepspeed") is None:
         return "the library 'deepspeed' is not installed: pip install 'torchlake[deepspeed]'"
     if not any(Path(device).exists() for device in DEVICES):
@@ -44,8 +44,10 @@ def refusal(folder: Path) -> str | None:
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The model of `folder` with DeepSpeed's layers. Raises UsageError on a CPU, and when the kernels do not agree with
-    the model or cannot be had; else as `models.load_model` does.
+    """Load the model with DeepSpeed's layers.
+
+    Raises UsageError on a CPU, and if the kernels are unavailable or do not agree with the model; else as
+    `models.load_model`.
     """
     if device == "cpu":
         raise UsageError(
@@ -92,7 +94,7 @@ def _inject(model: Any, device: str) -> Forward:
         hidden = torch.from_numpy(attention_mask == 0).to(device)[:, None, None, :]
         mask = torch.zeros(hidden.shape, dtype=torch.float16, device=device)
         mask.masked_fill_(hidden, torch.finfo(torch.float16).min)
-        # A larger batch than the first one needs more room.
+        # A larger batch than the first needs a larger workspace.
         layers[0]._should_allocate_workspace = True
         with torch.inference_mode():
             logits = engine(input_ids=torch.from_numpy(input_ids).to(device), attention_mask=mask).logits

@@ -1,11 +1,10 @@
-"""The stock transformers model, op by op, in fp32: the reference that every other runtime must agree with.
+"""The stock transformers model in fp32: the reference for all other runtimes.
 
-Where padding would change a row's answer (XLNet, Funnel; `models/probes.py`) rows of one length go through it together.
+If padding changes a row's result (XLNet, Funnel; `models/probes.py`), rows of equal length are computed together.
 
-Three things keep it fast without touching its mathematics: `torch.inference_mode` (no autograd bookkeeping); no
-attention mask where a batch has no padding, so that scaled dot-product attention may take its unmasked kernel; and, on
-AMD's CPUs, oneDNN's matrix product in the linear layers (`_products.py`). The sums run in another order there, so
-logits differ by about 1e-6 from those of a machine that has no need of it.
+It is fast without changing results: `torch.inference_mode`; no attention mask for batches without padding, so that
+scaled dot-product attention can use its unmasked kernel; and, on AMD's CPUs, oneDNN's matrix product in linear layers
+(`_products.py`), whose different summation order changes logits by about 1e-6.
 """
 
 from functools import partial
@@ -29,13 +28,13 @@ never: dict[str, str] = {}
 
 
 def refusal(folder: Path) -> str | None:
-    """None: whatever transformers loads, it runs."""
+    """Return None: it runs every model that transformers loads."""
     return None
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The model of `folder` on `device` ("cpu", "cuda"), ready to score. Raises as `models.load_model` does."""
-    # Here, not above: the process that plans a job reads this file's declarations and never runs a model.
+    """Load the model on `device` ("cpu", "cuda"). Raises as `models.load_model`."""
+    # Imported here because the driver reads only this file's declarations.
     import torch
 
     from torchlake.models import probes
@@ -66,7 +65,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
 
 def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:
-    """The same model ready to answer prompts."""
+    """Load the model for text generation."""
     from torchlake.runtimes._generating import generator
 
     return generator(_loaded(folder, spec, device), folder, options)

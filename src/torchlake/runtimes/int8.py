@@ -1,14 +1,13 @@
-"""Dynamic int8 on CPUs: PyTorch's oneDNN product of 8-bit integers, a scale for each token and each output channel.
+"""Dynamic int8 on CPUs by PyTorch's oneDNN product, with a scale per token and per output channel.
 
-    x (T, I) fp32 -> 8 bits and a scale per token -> integer product with weights of 8 bits -> fp32
+    x (T, I) fp32 -> 8 bits and a scale per token -> integer product with 8-bit weights -> fp32
 
-Weights are rounded once when loading, symmetrically, each output channel with its own scale. Activations are rounded as
-they come: a scale per token, not per batch as in `torch.ao.quantization.quantize_dynamic`, so a row's answer depends on
-nothing but the row, and large values in one row cost the others no precision (Yao et al. 2022, ZeroQuant). What GELU
-gives is never below -0.17: moved up by as much it fills all eight bits instead of half of them. Embeddings, norms,
-softmax, GELU, residuals and the classifier stay in fp32.
+Weights are rounded symmetrically on loading. Activations have a scale per token, not per batch as in
+`torch.ao.quantization.quantize_dynamic`, so a row's result depends on the row only, and large values in one row do not
+reduce the precision of others (Yao et al. 2022, ZeroQuant). GELU's output is never below -0.17: shifted by that, it
+uses all 8 bits instead of half of them. Embeddings, norms, softmax, GELU, residuals and the classifier stay in fp32.
 
-Rows are laid end to end as in `varlen`. Needs no calibration. On x86 it needs VNNI (since about 2019).
+Rows are concatenated as in `varlen`. It needs no calibration; on x86 it needs VNNI (since about 2019).
 """
 
 from pathlib import Path
@@ -22,18 +21,18 @@ TOLERANCE = 0.05
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 LOWEST = {"gelu": 0.17, "relu": 0.0}
-"How far below zero an activation's values go, at most."
+"The negated minimum of an activation."
 SMALLEST_SCALE = 1e-30
-"Of a token that is all zeros."
+"For a token of zeros."
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the model of `folder` cannot run here; None when it can."""
+    """Return why the model cannot run here, or None."""
     return hardware.int8_refusal() or _encoder.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The encoder of `folder` with its layers in int8. Raises as `models.load_model` does, UsageError on a GPU."""
+    """Load the encoder with int8 layers. Raises as `models.load_model`, and UsageError on a GPU."""
     import torch
 
     if device != "cpu":
@@ -56,7 +55,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
 
 def _linear(layer: _encoder.Linear, *, shift: float | None = None) -> _ragged.Multiply:
-    """`layer` in int8. With `shift`, x is at least -shift, and is used up."""
+    """Return `layer` in int8. With `shift`, x is at least -shift and is overwritten."""
     import torch
 
     weight_scale = layer.weight.abs().amax(1).div_(127).clamp_(min=SMALLEST_SCALE)
@@ -73,9 +72,9 @@ def _linear(layer: _encoder.Linear, *, shift: float | None = None) -> _ragged.Mu
         else:
             scale = x.add_(shift).amax(1, keepdim=True).div_(255)
         scale.clamp_(min=SMALLEST_SCALE)
-        # Going through 16 bits is several times faster than the direct way, which torch does number by number.
+        # Converting by way of int16 is several times faster.
         rounded = (x * scale.reciprocal()).add_(zero_point + 0.5).to(torch.int16).to(torch.uint8)
-        # Scales of 1 leave the token's own to the next line, where it meets the bias.
+        # With scales of 1 the token's own scale is applied below, together with the bias.
         product: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             rounded, 1.0, zero_point, packed, weight_scale, no_zero_points, None, 1.0, 0, torch.float32, "none", [], ""
         )

@@ -1,7 +1,7 @@
-"""ONNX Runtime in fp32: the model exported once as an ONNX graph, kept in the model folder (`_onnx_export.py`).
+"""ONNX Runtime in fp32: the model is exported once to an ONNX graph in the model folder (`_onnx_export.py`).
 
-On CPUs it multiplies about as fast as PyTorch does; it is here for those who have it in production, and for GPUs with
-its CUDA provider. What is fast is `onnx_int8`.
+On CPUs it is about as fast as PyTorch; it is for users who have it in production, and for GPUs with its CUDA provider.
+`onnx_int8` is the fast one.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,12 @@ refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxrunti
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Export the model of `folder` into it. Raises UsageError when it cannot be exported, StorageError, and as
-    `models.load_model` does.
-    """
+    """Export the model into its folder. Raises UsageError if that fails, StorageError, and as `models.load_model`."""
     with exports.making(folder, "onnx", rows=0, versions=_exported.versions("onnx", "onnxruntime")) as place:
         _onnx_export.write(folder, spec, place / _onnx_export.GRAPH)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The exported model on `device`. Raises UsageError when there is no export of these weights, or no such device."""
+    """Load the export on `device`. Raises UsageError without an export of these weights or such a device."""
     export = _exported.export_folder(folder, "onnx", calibrated=CALIBRATED)
     return _onnx_export.forward(export / _onnx_export.GRAPH, device=device)

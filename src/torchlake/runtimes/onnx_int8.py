@@ -1,7 +1,7 @@
-"""ONNX Runtime on CPUs with linear layers in 8 bits, calibrated on the user's rows (`_calibration.py`).
+"""ONNX Runtime on CPUs with 8-bit linear layers, calibrated on the user's rows (`_calibration.py`).
 
-Weights are signed and activations unsigned, which VNNI multiplies exactly; CPUs of x86 without it add two products in
-16 bits, which overflow, so there it is refused. Shapes cost nothing: no shape is compiled.
+Weights are signed and activations unsigned, which VNNI multiplies exactly. x86 CPUs without it add two products in 16
+bits, which overflow, so this runtime refuses them. Nothing is compiled per shape.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the model of `folder` cannot run here; None when it can."""
+    """Return why the model cannot run here, or None."""
     return hardware.int8_refusal() or _exported.refusal(folder, extra="onnx", libraries=("onnx", "onnxruntime"))
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Export the model of `folder`, calibrated on `batches`, into it. Raises UsageError without rows or when it cannot
-    be exported, StorageError, and as `models.load_model` does.
+    """Export the model, calibrated on `batches`, into its folder.
+
+    Raises UsageError without rows or if the export fails, StorageError, and as `models.load_model`.
     """
     rows, versions = _calibration.num_rows(batches), _exported.versions("onnx", "onnxruntime")
     with exports.making(folder, "onnx_int8", rows=rows, versions=versions) as place:
@@ -35,7 +36,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The calibrated model. Raises UsageError on a GPU, without VNNI, and when there is no export of these weights."""
+    """Load the export. Raises UsageError on a GPU, without VNNI, and without an export of these weights."""
     _exported.check_cpu("onnx_int8", device)
     if reason := hardware.int8_refusal():
         raise UsageError(f"The runtime 'onnx_int8' cannot run {folder}: {reason}")

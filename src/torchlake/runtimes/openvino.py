@@ -1,6 +1,6 @@
-"""OpenVINO on CPUs in fp32: the model exported once, kept in the model folder as OpenVINO's two files (`_openvino.py`).
+"""OpenVINO on CPUs in fp32: the model is exported once to OpenVINO's two files in the model folder (`_openvino.py`).
 
-In fp32 it multiplies about as fast as PyTorch does; what is fast is `openvino_int8`.
+It is about as fast as PyTorch; `openvino_int8` is the fast one.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,7 @@ refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "o
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Export the model of `folder` into it. Raises UsageError when it cannot be exported, StorageError, and as
-    `models.load_model` does.
-    """
+    """Export the model into its folder. Raises UsageError if that fails, StorageError, and as `models.load_model`."""
     with (
         exports.making(folder, "openvino", rows=0, versions=_exported.versions("openvino", "onnx")) as place,
         TemporaryDirectory(dir=place) as scratch,
@@ -32,6 +30,6 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The exported model. Raises UsageError on a GPU, and when there is no export of these weights."""
+    """Load the export. Raises UsageError on a GPU, and without an export of these weights."""
     _exported.check_cpu("openvino", device)
     return _openvino.forward(_exported.export_folder(folder, "openvino", calibrated=CALIBRATED), precision="f32")

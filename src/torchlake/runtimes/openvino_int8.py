@@ -1,7 +1,7 @@
-"""OpenVINO on CPUs with linear layers in 8 bits, calibrated on the user's rows (`_calibration.py`, `_openvino.py`).
+"""OpenVINO on CPUs with 8-bit linear layers, calibrated on the user's rows (`_calibration.py`, `_openvino.py`).
 
-The 8-bit graph is the one of `onnx_int8`; OpenVINO merges more of what stands between two products. What is not in 8
-bits is in bf16 where the CPU multiplies it, else in fp32. Attention is laid out for the length of the rows too.
+It uses the 8-bit graph of `onnx_int8`; OpenVINO fuses more of it. Everything else is in bf16 if the CPU multiplies it,
+otherwise in fp32. The layout of attention also depends on the length of the rows.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "o
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Export the model of `folder`, calibrated on `batches`, into it. Raises UsageError without rows or when it cannot
-    be exported, StorageError, and as `models.load_model` does.
+    """Export the model, calibrated on `batches`, into its folder.
+
+    Raises UsageError without rows or if the export fails, StorageError, and as `models.load_model`.
     """
     rows, versions = _calibration.num_rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
     with (
@@ -37,7 +38,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The calibrated model. Raises UsageError on a GPU, and when there is no export of these weights."""
+    """Load the export. Raises UsageError on a GPU, and without an export of these weights."""
     _exported.check_cpu("openvino_int8", device)
     export = _exported.export_folder(folder, "openvino_int8", calibrated=CALIBRATED)
     return _openvino.forward(export, precision=_precision())

@@ -1,8 +1,8 @@
-"""Rows laid end to end: no padding anywhere, and nothing computed that the classifier does not read.
+"""Concatenated rows: no padding, and nothing is computed that the classifier does not read.
 
-For BERT, RoBERTa, DistilBERT and models of their shape. On a CPU in fp32, with the mathematics of `eager`; sums run in
-another order, so logits differ by rounding. On a GPU in bf16, since the variable-length kernel of Flash Attention 2
-(Dao 2023; `torch.nn.attention.varlen`) knows no fp32: there probabilities differ in the third decimal.
+For BERT, RoBERTa, DistilBERT and similar models. On a CPU in fp32, with logits that differ from `eager`'s by rounding
+only. On a GPU in bf16, because the variable-length kernel of Flash Attention 2 (Dao 2023; `torch.nn.attention.varlen`)
+has no fp32: probabilities differ in the third decimal there.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ refusal = _encoder.refusal
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """The encoder of `folder`, ready to score. Raises as `models.load_model` does."""
+    """Load the encoder. Raises as `models.load_model`."""
     import torch
 
     encoder = _encoder.read(folder, spec)

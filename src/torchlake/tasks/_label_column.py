@@ -1,12 +1,11 @@
-"""What a column of labels asks for.
+"""Infer the classification or regression problem from a column of labels.
 
-    strings, integers, booleans   single label; the classes, sorted, keep their type through to the output
-    lists of strings              multi label; any number of classes per row, also none
+    strings, integers, booleans   single label; the classes, sorted, keep their type in the output
+    lists of strings              multi label; any number of classes per row, including none
     floats                        regression, unless they are few whole numbers, such as integers with a missing value
 
-`data.problem` says it where this guess is wrong. A column of strings may come from a file without types (CSV). So
-strings that all read as integers, written as Python writes them ("7", not "007"), are integers, and strings that all
-read as finite numbers are floats.
+`data.problem` overrides the guess. A column of strings may come from a file without types (CSV): strings that are all
+integers as Python writes them ("7", not "007") are integers, and strings that are all finite numbers are floats.
 Cost: one pass of Arrow's `value_counts`, and at most 10,000 classes in memory.
 """
 
@@ -27,24 +26,24 @@ from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, to_plain_a
 MAX_INTEGER_CLASSES = 1_000
 MAX_CLASSES = 10_000
 FEW = 20
-"Whole floats that span fewer numbers than this, each on two rows or more on average, are taken for classes."
+"Whole floats within a smaller range, with two or more rows each on average, are classes."
 EXACT = 2.0**53
-"Up to here a float is one whole number and no other."
+"Floats represent whole numbers exactly up to this."
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-# A zero in front is of a code, such as a postal code, not of a number.
+# A leading zero means a code, such as a postal code.
 NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass
 class Moments:
-    """Count, mean and sum of squared deviations of numbers that come in pieces."""
+    """Running count, mean and sum of squared deviations."""
 
     count: float = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def add(self, values: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Take in `values` (N,) float64, each as often as `counts` (N,) says."""
+        """Add `values` (N,) float64, each `counts` (N,) times."""
         if not len(values):
             return
         weights = np.ones(len(values)) if counts is None else counts.astype(np.float64)
@@ -57,33 +56,33 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation; 1 where all numbers are the same."""
+        """The standard deviation; 1 if all numbers are equal."""
         return math.sqrt(self.squares / self.count) or 1.0
 
 
 @dataclass
 class _ColumnStats:
-    """What the pieces of a column held so far."""
+    """Statistics of the part of a column that was read."""
 
     kind: str = ""
     rows: int = 0
     counts: dict[Any, int] = field(default_factory=dict)
-    "Rows of each distinct value; empty once there were too many of them to be classes."
+    "Rows of each distinct value; empty once there are too many for classes."
     many: bool = False
-    "Whether there were too many."
+    "Whether there are too many."
     integers: bool = True
-    "Of strings: whether each is written as an integer."
+    "Whether all strings are integers."
     numbers: Moments | None = field(default_factory=Moments)
-    "None once a value is no number."
+    "None once a value is not a number."
     word: str | None = None
-    "The first value that is none."
+    "The first value that is not a number."
 
 
 def find_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False) -> LabelColumn:
-    """What the label column, in pieces, asks for; `problem` says it, None: it is guessed. Nulls are passed over.
+    """Read a label column in pieces; `problem` None: infer it. Nulls are skipped.
 
-    `drop_bad` passes over what is no finite number too. Raises DataError for that otherwise, when there is nothing to
-    tell apart, when there are too many classes, and for a type that is none of a label or does not fit `problem`.
+    `drop_bad` also skips what is not a finite number. Otherwise raises DataError for these; also for fewer than two
+    classes, too many classes, and types that are not labels or do not fit `problem`.
     """
     seen = _ColumnStats()
     for array in arrays:
@@ -131,14 +130,14 @@ def _add_floats(seen: _ColumnStats, numbers: np.ndarray) -> None:
 
 
 def _add_values(seen: _ColumnStats, array: pa.Array) -> None:
-    """Take in strings, integers, booleans or lists of strings."""
+    """Add strings, integers, booleans or lists of strings."""
     seen.rows += len(array)
     pairs = pc.value_counts(array.flatten().drop_null() if seen.kind == LISTS else array)
     found = dict(zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True))
     if seen.kind == "strings" and seen.numbers is not None:
         _add_words(seen, found)
     _count(seen, found, MAX_INTEGER_CLASSES if seen.kind == "integers" else MAX_CLASSES)
-    # Very many strings may still be numbers; nothing else may.
+    # Strings with many values may still be numbers.
     if seen.many and (seen.kind in ("integers", LISTS) or seen.numbers is None):
         raise _too_many(seen)
 
@@ -189,7 +188,7 @@ def _regression(seen: _ColumnStats, note: str | None = None) -> LabelColumn:
 
 
 def _decided(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
-    """The problem that the values ask for, or the classes of the one that was asked for."""
+    """Return the inferred problem, or the classes of the requested one."""
     if seen.kind == LISTS:
         return _classes(seen, "multi_label")
     text = seen.kind == "strings"
@@ -205,7 +204,7 @@ def _decided(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
 
 
 def _of_floats(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
-    """Floats, or strings that are all numbers and not all integers."""
+    """Decide for floats, or for strings that are all numbers but not all integers."""
     words = seen.counts
     if seen.kind == "strings":
         whole = _whole(words)
@@ -215,14 +214,14 @@ def _of_floats(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
     number = len(seen.counts)
     if problem == "single_label":
         if seen.many:
-            told = f"{seen.word} among its numbers" if seen.word else f"more than {MAX_INTEGER_CLASSES:,} numbers"
+            found = f"{seen.word} among its numbers" if seen.word else f"more than {MAX_INTEGER_CLASSES:,} numbers"
             raise DataError(
-                f"data.problem is single_label, and the label column holds {told}: classes are strings, integers or "
+                f"data.problem is single_label, and the label column holds {found}: classes are strings, integers or "
                 "booleans. Write them as strings, or set data.problem to regression."
             )
         return _classes(seen, "single_label")
-    codes = not seen.many and number <= seen.rows // 2 and max(seen.counts) - min(seen.counts) < FEW
-    if not seen.many and (number <= 2 or codes):
+    few = not seen.many and number <= seen.rows // 2 and max(seen.counts) - min(seen.counts) < FEW
+    if not seen.many and (number <= 2 or few):
         note = (
             f"the label column holds floats that are all whole, {number} different ones: they are taken as classes. "
             "Set data.problem to regression to predict a number."
@@ -235,7 +234,7 @@ def _of_floats(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
 
 
 def _whole(words: dict[str, int]) -> dict[Any, int] | None:
-    """The rows of each whole number, where the words are nothing else and not too many; None where they are not."""
+    """Return the rows per whole number, or None if a value is not whole or there are too many."""
     counts: dict[Any, int] = {}
     for word, count in words.items():
         number = float(word)

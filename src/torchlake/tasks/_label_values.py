@@ -1,4 +1,4 @@
-"""The values of a label column, whatever Arrow type holds them: their kind, and as numbers."""
+"""The values of a label column of any Arrow type: their kind, and as numbers."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -9,7 +9,7 @@ LISTS = "lists of strings"
 
 
 def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One array, not dictionary-encoded, of plain string or list type."""
+    """Return one array of string or list type, without dictionary encoding."""
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if pa.types.is_dictionary(array.type):
@@ -17,10 +17,10 @@ def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     kind = array.type
     if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
         array = array.cast(pa.string())
-    if pa.types.is_float16(kind):  # Arrow counts and looks up none
+    if pa.types.is_float16(kind):  # Arrow has no value_counts for float16
         return array.cast(pa.float32())
     if pa.types.is_string(array.type):
-        # An empty cell of a file without types is no label; no class is named by nothing.
+        # An empty cell of a CSV file is a missing label.
         return pc.if_else(pc.equal(array, ""), pa.scalar(None, pa.string()), array)
     if pa.types.is_large_list(kind) or pa.types.is_list_view(kind) or pa.types.is_fixed_size_list(kind):
         return array.cast(pa.list_(kind.value_type))
@@ -28,7 +28,7 @@ def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def kind_of(kind: pa.DataType) -> str:
-    """What the values of a type are called. Raises DataError for a type that is none of a label."""
+    """Return the name of a type's values. Raises DataError for a type that cannot be a label."""
     types = pa.types
     if types.is_boolean(kind):
         return "booleans"
@@ -47,8 +47,9 @@ def kind_of(kind: pa.DataType) -> str:
 
 
 def as_numbers(array: pa.Array, *, drop_bad: bool = False) -> pa.Array:
-    """The labels as float64, nulls kept. Raises DataError for what is no number, and for NaN, infinity and numbers
-    beyond float32, unless `drop_bad` leaves all of these out.
+    """Return the labels as float64, nulls kept.
+
+    Raises DataError for values that are not numbers, NaN, infinity and numbers beyond float32; `drop_bad` drops them.
     """
     try:
         numbers = array.cast(pa.float64())

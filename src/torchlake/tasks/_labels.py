@@ -1,7 +1,6 @@
-"""Labels as numbers: the class's number, 0 or 1 for each class, or the number itself.
+"""Encode labels as numbers: the class index, 0 or 1 per class, or the number itself.
 
-The label column of another table may be written in another type than the training table's (a CSV file has "1" for 1);
-it means the same labels.
+Another table may store the same labels in another type than the training table (a CSV file has "1" for 1).
 """
 
 import numpy as np
@@ -14,16 +13,16 @@ from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, to_plain_a
 
 
 def target_type(spec: TaskSpec) -> pa.DataType:
-    """The type of encoded labels: int64, list<float32> with one number per class, or float32."""
+    """Return the type of encoded labels: int64, list<float32> with one number per class, or float32."""
     if spec.problem == "multi_label":
         return pa.list_(pa.float32())
     return pa.int64() if spec.problem == "single_label" else pa.float32()
 
 
 def encode_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
-    """Labels as targets: the class's number, 0.0 or 1.0 per class, or the number itself; nulls stay null.
+    """Encode labels as targets: the class index, 0.0 or 1.0 per class, or the number itself; nulls stay null.
 
-    Raises DataError naming a label that the model does not have and the rows that hold it.
+    Raises DataError naming unknown labels and their number of rows.
     """
     array = to_plain_array(array)
     if len(array) == array.null_count:
@@ -45,10 +44,10 @@ def encode_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
 
 
 def bad_labels(array: pa.Array, spec: TaskSpec) -> dict[int, str]:
-    """The rows whose label `encode_labels` refuses, each with a reason.
+    """Return the rows whose label `encode_labels` refuses, with reasons.
 
-    Found by halving, over distinct labels where they can be compared: one pass where all are fine. Raises DataError
-    for a type that holds no such labels at all.
+    Bisects, over distinct labels if they are comparable; one pass if all are valid. Raises DataError for a type that
+    cannot hold such labels.
     """
     array = to_plain_array(array)
     nested = pa.types.is_nested(array.type)
@@ -74,20 +73,20 @@ def bad_labels(array: pa.Array, spec: TaskSpec) -> dict[int, str]:
 
 
 def label_type(spec: TaskSpec) -> pa.DataType:
-    """The Arrow type of one of the model's classes."""
+    """Return the Arrow type of the model's classes."""
     kind = type(spec.labels[0])
     return pa.bool_() if kind is bool else pa.int64() if kind is int else pa.string()
 
 
 def _as_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
-    """Labels in the type of the model's classes, where the table wrote them in another one."""
+    """Convert labels to the type of the model's classes."""
     wanted = label_type(spec)
     if array.type == wanted:
         return array
     try:
         if pa.types.is_string(array.type) and pa.types.is_integer(wanted):
             return _integers(array)
-        # As text first: Arrow would make True of any integer but 0.
+        # As text first, because Arrow casts every integer but 0 to True.
         return array.cast(pa.string()).cast(wanted) if pa.types.is_boolean(wanted) else array.cast(wanted)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
@@ -97,7 +96,7 @@ def _as_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
 
 
 def _integers(words: pa.Array) -> pa.Array:
-    """Words that write integers, also as a file without types writes them beside missing values: "1.0" for 1."""
+    """Parse integers, including "1.0" for 1, as CSV files have it for columns with missing values."""
     try:
         return words.cast(pa.int64())
     except pa.ArrowInvalid:
@@ -105,7 +104,7 @@ def _integers(words: pa.Array) -> pa.Array:
 
 
 def _index(values: pa.Array, spec: TaskSpec) -> pa.Array:
-    """The number of each label among the model's classes; null for null."""
+    """Return the class index of each label; null for null."""
     index = pc.index_in(values, pa.array(spec.labels, label_type(spec)))
     unknown = pc.filter(values, pc.and_(index.is_null(), values.is_valid()))
     if len(unknown):

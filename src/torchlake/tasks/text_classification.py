@@ -1,9 +1,9 @@
-"""One text in, a class, several classes, or a number out.
+"""Text classification and regression: a text in; one class, several classes or a number out.
 
-Which of them the label column decides, once, when a job starts (`_labels.py`).
+The label column decides which of them, once, when a job starts (`_label_column.py`).
 
-Tokenizing is the hot path. Rows go through the tokenizer's Rust backend a thousand at a time, because each encoded row
-carries its tokens as text and offsets too, some 100 bytes per token, until it is unpacked into flat arrays.
+Tokenizing is the hot path. The Rust tokenizer gets a thousand rows at a time, because each encoded row also holds its
+tokens as text and offsets, some 100 bytes per token, until it is converted to flat arrays.
 """
 
 from collections.abc import Sequence
@@ -52,10 +52,9 @@ ROWS_AT_ONCE = 1_000
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids of all texts in one flat array, special tokens included, each text cut to `spec.max_length`, on the
-    side that the tokenizer names.
+    """Tokenize texts into one flat array, with special tokens; truncates to `spec.max_length` on the tokenizer's side.
 
-    Returns values (T,) int32, offsets (B+1,) int64 and cut (B,) int64, the tokens that each text has lost.
+    Returns values (T,) int32, offsets (B+1,) int64 and cut (B,) int64, the number of tokens removed from each text.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
@@ -70,7 +69,7 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec) -> tuple[np.n
         lengths[rows] = [len(row) for row in ids]
         pieces.append(np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(lengths[rows].sum())))
         for row in np.flatnonzero(lengths[rows] >= spec.max_length):
-            # Each piece of what is left has special tokens of its own.
+            # Each overflowing piece has special tokens, too.
             cut[first + row] = sum(piece.special_tokens_mask.count(0) for piece in encodings[row].overflowing)
     offsets = np.zeros(len(texts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -80,11 +79,10 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec) -> tuple[np.n
 def loss_sum(
     logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec, objective: Objective = UNWEIGHTED
 ) -> "torch.Tensor":
-    """The loss summed over all targets, in fp32: cross entropy, binary cross entropy, or the squared error in standard
-    deviations of the target.
+    """Return the summed loss in fp32: (binary) cross entropy, or the squared error in the target's standard deviations.
 
     `logits` (B, C); `targets` (B,) int64, (B, C) float32, or (B,) float32. Class weights multiply the loss of a row of
-    that class, or, where a row may have several, of a class that a row has.
+    that class or, for multi label, of a positive class.
     """
     from torch.nn import functional
 
@@ -103,9 +101,9 @@ def loss_sum(
 
 
 def divisor(targets: np.ndarray, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
-    """What the summed loss of rows with these targets, (B,) or (B, C), is divided by.
+    """Return the divisor of the summed loss for targets (B,) or (B, C).
 
-    As PyTorch has it: rows, or the sum of the weights of their classes; rows times classes where a row has several.
+    As in PyTorch: the rows, or the sum of their class weights; rows times classes for multi label.
     """
     if spec.problem == "single_label" and objective.class_weights is not None:
         return float(np.asarray(objective.class_weights)[targets].sum())
@@ -113,13 +111,13 @@ def divisor(targets: np.ndarray, spec: TaskSpec, objective: Objective = UNWEIGHT
 
 
 def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
-    """Softmax, sigmoid, or the number in the units of the labels; (B, C) float32 in and out."""
+    """Apply softmax or sigmoid, or scale to the units of the labels; (B, C) float32 in and out."""
     if spec.problem == "regression":
         if spec.mean is None or spec.deviation is None:
             return logits
         return np.asarray(logits.astype(np.float64) * spec.deviation + spec.mean, dtype=np.float32)
     if spec.problem == "multi_label":
-        # exp of a negative number alone cannot overflow.
+        # exp of a non-positive number cannot overflow.
         small = np.exp(-np.abs(logits))
         return np.asarray(np.where(logits >= 0, 1 / (1 + small), small / (1 + small)), dtype=np.float32)
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -127,7 +125,7 @@ def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
 
 
 def output_schema(spec: TaskSpec, all_probabilities: bool) -> pa.Schema:
-    """`label` in the classes' own type (a list for multi label) and `score`; for regression `prediction` alone."""
+    """Return `label` in the classes' type (a list for multi label) and `score`; for regression only `prediction`."""
     if spec.problem == "regression":
         return pa.schema([pa.field("prediction", pa.float32())])
     kind = label_type(spec)
@@ -137,7 +135,7 @@ def output_schema(spec: TaskSpec, all_probabilities: bool) -> pa.Schema:
 
 
 def output_columns(probabilities: np.ndarray, spec: TaskSpec, all_probabilities: bool) -> pa.Table:
-    """The prediction columns, rows in order. `score` is the probability of the likeliest class, chosen or not."""
+    """Return the prediction columns. `score` is the probability of the most probable class."""
     schema = output_schema(spec, all_probabilities)
     if spec.problem == "regression":
         return pa.table([pa.array(probabilities[:, 0], pa.float32())], schema=schema)
@@ -155,12 +153,12 @@ def output_columns(probabilities: np.ndarray, spec: TaskSpec, all_probabilities:
 
 
 def probability_names(spec: TaskSpec) -> list[str]:
-    """The names of the C columns that hold what `probabilities` gave, when all of it is asked for."""
+    """Return the names of the C columns that hold `probabilities` if all are requested."""
     if spec.problem == "regression":
         return ["prediction"]
     return [f"prob_{str(label).lower() if isinstance(label, bool) else label}" for label in spec.labels]
 
 
 def metrics(probabilities: np.ndarray, targets: np.ndarray, spec: TaskSpec) -> dict[str, float]:
-    """The quick metrics of a validation, `DEFAULT_METRIC` among them. Targets as `encode_labels` gives them."""
+    """Return the validation metrics, including `DEFAULT_METRIC`, for targets from `encode_labels`."""
     return validation_metrics(probabilities, targets, spec.problem)

@@ -229,7 +229,7 @@ def test_the_speed_is_measured_where_it_is_not_given(sections: dict[str, Any], m
     monkeypatch.setattr(capacity, "MEASURED_S", 0.01)
     done = tl.plan(**sections)
     assert done.cluster.flops > 1e6
-    assert f"{capacity.REACHED:.0%} of a matrix product's" in done.assumptions[0]
+    assert f"{capacity.TRAINING_EFFICIENCY:.0%} of a matrix product's" in done.assumptions[0]
 
 
 # the command line
