@@ -196,7 +196,7 @@ def test_a_table_url_is_read_from_a_storage_of_files_or_not_at_all(tmp_path: Pat
             with pytest.raises(TableError, match="is refused"):
                 use(full)
         with pytest.raises(UsageError, match="train.checkpoint_folder: .* is refused"):
-            location.find(full, tmp_path)
+            location.find_store(full, tmp_path)
         with pytest.raises(BlockingIOError):
             server.accept()
     assert sorted(os.listdir(tmp_path)) == before
