@@ -2,11 +2,9 @@
 
 import json
 import os
-import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pids import wait_for
+import engine_work as work
 from torchlake import plugins
 from torchlake.engines import Engine, _ray_train, _spark_distributor
 from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, UsageError
@@ -52,16 +50,16 @@ def _made(request: pytest.FixtureRequest, name: str, **options: Any) -> Engine:
 
 
 def test_every_chunk_has_one_result(engine: Engine) -> None:
-    with closing(engine.run_chunks(_squares, range(25))) as results:
+    with closing(engine.run_chunks(work.squares, range(25))) as results:
         assert sorted(results) == [chunk * chunk for chunk in range(25)]
 
 
 def test_there_may_be_no_chunks(engine: Engine) -> None:
-    assert list(engine.run_chunks(_no_worker, [])) == []
+    assert list(engine.run_chunks(work.no_worker, [])) == []
 
 
 def test_there_may_be_more_processes_than_chunks(engine: Engine) -> None:
-    assert list(engine.run_chunks(_squares, [3], processes=2)) == [9]
+    assert list(engine.run_chunks(work.squares, [3], processes=2)) == [9]
 
 
 def test_chunks_and_results_may_be_any_picklable_value(engine: Engine) -> None:
@@ -71,7 +69,7 @@ def test_chunks_and_results_may_be_any_picklable_value(engine: Engine) -> None:
 
 
 def test_a_worker_is_made_once_per_process(engine: Engine, tmp_path: Path) -> None:
-    made_in = list(engine.run_chunks(partial(_counting, tmp_path), range(12)))
+    made_in = list(engine.run_chunks(partial(work.counting, tmp_path), range(12)))
     makers = [path.name for path in tmp_path.iterdir()]
     assert {pid for pid, _ in made_in} <= {int(name.split("-")[0]) for name in makers}
     assert {made for _, made in made_in} == {1}
@@ -81,80 +79,80 @@ def test_a_worker_is_made_once_per_process(engine: Engine, tmp_path: Path) -> No
 def test_chunks_are_handed_out_when_they_are_pulled(engine: Engine, tmp_path: Path) -> None:
     # Chunk 0 ends after all others were worked on, so whoever has it cannot hold another one. The result of the last of
     # the others is on its way at that moment.
-    results = engine.run_chunks(partial(_last_is_zero, tmp_path, 10), range(10))
+    results = engine.run_chunks(partial(work.last_is_zero, tmp_path, 10), range(10))
     assert 0 in list(results)[-2:]
 
 
 def test_results_come_while_others_are_worked_on(engine: Engine, tmp_path: Path) -> None:
     # Chunk 1 ends only after the consumer has seen the result of chunk 0.
-    with closing(engine.run_chunks(partial(_one_after_seen, tmp_path / "seen"), range(2))) as results:
+    with closing(engine.run_chunks(partial(work.one_after_seen, tmp_path / "seen"), range(2))) as results:
         assert next(results) == 0
         (tmp_path / "seen").touch()
         assert list(results) == [1]
 
 
 def test_a_worker_may_pull_one_ahead_from_a_thread(engine: Engine) -> None:
-    assert sorted(engine.run_chunks(_prefetching, range(11))) == [chunk * chunk for chunk in range(11)]
+    assert sorted(engine.run_chunks(work.prefetching, range(11))) == [chunk * chunk for chunk in range(11)]
 
 
 def test_processes_share_the_cores_and_may_have_several_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     engine.processes = None  # the number is the engine's own choice here, of as many as there are chunks
     cores = hardware.cores()
-    everything = set(engine.run_chunks(_threads, range(2), threads_per_process=10_000))
+    everything = set(engine.run_chunks(work.threads, range(2), threads_per_process=10_000))
     assert len({pid for pid, _ in everything}) == 1
     assert {int(threads) for _, threads in everything} == {cores}
-    shared = set(engine.run_chunks(_threads, range(2), processes=2, threads_per_process=10_000))
+    shared = set(engine.run_chunks(work.threads, range(2), processes=2, threads_per_process=10_000))
     assert {int(threads) for _, threads in shared} == {max(1, cores // 2)}, "a number that is given is the number"
     with pytest.raises(UsageError, match="threads_per_process is 0"):
-        list(engine.run_chunks(_squares, range(3), threads_per_process=0))
+        list(engine.run_chunks(work.squares, range(3), threads_per_process=0))
 
 
 def test_a_worker_ends_in_order(engine: Engine, tmp_path: Path) -> None:
-    assert sorted(engine.run_chunks(partial(_with_an_end, tmp_path), range(4), processes=1)) == [0, 1, 2, 3]
+    assert sorted(engine.run_chunks(partial(work.with_an_end, tmp_path), range(4), processes=1)) == [0, 1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["ended"]
 
 
 def test_a_worker_that_dies_is_replaced(engine: Engine, tmp_path: Path) -> None:
-    results = list(engine.run_chunks(partial(_dies_once_each, tmp_path, {2, 5, 7}), range(10)))
+    results = list(engine.run_chunks(partial(work.dies_once_each, tmp_path, {2, 5, 7}), range(10)))
     assert set(results) == set(range(10))
     assert sorted(results) == sorted(set(results)), "a result was handed over, so its chunk must not run again"
 
 
 def test_a_chunk_that_keeps_killing_ends_the_job(engine: Engine) -> None:
     with pytest.raises(RankFailed, match=r"'poison'.*SIGKILL") as caught:
-        list(engine.run_chunks(_poisoned, ["a", "poison", "b"]))
+        list(engine.run_chunks(work.poisoned, ["a", "poison", "b"]))
     assert caught.value.signal == signal.SIGKILL
 
 
 def test_workers_that_cannot_start_end_the_job(engine: Engine) -> None:
     with pytest.raises(RankFailed, match="SIGKILL") as caught:
-        list(engine.run_chunks(_dies_at_start, range(3)))
+        list(engine.run_chunks(work.dies_at_start, range(3)))
     assert caught.value.signal == signal.SIGKILL
 
 
 def test_an_exception_in_a_worker_brings_its_traceback(engine: Engine) -> None:
     with pytest.raises(RankFailed, match="ZeroDivisionError") as caught:
-        list(engine.run_chunks(_dividing, [1, 0]))
+        list(engine.run_chunks(work.dividing, [1, 0]))
     assert "in _dividing_worker" in caught.value.traceback
     assert caught.value.signal is None
 
 
 def test_an_error_of_ours_in_a_worker_comes_back_as_itself(engine: Engine) -> None:
     with pytest.raises(TooManyErrors, match=r"^9 of 10 rows$"):
-        list(engine.run_chunks(_gives_up, [1, 0]))
+        list(engine.run_chunks(work.gives_up, [1, 0]))
 
 
 def test_an_exception_while_making_the_worker_is_not_retried(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="no model here"):
-        list(engine.run_chunks(partial(_fails_to_make, tmp_path), range(3), processes=1))
+        list(engine.run_chunks(partial(work.fails_to_make, tmp_path), range(3), processes=1))
     assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("spoil", ["few", "many", "early"])
 def test_one_result_per_chunk_is_enforced(engine: Engine, spoil: str) -> None:
     with pytest.raises(RankFailed, match="results for"):
-        list(engine.run_chunks(partial(_miscounting, spoil), range(3), processes=1))
+        list(engine.run_chunks(partial(work.miscounting, spoil), range(3), processes=1))
 
 
 def test_launch_returns_the_value_of_rank_0(launcher: Engine) -> None:
@@ -162,7 +160,7 @@ def test_launch_returns_the_value_of_rank_0(launcher: Engine) -> None:
 
 
 def test_ranks_have_the_variables_of_torchrun(launcher: Engine, tmp_path: Path) -> None:
-    launcher.launch(_write_environment, tmp_path)
+    launcher.launch(work.write_environment, tmp_path)
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in "01")
     for rank, variables in enumerate((zero, one)):
         assert variables["RANK"] == str(rank)
@@ -175,41 +173,41 @@ def test_ranks_have_the_variables_of_torchrun(launcher: Engine, tmp_path: Path) 
 
 
 def test_of_a_range_as_many_ranks_start_as_there_is_room_for(launcher: Engine) -> None:
-    assert launcher.launch(_world_size, processes=(1, 2)) == launcher.num_ranks((1, 2)) <= launcher.capacity(2) <= 2
+    assert launcher.launch(work.world_size, processes=(1, 2)) == launcher.num_ranks((1, 2)) <= launcher.capacity(2) <= 2
     assert launcher.num_ranks((5, 6)) in (5, 6)
     with pytest.raises(UsageError, match="the fewest come first"):
-        launcher.launch(_world_size, processes=(3, 2))
+        launcher.launch(work.world_size, processes=(3, 2))
 
 
 def test_ranks_run_at_the_same_time(launcher: Engine, tmp_path: Path) -> None:
-    assert launcher.launch(_meet, tmp_path) == "met"
+    assert launcher.launch(work.meet, tmp_path) == "met"
 
 
 def test_the_first_rank_to_fail_is_the_error(launcher: Engine, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 failed with KeyError: 'the cause'") as caught:
-        launcher.launch(_rank_1_fails_first, tmp_path)
+        launcher.launch(work.rank_1_fails_first, tmp_path)
     assert caught.value.rank == 1
-    assert "in _rank_1_fails_first" in caught.value.traceback
+    assert "in rank_1_fails_first" in caught.value.traceback
 
 
 def test_a_rank_that_fails_stops_those_that_wait_for_it(launcher: Engine) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 failed"):
-        launcher.launch(_rank_0_fails)
+        launcher.launch(work.rank_0_fails)
     assert time.monotonic() - began < 60
 
 
 def test_a_killed_rank_is_named_with_its_signal(launcher: Engine) -> None:
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL") as caught:
-        launcher.launch(_rank_1_is_killed)
+        launcher.launch(work.rank_1_is_killed)
     assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
 
 
 def test_an_error_of_ours_in_a_rank_comes_back_as_itself(launcher: Engine) -> None:
     with pytest.raises(Diverged, match=r"^the loss is not finite$"):
-        launcher.launch(_raises, Diverged("the loss is not finite"))
+        launcher.launch(work.raises, Diverged("the loss is not finite"))
     with pytest.raises(Interrupted) as caught:
-        launcher.launch(_raises, Interrupted("saved", signum=signal.SIGINT))
+        launcher.launch(work.raises, Interrupted("saved", signum=signal.SIGINT))
     assert caught.value.exit_code == 130
 
 
@@ -218,185 +216,11 @@ def test_functions_that_cannot_travel_are_refused(launcher: Engine) -> None:
     with pytest.raises(UsageError, match="cannot be sent to another process"):
         launcher.launch(lambda: lock)
     with pytest.raises(UsageError, match="cannot be sent to another process"):
-        list(launcher.run_chunks(partial(_holding, lock), range(3)))
+        list(launcher.run_chunks(partial(work.holding, lock), range(3)))
 
 
 def test_a_number_of_processes_below_one_is_refused(engine: Engine) -> None:
     with pytest.raises(UsageError, match="processes is 0"):
         engine.launch(os.getpid, processes=0)
     with pytest.raises(UsageError, match="processes is -1"):
-        list(engine.run_chunks(_squares, range(3), processes=-1))
-
-
-Chunks = Iterator[Any]
-
-
-def _squares() -> Callable[[Chunks], Iterator[int]]:
-    return lambda chunks: (chunk * chunk for chunk in chunks)
-
-
-def _holding(lock: Any) -> Callable[[Chunks], Iterator[int]]:
-    raise AssertionError("a lock cannot travel")
-
-
-def _no_worker() -> Callable[[Chunks], Iterator[int]]:
-    raise AssertionError("without chunks no worker is needed")
-
-
-def _counting(folder: Path) -> Callable[[Chunks], Iterator[tuple[int, int]]]:
-    (folder / f"{os.getpid()}-{time.monotonic_ns()}").touch()
-    made = len(list(folder.glob(f"{os.getpid()}-*")))
-    return lambda chunks: ((os.getpid(), made) for _ in chunks)
-
-
-def _threads() -> Callable[[Chunks], Iterator[tuple[int, str]]]:
-    return lambda chunks: ((os.getpid(), os.environ["OMP_NUM_THREADS"]) for _ in chunks)
-
-
-def _last_is_zero(folder: Path, number: int) -> Callable[[Chunks], Iterator[int]]:
-    def worker(chunks: Chunks) -> Iterator[int]:
-        for chunk in chunks:
-            if chunk == 0:
-                wait_for(lambda: len(list(folder.iterdir())) == number - 1)
-            else:
-                (folder / str(chunk)).touch()
-            yield chunk
-
-    return worker
-
-
-def _one_after_seen(seen: Path) -> Callable[[Chunks], Iterator[int]]:
-    def worker(chunks: Chunks) -> Iterator[int]:
-        for chunk in chunks:
-            if chunk == 1:
-                wait_for(seen.exists)
-            yield chunk
-
-    return worker
-
-
-def _prefetching() -> Callable[[Chunks], Iterator[int]]:
-    def worker(chunks: Chunks) -> Iterator[int]:
-        ahead: queue.Queue[Any] = queue.Queue(maxsize=1)
-
-        def pull() -> None:
-            for chunk in chunks:
-                ahead.put((chunk,))
-            ahead.put(None)
-
-        thread = threading.Thread(target=pull)
-        thread.start()
-        while (item := ahead.get()) is not None:
-            yield item[0] * item[0]
-        thread.join()
-
-    return worker
-
-
-def _with_an_end(folder: Path) -> Callable[[Chunks], Iterator[int]]:
-    def worker(chunks: Chunks) -> Iterator[int]:
-        yield from chunks
-        (folder / "ended").touch()
-
-    return worker
-
-
-def _dies_once_each(folder: Path, deadly: set[int]) -> Callable[[Chunks], Iterator[int]]:
-    def worker(chunks: Chunks) -> Iterator[int]:
-        for chunk in chunks:
-            if chunk in deadly and not (folder / str(chunk)).exists():
-                (folder / str(chunk)).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield chunk
-
-    return worker
-
-
-def _poisoned() -> Callable[[Chunks], Iterator[str]]:
-    def worker(chunks: Chunks) -> Iterator[str]:
-        for chunk in chunks:
-            if chunk == "poison":
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield chunk
-
-    return worker
-
-
-def _dies_at_start() -> Callable[[Chunks], Iterator[int]]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("dead by now")
-
-
-def _dividing() -> Callable[[Chunks], Iterator[float]]:
-    def _dividing_worker(chunks: Chunks) -> Iterator[float]:
-        for chunk in chunks:
-            yield 1 / chunk
-
-    return _dividing_worker
-
-
-def _gives_up() -> Callable[[Chunks], Iterator[int]]:
-    def worker(chunks: Chunks) -> Iterator[int]:
-        for chunk in chunks:
-            if chunk == 0:
-                raise TooManyErrors("9 of 10 rows")
-            yield chunk
-
-    return worker
-
-
-def _fails_to_make(folder: Path) -> Callable[[Chunks], Iterator[int]]:
-    (folder / str(time.monotonic_ns())).touch()
-    raise FileNotFoundError("no model here")
-
-
-def _miscounting(spoil: str) -> Callable[[Chunks], Iterator[int]]:
-    def worker(chunks: Chunks) -> Iterator[int]:
-        for chunk in chunks:
-            if spoil != "few" or chunk != 1:
-                yield chunk
-            if spoil == "many":
-                yield chunk
-            if spoil == "early":
-                return
-
-    return worker
-
-
-def _world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
-
-
-def _write_environment(folder: Path) -> None:
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
-
-
-def _meet(folder: Path) -> str:
-    (folder / os.environ["RANK"]).touch()
-    wait_for(lambda: {path.name for path in folder.iterdir()} == {"0", "1"})
-    return "met"
-
-
-def _rank_1_fails_first(folder: Path) -> None:
-    if os.environ["RANK"] == "1":
-        (folder / "failing").touch()
-        raise KeyError("the cause")
-    wait_for((folder / "failing").exists)
-    time.sleep(0.05)  # as a peer does, it fails a moment later
-    raise RuntimeError("connection closed by peer")
-
-
-def _rank_0_fails() -> None:
-    if os.environ["RANK"] == "0":
-        raise ValueError("first")
-    threading.Event().wait()
-
-
-def _rank_1_is_killed() -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Event().wait()
-
-
-def _raises(error: Exception) -> None:
-    raise error
+        list(engine.run_chunks(work.squares, range(3), processes=-1))

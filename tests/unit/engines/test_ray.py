@@ -2,12 +2,9 @@
 
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,11 @@ import ray as ray_library
 import ray.data
 from transformers import AutoTokenizer
 
+import engine_work
 import tiny
 import torchlake as tl
 import training_runs as runs
 from pids import wait_for
-from remote_work import own_pid, print_bytes
 from torchlake.errors import TableError, UsageError
 
 pytestmark = pytest.mark.usefixtures("ray")
@@ -111,7 +108,7 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
     with pytest.raises(UsageError, match="room for 1 of 2 ranks"):
         tl.Ray(processes=2, placement_strategy="STRICT_SPREAD").launch(os.getpid)
     with pytest.raises(UsageError, match="'STRICT_PACK': chunks run as DEFAULT, SPREAD"):
-        tl.Ray(placement_strategy="STRICT_PACK").run_chunks(own_pid, [0])
+        tl.Ray(placement_strategy="STRICT_PACK").run_chunks(engine_work.own_pid, [0])
     with pytest.raises(UsageError, match="'DEFAULT': ranks are placed by PACK"):
         tl.Ray(placement_strategy="DEFAULT").launch(os.getpid)
     with pytest.raises(UsageError, match="'horovod'"):
@@ -122,7 +119,11 @@ def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset
 def test_every_chunk_is_a_named_call_with_its_time() -> None:
     """Ray's timeline is made of the events that `ray list tasks` and the dashboard show."""
     engine = tl.Ray(processes=2)
-    list(engine.run_chunks(own_pid, range(50), name="predict reviews", label=lambda chunk: f"part-{chunk}.parquet"))
+    list(
+        engine.run_chunks(
+            engine_work.own_pid, range(50), name="predict reviews", label=lambda chunk: f"part-{chunk}.parquet"
+        )
+    )
     wanted = {f"task::predict reviews: part-{chunk}.parquet" for chunk in range(50)}
 
     def found() -> bool:
@@ -133,29 +134,13 @@ def test_every_chunk_is_a_named_call_with_its_time() -> None:
 
 
 def test_many_chunks_travel_in_bundles() -> None:
-    numbers = list(tl.Ray(processes=2).run_chunks(_same, range(3000), name="many"))
+    numbers = list(tl.Ray(processes=2).run_chunks(engine_work.same, range(3000), name="many"))
     assert sorted(numbers) == list(range(3000))
-
-
-def _same() -> Any:
-    return lambda chunks: (chunk for chunk in chunks)
 
 
 def test_a_chunk_is_not_read_ahead_that_another_process_can_begin_with(tmp_path: Path) -> None:
     """Both chunks have to be worked on at the same time."""
-    assert sorted(tl.Ray(processes=2).run_chunks(partial(_meeting_ahead, tmp_path), [0, 1])) == [0, 1]
-
-
-def _meeting_ahead(folder: Path) -> Any:
-    def worker(chunks: Iterator[int]) -> Iterator[int]:
-        ahead: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        threading.Thread(target=lambda: [ahead.put(chunk) for chunk in chunks] + [ahead.put(None)]).start()
-        while (chunk := ahead.get()) is not None:
-            (folder / str(chunk)).touch()
-            wait_for(lambda: len(list(folder.iterdir())) == 2)
-            yield chunk
-
-    return worker
+    assert sorted(tl.Ray(processes=2).run_chunks(partial(engine_work.meeting_ahead, tmp_path), [0, 1])) == [0, 1]
 
 
 RESERVED = """
@@ -199,7 +184,7 @@ def test_processes_reserve_the_gpus_and_cpus_that_they_use() -> None:
 
 
 def test_what_processes_print_comes_to_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tl.Ray(processes=2).launch(print_bytes) == "0"
+    assert tl.Ray(processes=2).launch(engine_work.print_bytes) == "0"
     out = capsys.readouterr().out
     assert sorted(line for line in out.splitlines() if "rank" in line) == ["rank 0 \ufffd\ufffd", "rank 1 \ufffd\ufffd"]
 

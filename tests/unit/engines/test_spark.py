@@ -12,10 +12,10 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+import engine_work
 import tiny
 import torchlake as tl
 import training_runs as runs
-from remote_work import own_pid, print_bytes
 from torchlake.engines._spark_session import Session
 from torchlake.engines.spark import Spark
 from torchlake.errors import TableError, UsageError
@@ -159,7 +159,7 @@ def test_more_ranks_than_slots_are_refused_in_seconds(spark: SparkSession) -> No
 
 
 def test_more_workers_than_slots_do_with_the_slots(spark: SparkSession) -> None:
-    pids = set(tl.Spark(spark, processes=5).run_chunks(own_pid, range(12)))
+    pids = set(tl.Spark(spark, processes=5).run_chunks(engine_work.own_pid, range(12)))
     assert len(pids) <= 2
 
 
@@ -177,14 +177,14 @@ def test_a_session_is_used_as_it_runs(spark: SparkSession) -> None:
 
 
 def test_what_processes_print_comes_to_the_driver(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tl.Spark(spark, processes=2).launch(print_bytes) == "0"
+    assert tl.Spark(spark, processes=2).launch(engine_work.print_bytes) == "0"
     seen = capsys.readouterr()
     assert sorted(line for line in seen.out.splitlines() if "rank" in line) == [
         "rank 0 \ufffd\ufffd",
         "rank 1 \ufffd\ufffd",
     ]
     assert seen.err.count("last words without an end") == 2
-    assert tl.Spark(spark, processes=2, stdout_to_stderr=True).launch(print_bytes) == "0"
+    assert tl.Spark(spark, processes=2, stdout_to_stderr=True).launch(engine_work.print_bytes) == "0"
     seen = capsys.readouterr()
     assert "rank" not in seen.out
     assert seen.err.count("rank") == 2
