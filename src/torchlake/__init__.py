@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchlake.planning.plan import plan
     from torchlake.reporting.doctor import doctor
     from torchlake.reporting.report import report
-    from torchlake.scoring.map import ray_stages, spark_udf
+    from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.predict import predict
     from torchlake.tables.output.verify import verify
     from torchlake.training.launch import launch
@@ -65,9 +65,9 @@ _MODULES = {
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",
-    "ray_stages": "scoring.map",
+    "ray_stages": "scoring.frames",
     "report": "reporting.report",
-    "spark_udf": "scoring.map",
+    "spark_udf": "scoring.frames",
     "train": "training.train",
     "tune": "tuning.tune",
     "verify": "tables.output.verify",

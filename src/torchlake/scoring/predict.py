@@ -1,8 +1,8 @@
 """`predict`: a table in, the same rows with predictions out, exactly once.
 
-A stored table becomes a chunk job: the plan is fixed and written first, the engine's workers score chunks into parts,
-and one commit record makes them visible at once. Even if processes are killed, the same command run again scores only
-what is missing. A frame in memory becomes a frame of the same kind, without files or a plan.
+A stored table becomes a chunk job: the plan is written first, the engine's workers score chunks into parts, and one
+commit record makes them visible at once. Even if processes are killed, the same command run again scores only what is
+missing. A frame becomes a frame of the same kind, without files or a plan.
 """
 
 import logging
@@ -17,20 +17,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, make_engine
 from torchlake.engines.local import Local
-from torchlake.errors import TooManyErrors, UsageError
+from torchlake.errors import UsageError
 from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
+from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_flight import InFlight
 from torchlake.scoring.options import (
     OutputOptions,
     PredictOptions,
-    added_columns,
     checked_input,
     fingerprint_of,
     make_export,
@@ -38,28 +35,28 @@ from torchlake.scoring.options import (
     scoring_settings,
     split_options,
 )
+from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
-from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name, worker_memory
-from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, make_table_worker, output_schema, with_staging
+from torchlake.scoring.scorer import worker_memory
+from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, output_schema, with_staging
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
-from torchlake.tables.failures import read_failures
+from torchlake.tables.failures import check_error_rate, read_failures
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.commit import WriteTransaction, write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.record import local_output
-from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow, to_original_frame
+from torchlake.tables.sources.frames import engine_of, is_frame
 from torchlake.tables.table import Table, open_table
 
 log = logging.getLogger(__name__)
 
-ROWS_BEFORE_STOPPING = 1000
 KEPT = "Stopping. Finished chunks are kept; run the same command again to resume."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What `predict` wrote: `rows_out` always equals `rows_in`; `rows_failed` of them carry an `error`."""
+    """The output of `predict`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
 
     output: Path
     rows_in: int
@@ -71,9 +68,9 @@ class Scored:
     record: dict[str, Any]
     "The commit record, with the provenance."
     quarantined: tuple[tuple[str, str], ...] = ()
-    'Files left out, each with the reason (`on_bad_file="quarantine"`); their rows are in no count.'
+    'Skipped files, each with the reason (`on_bad_file="quarantine"`); their rows are not counted.'
     errors: dict[str, int]
-    "Why rows failed, and how many for each reason."
+    "Rows that failed, by reason."
     example: str | None
     "File and row of the first failed row, and its error."
 
@@ -93,13 +90,13 @@ def predict(
     """Score `table` with the model folder `model`.
 
     `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), scored into the Parquet folder
-    `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, which comes back as a frame of its kind
-    with every column kept and the predictions added; or a Spark DataFrame or Ray Dataset, which comes back likewise and
-    lazily: its own engine scores it when its rows are asked for, and rows that fail carry their `error`.
+    `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with the
+    prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its own engine scores
+    it when its rows are needed.
 
-    Columns: `text` is the text column (default: the name of the training table's); `key` a column of unique values
-    without nulls, carried instead of a generated `row_id`; `columns` are more columns to carry; `prefix` comes before
-    the names of the prediction columns; `all_probabilities` adds a column per class.
+    Columns: `text` is the text column (default: as in training); `key` a column of unique values without nulls, copied
+    instead of a generated `row_id`; `columns` are further columns to copy; `prefix` is put before the names of the
+    prediction columns; `all_probabilities` adds a column per class.
 
     Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
     chose for this model, with its batches and threads, else `eager`). `batch_tokens` limits the padded tokens of a
@@ -112,12 +109,12 @@ def predict(
     are new or have changed, `accept_removed_input` drops the rows of files that are gone.
     `on_bad_file="quarantine"` leaves out files that cannot be read. `max_error_rate` (default: 0.5) is below.
 
-    Text generation: `max_new_tokens` limits each answer (default: 64). By default the likeliest token is taken; with
-    a `temperature` above 0 tokens are sampled, among the `top_k` likeliest or those that together have the probability
-    `top_p`. Sampling depends on `seed` and the row's own text, so equal rows get equal answers on every retry. Strings
-    in `stop` end an answer. A column of conversations (lists of structs with `role` and `content`) goes through the
-    tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts prompts and
-    the longest possible answers.
+    Text generation: `max_new_tokens` limits each answer (default: 64). By default the most likely token is taken; with
+    a `temperature` above 0 tokens are sampled, from the `top_k` most likely ones, or from the most likely ones with
+    total probability `top_p`. Sampling depends on `seed` and the row's text, so equal rows get equal answers on every
+    retry. Strings in `stop` end an answer. A column of conversations (lists of structs with `role` and `content`) goes
+    through the tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts
+    prompts and the longest possible answers.
 
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
@@ -131,42 +128,23 @@ def predict(
     if native is not None:
         engine = engine or make_engine(native, None)
         if type(engine).__name__.lower() != native:
-            raise UsageError(f"A frame of {native} is predicted by {native}: give no engine, or one of that kind.")
+            raise UsageError(f"A frame of {native} is scored by the engine {native}: give that engine, or none.")
     engine = engine or Local()
     if native is not None or is_frame(table):
         if output is not None or key is not None or columns:
             raise UsageError(
-                "A frame comes back as a frame with all its columns: output, key and columns are for stored tables. "
-                "To write an output folder, save the frame as Parquet and predict that."
+                "A frame is returned with all its columns: output, key and columns are for stored tables. "
+                "To write an output folder, save the frame as Parquet first."
             )
         if native is not None:
-            return _map_frame(table, engine.frame_schema(table), settings, spec, engine)
-        return _predict_frame(table, settings, spec, engine, output_options.max_error_rate)
+            return map_frame(table, engine.frame_schema(table), settings, spec, engine)
+        return predict_frame(table, settings, spec, engine, output_options.max_error_rate)
     if output is None:
         raise UsageError(
-            "predict: a stored table needs an output folder: predict(model, table, output). Texts in memory are given "
-            f'as a frame, and come back as one: predict(model, pyarrow.table({{"{settings.text}": [...]}})).'
+            "predict: a stored table needs an output folder: predict(model, table, output). For texts in memory: "
+            "torchlake.load(model)([...])."
         )
     return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
-
-
-def _predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
-    table = to_arrow(frame)
-    scored = _map_frame(table, table.schema, settings, spec, engine)
-    failed = len(scored) - scored["error"].null_count
-    examples = [f"{reason}" for reason in pc.unique(scored["error"].drop_null()).to_pylist()[:3]]
-    _refuse_too_many(failed, len(scored), len(scored), max_error_rate, examples)
-    return to_original_frame(frame, scored)
-
-
-def _map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
-    """The frame of that Arrow schema with the prediction columns added, by the engine whose kind of frame it is."""
-    settings = checked_input(settings, spec, schema, "the frame")
-    added = added_columns(settings, spec, schema)
-    new = [column.name for column in added]
-    refuse_collisions([*schema.names, *new], new)
-    make_export(settings, engine)
-    return engine.map_frame(frame, partial(make_table_worker, settings), pa.schema([*schema, *added]))
 
 
 def _predict_table(
@@ -187,7 +165,7 @@ def _predict_table(
     stored_schema(schema)  # refuses what cannot be written, before hours of scoring
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:
-        log.warning("%s is left out: %s", file, reason)
+        log.warning("%s is skipped: %s", file, reason)
     plan = plan_chunks(source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
@@ -240,7 +218,7 @@ def _score(
     *,
     max_error_rate: float,
 ) -> list[ScoredChunk]:
-    """Run the pending chunks; raises TooManyErrors as soon as it is certain, or well founded, that too many failed."""
+    """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
     made: list[ScoredChunk] = []
     examples: list[str] = []
     total = out.plan.rows
@@ -262,27 +240,15 @@ def _score(
         closing(chunks),
         progress("predict", total, "rows", done=before, ahead=ahead) as advance,
     ):
-        _refuse_too_many(failed, rows, total, max_error_rate, examples)  # of a run before this one
+        check_error_rate(failed, rows, total, max_error_rate, examples)  # of a run before this one
         for chunk in chunks:
             made.append(chunk)
             rows += chunk.part.rows
             failed += chunk.part.failed
             examples = (examples + list(chunk.examples))[:3]
             advance(chunk.part.rows)
-            _refuse_too_many(failed, rows, total, max_error_rate, examples)
+            check_error_rate(failed, rows, total, max_error_rate, examples)
     return made
-
-
-def _refuse_too_many(failed: int, rows: int, total: int, max_error_rate: float, examples: Sequence[str]) -> None:
-    """Raise TooManyErrors once more than the allowed share of all rows, or of the first thousand or more, failed."""
-    if failed <= max_error_rate * min(total, max(rows, ROWS_BEFORE_STOPPING)):
-        return
-    shown = f" For example: {'; '.join(examples)}." if examples else ""
-    raise TooManyErrors(
-        f"{failed:,} of {rows:,} rows failed, more than max_error_rate={max_error_rate} allows.{shown} Nothing was "
-        "published; finished chunks are kept. Fix the rows, or allow more with a higher max_error_rate; overwrite "
-        "scores the chunks with failed rows again."
-    )
 
 
 def _provenance(
@@ -313,7 +279,7 @@ def _provenance(
 
 
 def _environment() -> dict[str, str]:
-    """The versions that may change a score's last digits."""
+    """Return the versions that may change the last digits of a score."""
     versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
     return {**versions, "python": platform.python_version()}
 
@@ -322,5 +288,5 @@ def _refuse_own_input(source: Table, output: Path) -> None:
     for file in source.files:
         if Path(os.path.realpath(file)).is_relative_to(os.path.realpath(output)):
             raise UsageError(
-                f"{output}: holds {file}, which is being scored; publishing would replace it. Give another."
+                f"{output}: contains the input file {file}, which publishing would replace. Give another output folder."
             )

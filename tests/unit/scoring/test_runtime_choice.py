@@ -15,7 +15,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.runtimes import eager
-from torchlake.scoring.runtime_choice import asked_for, chosen, write_choice
+from torchlake.scoring.runtime_choice import chosen, requested, write_choice
 
 ROWS = tiny.reviews(12).select(["text"])
 TASK = "text_classification"
@@ -52,7 +52,7 @@ def test_predict_uses_the_choice_and_names_it(model: Path, tmp_path: Path) -> No
     given = tl.predict(model, tmp_path / "in.parquet", tmp_path / "other", batch_tokens=64, engine=tiny.Here()).record
     assert given["fingerprint"]["batch_tokens"] == 64
     named = tl.predict(model, tmp_path / "in.parquet", tmp_path / "third", runtime="eager", engine=tiny.Here()).record
-    assert (named["provenance"]["runtime_by"], named["provenance"]["batch_tokens"]) == ("asked for", None)
+    assert (named["provenance"]["runtime_by"], named["provenance"]["batch_tokens"]) == ("requested", None)
     assert tl.predict(model, ROWS, engine=tiny.Here()).num_rows == len(ROWS)
 
 
@@ -88,10 +88,10 @@ def test_a_changed_model_ignores_the_choice_with_a_warning(
     ("spoil", "said"),
     [
         ({"runtime": "warp"}, "here is no runtime 'warp'"),
-        ({"runtime": 7}, "its runtime is no text"),
-        ({"batch_tokens": 0}, "its batch_tokens is no whole number"),
-        ({"threads": True}, "its threads is no whole number"),
-        ({"format": 2}, "not a choice of this version"),
+        ({"runtime": 7}, "runtime is not a string"),
+        ({"batch_tokens": 0}, "batch_tokens is not an integer"),
+        ({"threads": True}, "threads is not an integer"),
+        ({"format": 2}, "this version reads format 1"),
         ({"device": "cuda"}, "measured on cuda"),
     ],
 )
@@ -150,7 +150,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch):
 def test_a_runtime_that_cannot_is_refused_before_any_work(model: Path, plug_in) -> None:
     plug_in(Fake(why="the library 'fake' is not installed: pip install fake"))
     with pytest.raises(UsageError, match=r"The runtime 'fake' cannot run .*model: the library 'fake' is not installed"):
-        asked_for(model, TASK, "fake")
+        requested(model, TASK, "fake")
     plug_in(Fake(never={TASK: "it cannot read"}))
     with pytest.raises(UsageError, match="cannot run text_classification: it cannot read"):
         tl.predict(model, ROWS, runtime="fake")

@@ -18,8 +18,9 @@ import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.models import load
+from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.runtime_choice import refuse_unable
-from torchlake.scoring.scorer import Scorer, ScoringSettings
+from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.worker import make_chunk_worker, output_schema
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
