@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchlake.reporting.doctor import doctor
     from torchlake.reporting.report import report
     from torchlake.scoring.frames import ray_stages, spark_udf
+    from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import predict
     from torchlake.tables.output.verify import verify
     from torchlake.training.launch import launch
@@ -42,6 +43,7 @@ __all__ = [
     "errors",
     "evaluate",
     "launch",
+    "load",
     "optimize",
     "plan",
     "predict",
@@ -62,6 +64,7 @@ _MODULES = {
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
     "launch": "training.launch",
+    "load": "scoring.in_process",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",

@@ -21,7 +21,7 @@ from torchlake.errors import DataError
 from torchlake.models.config import embeddings, in_words, load_config, positions, set_pad_id
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import INDEX, check_folder
-from torchlake.models.tokenizer import has_tokenizer, load_tokenizer, max_length
+from torchlake.models.tokenizer import has_tokenizer, load_text_tokenizer, load_tokenizer, max_length
 from torchlake.models.write import quiet, save_model_folder
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "load_config",
     "load_model",
     "load_spec",
+    "load_text_tokenizer",
     "load_tokenizer",
     "load_weights",
     "max_length",

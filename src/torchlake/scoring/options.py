@@ -29,7 +29,7 @@ from torchlake.scoring.rows import (
     max_prompt_tokens,
     runtime_name,
 )
-from torchlake.scoring.runtime_choice import RuntimeChoice, chosen, lacks_export, requested
+from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 
@@ -101,6 +101,7 @@ def scoring_settings(
     generation: Mapping[str, Any],
     *,
     text: str | None,
+    recorded: str | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
     batch_tokens: int | None = None,
@@ -110,7 +111,8 @@ def scoring_settings(
     """Return the workers' settings, the task and the runtime for a model folder.
 
     `generation` holds fields of `GenerationOptions` (None: the default), `settings` further fields of
-    `ScoringSettings`. Raises UsageError for options that the model does not support.
+    `ScoringSettings`. `recorded` is the runtime of the output that this job continues: it replaces another default.
+    Raises UsageError for options that the model does not support.
     """
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
@@ -118,6 +120,8 @@ def scoring_settings(
     spec = load_spec(folder)
     if runtime is None:
         choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
+        if choice.why == "default" and recorded == REFERENCE:
+            choice = replace(choice, runtime=recorded)
     else:
         choice = requested(folder, spec.task, runtime)
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).PACKED, **generation)
@@ -125,6 +129,7 @@ def scoring_settings(
     made = ScoringSettings(
         model=str(folder),
         runtime=choice.runtime,
+        exact=choice.why == "default",
         text=text or spec.text,
         keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
         key=key,

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_flight import InFlight
+from torchlake.scoring.in_process import run_in_process, runs_in_process
 from torchlake.scoring.options import (
     OutputOptions,
     PredictOptions,
@@ -43,7 +44,7 @@ from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.failures import check_error_rate, read_failures
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.commit import WriteTransaction, write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs, recorded_fingerprint
 from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.record import local_output
 from torchlake.tables.sources.frames import engine_of, is_frame
@@ -71,6 +72,8 @@ class Scored:
     'Skipped files, each with the reason (`on_bad_file="quarantine"`); their rows are not counted.'
     errors: dict[str, int]
     "Rows that failed, by reason."
+    profile: dict[str, float]
+    "Seconds of each step of this call; up to `first batch` those of the slowest process."
     example: str | None
     "File and row of the first failed row, and its error."
 
@@ -121,15 +124,22 @@ def predict(
     UsageError for mistakes found before any work.
     """
     scoring, generation, output_options = split_options(options)
+    stored = output is not None and not is_frame(table)
     settings, spec, choice = scoring_settings(
-        model, runtime, generation, text=text, key=key, columns=columns, **scoring
+        model,
+        runtime,
+        generation,
+        text=text,
+        key=key,
+        columns=columns,
+        recorded=recorded_fingerprint(output).get("runtime") if stored and output is not None else None,
+        **scoring,
     )
     native = engine_of(table)
     if native is not None:
         engine = engine or make_engine(native, None)
         if type(engine).__name__.lower() != native:
             raise UsageError(f"A frame of {native} is scored by the engine {native}: give that engine, or none.")
-    engine = engine or Local()
     if native is not None or is_frame(table):
         if output is not None or key is not None or columns:
             raise UsageError(
@@ -137,8 +147,9 @@ def predict(
                 "To write an output folder, save the frame as Parquet first."
             )
         if native is not None:
+            assert engine is not None
             return map_frame(table, engine.frame_schema(table), settings, spec, engine)
-        return predict_frame(table, settings, spec, engine, output_options.max_error_rate)
+        return predict_frame(table, settings, spec, engine or Local(), output_options.max_error_rate)
     if output is None:
         raise UsageError(
             "predict: a stored table needs an output folder: predict(model, table, output). For texts in memory: "
@@ -152,7 +163,7 @@ def _predict_table(
     output: Path,
     settings: ScoringSettings,
     spec: TaskSpec,
-    engine: Engine,
+    engine: Engine | None,
     choice: RuntimeChoice,
     options: OutputOptions,
 ) -> Scored:
@@ -169,7 +180,7 @@ def _predict_table(
     plan = plan_chunks(source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
-    make_export(settings, engine)
+    make_export(settings, engine or Local())
     fingerprint = fingerprint_of(settings, spec)
     with write_transaction(
         output,
@@ -188,13 +199,17 @@ def _predict_table(
             assert out.record is not None
             record = out.record
             scored_rows = 0
+            profile = {}
         else:
             items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
             scored_rows = sum(chunk.rows for chunk in out.pending)
-            made = _score(out, items, settings, engine, choice.threads, max_error_rate=options.max_error_rate)
-            seconds = time.perf_counter() - began
-            provenance = _provenance(settings, engine, choice, made, seconds=seconds, rows=scored_rows)
+            planned = time.perf_counter()
+            chunks = _start(out, items, settings, spec, engine, choice)
+            made = _score(out, chunks, max_error_rate=options.max_error_rate)
+            scored = time.perf_counter()
+            provenance = _provenance(settings, engine, choice, made, seconds=scored - began, rows=scored_rows)
             record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
+            profile = _profile(made, began, planned, scored)
     seconds = time.perf_counter() - began
     return Scored(
         output=output,
@@ -205,18 +220,37 @@ def _predict_table(
         rows_per_s=scored_rows / seconds,
         record=record,
         quarantined=tuple(source.quarantined),
+        profile=profile,
         **read_failures(out.output, record, out.plan)._asdict(),
     )
 
 
-def _score(
+def _start(
     out: WriteTransaction,
     items: list[tuple[Chunk, str]],
     settings: ScoringSettings,
-    engine: Engine,
-    threads: int | None,
-    *,
-    max_error_rate: float,
+    spec: TaskSpec,
+    engine: Engine | None,
+    choice: RuntimeChoice,
+) -> Generator[ScoredChunk, None, None]:
+    """Return the results of the pending chunks: of a small job of the default engine in this process."""
+    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
+    rows = sum(chunk.rows for chunk, _ in items)
+    if engine is None and runs_in_process(settings, spec, rows, out.staging):
+        return run_in_process(make_worker, items, out.staging, choice.threads)
+    return (engine or Local()).run_chunks(
+        make_worker,
+        items,
+        gpus_per_process=None,
+        memory_per_process=worker_memory(settings.model),
+        threads_per_process=choice.threads,
+        name=f"predict {out.output.name}",
+        label=chunk_label,
+    )
+
+
+def _score(
+    out: WriteTransaction, chunks: Generator[ScoredChunk, None, None], *, max_error_rate: float
 ) -> list[ScoredChunk]:
     """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
     made: list[ScoredChunk] = []
@@ -224,16 +258,6 @@ def _score(
     total = out.plan.rows
     rows = sum(part.rows for part in out.done)
     failed = sum(part.failed for part in out.done)
-    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
-    chunks = engine.run_chunks(
-        make_worker,
-        items,
-        gpus_per_process=None,
-        memory_per_process=worker_memory(settings.model),
-        threads_per_process=threads,
-        name=f"predict {out.output.name}",
-        label=chunk_label,
-    )
     before, ahead = rows, InFlight(out.staging / "journal").rows
     with (
         announce_interrupt(KEPT),
@@ -253,7 +277,7 @@ def _score(
 
 def _provenance(
     settings: ScoringSettings,
-    engine: Engine,
+    engine: Engine | None,
     choice: RuntimeChoice,
     made: list[ScoredChunk],
     *,
@@ -263,8 +287,8 @@ def _provenance(
     tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
     return {
         "model": settings.model,
-        "engine": type(engine).__name__.lower(),
-        "runtime": runtime_name(choice.runtime),
+        "engine": "local" if engine is None else type(engine).__name__.lower(),
+        "runtime": ", ".join(sorted({chunk.runtime for chunk in made} - {""})) or runtime_name(choice.runtime),
         "runtime_by": choice.why,
         "batch_tokens": settings.batch_tokens,
         "threads": choice.threads,
@@ -276,6 +300,15 @@ def _provenance(
         "padding": round(1 - tokens / padded, 4) if padded else 0.0,
         "errors": [example for chunk in made for example in chunk.examples][:20],
     }
+
+
+def _profile(made: Sequence[ScoredChunk], began: float, planned: float, scored: float) -> dict[str, float]:
+    """Return the seconds of each step, in order; "other rows" includes starting child processes."""
+    names = dict.fromkeys(step for chunk in made for step in chunk.startup)
+    steps = {name: max(chunk.startup.get(name, 0.0) for chunk in made) for name in names}
+    rest = max(0.0, scored - planned - sum(steps.values()))
+    now = time.perf_counter()
+    return {"plan": planned - began, **steps, "other rows": rest, "commit": now - scored}
 
 
 def _environment() -> dict[str, str]:

@@ -23,7 +23,8 @@ from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
-from torchlake.tables.text_columns import is_blank, without_rows
+from torchlake.tables.arrays import from_numpy
+from torchlake.tables.text_columns import is_blank, nulls_as_empty, without_rows
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
@@ -36,6 +37,8 @@ class ScoringSettings:
     model: str
     "The model folder."
     runtime: Runtime
+    exact: bool = False
+    "The runtime is the default and must be exact: on a GPU, where `varlen` computes in bf16, `eager` runs instead."
     text: str
     "The column that holds the text."
     keep: tuple[str, ...]
@@ -87,7 +90,9 @@ class TextReader:
         folder = Path(self.settings.model)
         self.spec = models.load_spec(folder)
         self.task = plugins.load("tasks", self.spec.task)
-        self.tokenizer = models.load_tokenizer(folder)
+        # A task that generates text also decodes, and needs the templates of transformers' tokenizer.
+        load = models.load_tokenizer if self.task.PACKED else models.load_text_tokenizer
+        self.tokenizer: Any = load(folder)
         self.max_prompt = max_prompt_tokens(folder, self.settings.generation)
         self.embeddings = models.embeddings(folder)
 
@@ -97,18 +102,19 @@ class TextReader:
         `unreadable` rows, and empty ones unless `null` is "score", become errors and are not tokenized.
         """
         errors, tokens_of = dict(unreadable), self.task.tokenize
-        if self.settings.generation is not None and self.settings.generation.chat:
+        generation = self.settings.generation
+        if generation is not None and (generation.chat or pa.types.is_nested(texts.type)):
             texts, bad = self.task.render_chats(
                 self.tokenizer, without_rows(texts, unreadable), add_generation_prompt=True
             )
             errors = {**bad, **errors}
             tokens_of = partial(tokens_of, chat=True)
-        texts = pc.fill_null(texts, "")
+        texts = nulls_as_empty(texts)
         if self.settings.null == "error":
             for row in pc.indices_nonzero(is_blank(texts)).to_pylist():
                 errors.setdefault(row, "null_input")
         rows = np.setdiff1d(np.arange(len(texts)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
-        readable = texts.take(pa.array(rows)).to_pylist()
+        readable = texts.take(from_numpy(rows)).to_pylist()
         flat, offsets, cut = tokens_of(self.tokenizer, readable, self.spec)
         tokens = Ragged(flat, offsets)
         for row, reason in beyond_embeddings(tokens, self.embeddings, self.tokenizer).items():

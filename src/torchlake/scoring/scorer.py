@@ -10,6 +10,7 @@ into memory is halved too, and later batches start smaller; `poison_rows.py` fin
 Sorting costs one argsort per chunk and saves the padding.
 """
 
+import gc
 import logging
 import os
 import time
@@ -29,7 +30,9 @@ from torchlake.models import load as models
 from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.runtimes import Forward
 from torchlake.scoring.poison_rows import Attempt
-from torchlake.scoring.rows import ScoringSettings, TextReader, Work
+from torchlake.scoring.rows import ScoringSettings, TextReader, Work, runtime_name
+from torchlake.scoring.runtime_choice import REFERENCE
+from torchlake.tables.arrays import from_numpy, from_strings
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +57,30 @@ class Scorer:
     device: str = field(init=False)
     padded_tokens: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
+    startup: dict[str, float] = field(init=False)
+    "Seconds of each step up to the end of the first batch."
 
     def __post_init__(self) -> None:
         folder = Path(self.settings.model)
+        began = time.perf_counter()
+        self.device = device()
+        imported = time.perf_counter()
         self.reader = TextReader(settings=self.settings)
         self.spec, self.task, self.tokenizer = self.reader.spec, self.reader.task, self.reader.tokenizer
-        self.device = device()
-        load, generation = self.settings.runtime, self.settings.generation
+        tokenizer_loaded = time.perf_counter()
+        generation = self.settings.generation
+        load = REFERENCE if self.settings.exact and self.device != "cpu" else self.settings.runtime
+        self.runtime = runtime_name(load)
         if isinstance(load, str):
             named = plugins.load("runtimes", load)
             load = named.load if generation is None else named.load_generator
         options = {} if generation is None else {"options": generation}
         self.forward: Forward = load(folder, self.spec, device=self.device, **options)
+        self.startup = {
+            "torch": imported - began,
+            "tokenizer": tokenizer_loaded - imported,
+            "model": time.perf_counter() - tokenizer_loaded,
+        }
         budgets = BATCH_TOKENS if generation is None else CACHED_TOKENS
         self.batch_tokens = self.settings.batch_tokens or budgets[self.device]
 
@@ -113,7 +128,9 @@ class Scorer:
                 began = time.perf_counter()
                 with nullcontext() if attempt is None else attempt.running("score", rows.tolist()):
                     out = self.forward(input_ids, mask)
-                self.seconds += time.perf_counter() - began
+                seconds = time.perf_counter() - began
+                self.seconds += seconds
+                self.startup.setdefault("first batch", seconds)
                 self.padded_tokens += input_ids.size
             except (Interrupted, StorageError):
                 raise
@@ -143,12 +160,12 @@ class Scorer:
             columns = self.task.output_columns(probabilities, self.spec, self.settings.all_probabilities)
         position = np.full(work.count, -1, dtype=np.int64)
         position[scored] = np.arange(len(scored))
-        table = columns.take(pa.array(position, mask=position < 0))
+        table = columns.take(from_numpy(position, null=position < 0))
         table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
         truncated = np.zeros(work.count, dtype=bool)
         truncated[work.rows] = work.truncated
-        table = table.append_column(pa.field("truncated", pa.bool_()), pa.array(truncated))
-        reasons = pa.array([errors.get(row) for row in range(work.count)], pa.string())
+        table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))
+        reasons = from_strings([errors.get(row) for row in range(work.count)])
         return table.append_column(pa.field("error", pa.string()), reasons)
 
 
@@ -174,8 +191,13 @@ def prepare_runtime(model: str, runtime: str, texts: pa.Array) -> None:
 
 def device() -> str:
     """Return "cuda" if torch finds a GPU, else "cpu"."""
-    import torch
-
+    collecting = gc.isenabled()
+    gc.disable()  # importing torch allocates so much that the collections take a seventh of the time
+    try:
+        import torch
+    finally:
+        if collecting:
+            gc.enable()
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -8,7 +8,7 @@
 being scored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from torchlake.data.batching import Ragged
 from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import ScoringSettings, TextReader, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
+from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.output.parts import Part, part_of_lost_attempt, write_part
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
@@ -41,6 +42,10 @@ class ScoredChunk:
     "The same with padding."
     seconds: float
     "Time in forward passes."
+    runtime: str = ""
+    "The runtime that ran; empty for a part of an earlier attempt."
+    startup: Mapping[str, float]
+    "Seconds of each step up to the end of the first batch of this process."
     examples: tuple[str, ...]
     "Up to three errors, each with its file and row."
 
@@ -73,6 +78,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
                 tokens=int(work.tokens.lengths.sum()),
                 padded_tokens=scorer.padded_tokens - padded,
                 seconds=scorer.seconds - seconds,
+                runtime=scorer.runtime,
+                startup=scorer.startup,
                 examples=_examples(chunk, output["error"]),
             )
 
@@ -87,7 +94,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         chunk, name = item
         part = part_of_lost_attempt(staging, name, chunk)
         if part is not None:
-            return False, partial(ScoredChunk, part=part, tokens=0, padded_tokens=0, seconds=0.0, examples=())
+            nothing = ScoredChunk(part=part, tokens=0, padded_tokens=0, seconds=0.0, startup={}, examples=())
+            return False, lambda: nothing
         attempt = Attempt(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
         if attempt.alone:
             return True, lambda: score(chunk, name, attempt, *read(chunk, attempt))
@@ -134,10 +142,10 @@ def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Ta
         lengths[work.rows], truncated[work.rows] = work.tokens.lengths, work.truncated
         unread = ~np.isin(np.arange(work.count), work.rows)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        tokens = pa.ListArray.from_arrays(offsets, work.tokens.values, mask=pa.array(unread))
-        reasons = pa.array([work.errors.get(row) for row in range(work.count)], pa.string())
+        tokens = pa.ListArray.from_arrays(offsets, work.tokens.values, mask=from_numpy(unread))
+        reasons = from_strings([work.errors.get(row) for row in range(work.count)])
         for name, column in (("input_ids", tokens), ("truncated", truncated), ("error", reasons)):
-            table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
+            table = table.append_column(name, column if isinstance(column, pa.Array) else from_numpy(column))
         return table
 
     return worker
@@ -172,7 +180,7 @@ def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]
 
     def worker(runtimes: Iterator[str]) -> Iterator[str]:
         for runtime in runtimes:
-            prepare_runtime(model, runtime, pa.array([], pa.string()))
+            prepare_runtime(model, runtime, from_strings([]))
             yield runtime
 
     return worker

@@ -160,7 +160,7 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
     for words, options in wrong.items():
         with pytest.raises(UsageError, match=words):
             tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", text="body", **options)
-    with pytest.raises(UsageError, match="to be replaced|would replace it"):
+    with pytest.raises(UsageError, match="which publishing would replace"):
         tl.predict(model, tmp_path / "in.parquet", tmp_path, text="body")
     with pytest.raises(UsageError, match="column 'error' of its own"):
         tl.predict(model, pa.table({"text": ["good"], "error": ["x"]}), prefix="predicted_")
