@@ -6,7 +6,7 @@ encoders config.json is read without transformers, whose import takes longer tha
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlake import atomic_io
 from torchlake.errors import DataError
@@ -66,7 +66,7 @@ def encoder_config(folder: Path) -> dict[str, Any] | None:
     if defaults is None:
         return None
     names = DISTILBERT_NAMES if values["model_type"] == "distilbert" else {}
-    found = {name: values.get(names.get(name, name), values.get(name, default)) for name, default in defaults.items()}
+    found = {name: values.get(names.get(name, name), default) for name, default in defaults.items()}
     return {**found, "model_type": values["model_type"]}
 
 
@@ -86,6 +86,32 @@ def load_config(folder: Path) -> "PretrainedConfig":
         return config
     except Exception as error:
         raise DataError(f"{folder / 'config.json'}: cannot be loaded: {in_words(error)}") from error
+
+
+class Head(NamedTuple):
+    """The architecture of a model, and the outputs of a classifier."""
+
+    architecture: str
+    problem_type: str | None
+    names: Mapping[int, str]
+    "{index: class}"
+
+
+def read_head(folder: Path) -> Head:
+    """Return the head of the model; an encoder's is read without transformers. Raises DataError."""
+    values = atomic_io.read_json(folder / "config.json")
+    names = values.get("id2label", {0: "LABEL_0", 1: "LABEL_1"})
+    if (
+        values.get("model_type") in ENCODERS
+        and isinstance(names, dict)
+        and not {"num_labels", "_num_labels"} & set(values)
+    ):
+        architectures = values.get("architectures")
+        problem, names = values.get("problem_type"), {int(index): name for index, name in names.items()}
+    else:
+        config = load_config(folder)
+        architectures, problem, names = config.architectures, config.problem_type, config.id2label or {}
+    return Head((architectures or ["unknown"])[0], problem, names)
 
 
 def positions(folder: Path) -> int | None:

@@ -5,9 +5,11 @@ price is crash isolation: a row that kills the process kills the caller. A small
 staging folder while it runs; if the next run finds it, the process died, and child processes score the table.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
@@ -16,13 +18,19 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
+from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import check_options, make_export, scoring_settings
 from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
-from torchlake.scoring.scorer import Scorer
+from torchlake.scoring.scorer import Scorer, worker_memory
+from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_staging
 from torchlake.tables.arrays import from_strings
+from torchlake.tables.chunks import Chunk, chunk_label
+from torchlake.tables.output.commit import WriteTransaction
+
+log = logging.getLogger(__name__)
 
 MARKER = "in_process"
 SMALL_ROWS = 200
@@ -138,33 +146,54 @@ def load(
     return Model(settings)
 
 
-def runs_in_process(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:
-    """Return whether a job of the default engine with so many rows should run in this process.
-
-    Not with a runtime of the user's own, on a GPU, for text generation, or after a crash of this job in a process.
-    """
-    return (
-        rows <= SMALL_ROWS
-        and isinstance(settings.runtime, str)
-        and not plugins.load("tasks", spec.task).PACKED
-        and not (staging / MARKER).exists()
-        and not gpus()
+def start_chunks(
+    out: WriteTransaction,
+    items: Sequence[tuple[Chunk, str]],
+    settings: ScoringSettings,
+    spec: TaskSpec,
+    engine: Engine | None,
+    threads: int | None,
+) -> Generator[ScoredChunk, None, None]:
+    """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
+    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
+    rows = sum(chunk.rows for chunk, _ in items)
+    if engine is None and _is_small(settings, spec, rows, out.staging):
+        return _run_here(make_worker, items, out.staging, threads)
+    return (engine or Local()).run_chunks(
+        make_worker,
+        items,
+        gpus_per_process=None,
+        memory_per_process=worker_memory(settings.model),
+        threads_per_process=threads,
+        name=f"predict {out.output.name}",
+        label=chunk_label,
     )
 
 
-def run_in_process(
-    make_worker: Callable[[], Callable[[Iterator[Any]], Iterator[Any]]],
-    chunks: Iterable[Any],
+def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:
+    """Return whether this process may score the rows.
+
+    Not for functions as runtimes, on a GPU, for text generation, or after a crash of this job in a calling process.
+    """
+    if (staging / MARKER).exists():
+        log.warning("The last run of this job ended while it scored in its own process; now child processes score.")
+        return False
+    generates = plugins.load("tasks", spec.task).PACKED
+    return rows <= SMALL_ROWS and isinstance(settings.runtime, str) and not generates and not gpus()
+
+
+def _run_here(
+    make_worker: Callable[[], Callable[[Iterator[Any]], Iterator[ScoredChunk]]],
+    items: Sequence[tuple[Chunk, str]],
     staging: Path,
     threads: int | None,
-) -> Generator[Any, None, None]:
-    """Run every chunk here and yield the results, like `Engine.run_chunks`."""
+) -> Generator[ScoredChunk, None, None]:
     marker = staging / MARKER
     marker.touch()
     try:
         worker = make_worker()
         with _torch_threads(threads or cores()):
-            yield from worker(iter(chunks))
+            yield from worker(iter(items))
     finally:  # not reached if the process dies
         marker.unlink(missing_ok=True)
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack
@@ -25,7 +24,7 @@ from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
 from torchlake.scoring.frames import map_frame, predict_frame
 from torchlake.scoring.in_flight import InFlight
-from torchlake.scoring.in_process import run_in_process, runs_in_process
+from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
     OutputOptions,
     PredictOptions,
@@ -38,9 +37,8 @@ from torchlake.scoring.options import (
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
-from torchlake.scoring.scorer import worker_memory
-from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, output_schema, with_staging
-from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
+from torchlake.scoring.worker import ScoredChunk, output_schema
+from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import check_error_rate, read_failures
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.commit import WriteTransaction, write_transaction
@@ -102,7 +100,7 @@ def predict(
     prediction columns; `all_probabilities` adds a column per class.
 
     Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
-    chose for this model, with its batches and threads, else `eager`). `batch_tokens` limits the padded tokens of a
+    chose for this model, with its batches and threads, else `varlen` or `eager`). `batch_tokens` limits the padded tokens of a
     batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows whose
     tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried alone, and
     become error rows the second time.
@@ -110,7 +108,8 @@ def predict(
     Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
     unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
     are new or have changed, `accept_removed_input` drops the rows of files that are gone.
-    `on_bad_file="quarantine"` leaves out files that cannot be read. `max_error_rate` (default: 0.5) is below.
+    `on_bad_file="quarantine"` leaves out files that cannot be read. `max_error_rate` (default: 0.5) is below. A small
+    table is scored in this process unless `engine` is given; a row that crashes it is isolated in the next call.
 
     Text generation: `max_new_tokens` limits each answer (default: 64). By default the most likely token is taken; with
     a `temperature` above 0 tokens are sampled, from the `top_k` most likely ones, or from the most likely ones with
@@ -204,7 +203,7 @@ def _predict_table(
             items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
             scored_rows = sum(chunk.rows for chunk in out.pending)
             planned = time.perf_counter()
-            chunks = _start(out, items, settings, spec, engine, choice)
+            chunks = start_chunks(out, items, settings, spec, engine, choice.threads)
             made = _score(out, chunks, max_error_rate=options.max_error_rate)
             scored = time.perf_counter()
             provenance = _provenance(settings, engine, choice, made, seconds=scored - began, rows=scored_rows)
@@ -222,30 +221,6 @@ def _predict_table(
         quarantined=tuple(source.quarantined),
         profile=profile,
         **read_failures(out.output, record, out.plan)._asdict(),
-    )
-
-
-def _start(
-    out: WriteTransaction,
-    items: list[tuple[Chunk, str]],
-    settings: ScoringSettings,
-    spec: TaskSpec,
-    engine: Engine | None,
-    choice: RuntimeChoice,
-) -> Generator[ScoredChunk, None, None]:
-    """Return the results of the pending chunks: of a small job of the default engine in this process."""
-    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
-    rows = sum(chunk.rows for chunk, _ in items)
-    if engine is None and runs_in_process(settings, spec, rows, out.staging):
-        return run_in_process(make_worker, items, out.staging, choice.threads)
-    return (engine or Local()).run_chunks(
-        make_worker,
-        items,
-        gpus_per_process=None,
-        memory_per_process=worker_memory(settings.model),
-        threads_per_process=choice.threads,
-        name=f"predict {out.output.name}",
-        label=chunk_label,
     )
 
 

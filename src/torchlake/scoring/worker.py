@@ -11,7 +11,7 @@ being scored.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,17 +36,17 @@ class ScoredChunk:
     """A worker's report on a chunk that it has written."""
 
     part: Part
-    tokens: int
+    tokens: int = 0
     "Tokens of the rows that were scored, without padding."
-    padded_tokens: int
+    padded_tokens: int = 0
     "The same with padding."
-    seconds: float
+    seconds: float = 0.0
     "Time in forward passes."
     runtime: str = ""
     "The runtime that ran; empty for a part of an earlier attempt."
-    startup: Mapping[str, float]
+    startup: Mapping[str, float] = field(default_factory=dict)
     "Seconds of each step up to the end of the first batch of this process."
-    examples: tuple[str, ...]
+    examples: tuple[str, ...] = ()
     "Up to three errors, each with its file and row."
 
 
@@ -84,18 +84,14 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
             )
 
     def begin(items: Iterator[tuple[Chunk, str]]) -> tuple[bool, Callable[[], ScoredChunk]] | None:
-        """Pull a chunk; returns whether it must run alone, and the function that scores it.
-
-        A chunk that may run beside another one has been read already.
-        """
+        """Pull a chunk, and read it unless it must run alone; returns that and the function that scores it."""
         item = next(items, None)  # waits until the engine has another chunk
         if item is None:
             return None
         chunk, name = item
         part = part_of_lost_attempt(staging, name, chunk)
         if part is not None:
-            nothing = ScoredChunk(part=part, tokens=0, padded_tokens=0, seconds=0.0, startup={}, examples=())
-            return False, lambda: nothing
+            return False, partial(ScoredChunk, part=part)
         attempt = Attempt(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
         if attempt.alone:
             return True, lambda: score(chunk, name, attempt, *read(chunk, attempt))

@@ -15,7 +15,9 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.runtimes import eager
+from torchlake.scoring.options import scoring_settings
 from torchlake.scoring.runtime_choice import chosen, requested, write_choice
+from torchlake.scoring.scorer import Scorer
 
 ROWS = tiny.reviews(12).select(["text"])
 TASK = "text_classification"
@@ -36,9 +38,22 @@ def cpu() -> str:
     return "cpu"
 
 
-def test_without_a_choice_eager_scores(model: Path) -> None:
+def test_the_default_is_varlen_where_it_is_exact(model: Path, tiny_gpt2: Path, tmp_path: Path) -> None:
     choice = chosen(model, TASK, cpu)
-    assert (choice.runtime, choice.batch_tokens, choice.threads, choice.why) == ("eager", None, None, "default")
+    assert (choice.runtime, choice.batch_tokens, choice.threads, choice.why) == ("varlen", None, None, "default")
+    assert chosen(model, TASK, lambda: "cuda").runtime == "eager", "it computes in bf16 there"
+    assert chosen(tiny_gpt2, "text_generation", cpu).runtime == "eager"
+    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
+    assert chosen(tmp_path, TASK, cpu).runtime == "eager"
+
+
+def test_a_worker_that_finds_a_gpu_runs_the_default_as_eager(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver of a cluster may have no GPU where its workers have one."""
+    settings, _, _ = scoring_settings(model, None, {}, text=None)
+    loaded = []
+    monkeypatch.setattr("torchlake.scoring.scorer.device", lambda: "cuda")
+    monkeypatch.setattr(eager, "load", lambda folder, spec, *, device: loaded.append(device))
+    assert (Scorer(settings=settings).runtime, loaded) == ("eager", ["cuda"])
 
 
 def test_predict_uses_the_choice_and_names_it(model: Path, tmp_path: Path) -> None:
@@ -161,11 +176,11 @@ def test_a_chosen_runtime_that_cannot_any_more_is_passed_over(
 ) -> None:
     choose(model, "fake")
     plug_in(Fake(why="the library 'fake' is not installed"))
-    assert chosen(model, TASK, cpu).runtime == "eager"
+    assert chosen(model, TASK, cpu).runtime == "varlen"
     assert "cannot run here: the library 'fake' is not installed" in caplog.text
     caplog.clear()
     plug_in(Fake())
-    assert chosen(model, TASK, cpu).runtime == "eager"
+    assert chosen(model, TASK, cpu).runtime == "varlen"
     assert "missing, damaged or of other weights" in caplog.text
 
 

@@ -162,7 +162,7 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
             tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", text="body", **options)
     with pytest.raises(UsageError, match="which publishing would replace"):
         tl.predict(model, tmp_path / "in.parquet", tmp_path, text="body")
-    with pytest.raises(UsageError, match="column 'error' of its own"):
+    with pytest.raises(UsageError, match="adds a column 'error' to every output"):
         tl.predict(model, pa.table({"text": ["good"], "error": ["x"]}), prefix="predicted_")
     with pytest.raises(UsageError, match="Did you mean 'eager'"):
         refuse_unable("eagre", "text_classification")
