@@ -107,7 +107,8 @@ def _text_tokenizer(
 
 def _content(token: Any) -> str | None:
     """Return a special token of tokenizer_config.json, where it is a string or an object."""
-    return token["content"] if isinstance(token, dict) else token
+    content: str | None = token["content"] if isinstance(token, dict) else token
+    return content
 
 
 def _adds_nothing(

@@ -6,6 +6,7 @@ staging folder while it runs; if the next run finds it, the process died, and ch
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ class Model:
         self.runtime: str = self._scorer.runtime
 
     @overload
-    def __call__(self, texts: str) -> Answer: ...
+    def __call__(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]  # a string is iterable, too
     @overload
     def __call__(self, texts: Iterable[Text]) -> list[Answer]: ...
     def __call__(self, texts: str | Iterable[Text]) -> Answer | list[Answer]:
@@ -158,7 +159,7 @@ def start_chunks(
     make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
-        return _run_here(make_worker, items, out.staging, threads)
+        return _run_here(make_worker, items, out.staging)
     return (engine or Local()).run_chunks(
         make_worker,
         items,
@@ -186,25 +187,25 @@ def _run_here(
     make_worker: Callable[[], Callable[[Iterator[Any]], Iterator[ScoredChunk]]],
     items: Sequence[tuple[Chunk, str]],
     staging: Path,
-    threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     marker = staging / MARKER
     marker.touch()
     try:
         worker = make_worker()
-        with _torch_threads(threads or cores()):
+        with _all_cores():
             yield from worker(iter(items))
     finally:  # not reached if the process dies
         marker.unlink(missing_ok=True)
 
 
 @contextmanager
-def _torch_threads(number: int) -> Iterator[None]:
-    """Let torch use as many threads in the block as in a child process."""
+def _all_cores() -> Iterator[None]:
+    """Let torch use as many threads in the block as in a single child process, so that the bytes are the same."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores())
     try:
         yield
     finally:

@@ -100,10 +100,10 @@ def predict(
     prediction columns; `all_probabilities` adds a column per class.
 
     Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
-    chose for this model, with its batches and threads, else `varlen` or `eager`). `batch_tokens` limits the padded tokens of a
-    batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows whose
-    tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried alone, and
-    become error rows the second time.
+    chose for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded
+    tokens of a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
+    whose tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried
+    alone, and become error rows the second time.
 
     Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
     unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
