@@ -66,8 +66,12 @@ def encoder_config(folder: Path) -> dict[str, Any] | None:
     if defaults is None:
         return None
     names = DISTILBERT_NAMES if values["model_type"] == "distilbert" else {}
-    found = {name: values.get(names.get(name, name), default) for name, default in defaults.items()}
-    return {**found, "model_type": values["model_type"]}
+    found = {"model_type": values["model_type"]}
+    for name, default in defaults.items():
+        # transformers knows its common names for DistilBERT's, too, but for the activation.
+        other = default if name == "hidden_act" else values.get(name, default)
+        found[name] = values.get(names.get(name, name), other)
+    return found
 
 
 def load_config(folder: Path) -> "PretrainedConfig":

@@ -34,8 +34,8 @@ from torchlake.tables.output.commit import WriteTransaction
 log = logging.getLogger(__name__)
 
 MARKER = "in_process"
-SMALL_ROWS = 200
-"Up to here one process with all cores takes less time than starting others (bench/first_answer.py)."
+SMALL_ROWS = 100
+"Up to here one process with all cores takes no more time than starting others."
 
 Text = str | None | Sequence[Mapping[str, str]]
 "A text, None, or (text generation) a conversation: messages with `role` and `content`."
