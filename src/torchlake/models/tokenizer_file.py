@@ -6,7 +6,6 @@ here only if the result is certain to be the same; otherwise the caller has to u
 `tests/conformance/test_tokenizers.py` compares both for every kind.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,15 +81,15 @@ def read_tokenizer_file(folder: Path) -> TextTokenizer | None:
     tokens = {**defaults.get(kind, {}), **{name: _content(config[name]) for name in NAMED if name in config}}
     if not _adds_nothing(folder, file, config, tokens) or (kind in checks and not checks[kind](file, config, tokens)):
         return None
-    return _text_tokenizer(file, config, tokens)
+    return _text_tokenizer(paths[0], file, config, tokens)
 
 
 def _text_tokenizer(
-    file: Mapping[str, Any], config: Mapping[str, Any], tokens: Mapping[str, str | None]
+    path: Path, file: Mapping[str, Any], config: Mapping[str, Any], tokens: Mapping[str, str | None]
 ) -> TextTokenizer:
     from tokenizers import Tokenizer
 
-    backend = Tokenizer.from_str(json.dumps(file))
+    backend = Tokenizer.from_file(str(path))
     ids = {name: None if token is None else backend.token_to_id(token) for name, token in tokens.items()}
     padding, truncation = file.get("padding") or {}, file.get("truncation") or {}
     pad = ids["pad_token"] if "pad_token" in tokens else padding.get("pad_id")
