@@ -16,7 +16,8 @@ from _contender import Score, serve
 
 from torchlake import plugins
 from torchlake.models import load as models
-from torchlake.scoring.scorer import BATCH_TOKENS, Scorer, ScoringSettings
+from torchlake.scoring.rows import ScoringSettings
+from torchlake.scoring.scorer import BATCH_TOKENS, Scorer
 
 BATCH_CHOICES = (256, 512)
 NOT_TUNED = ("compiled",)  # each size of a batch may cost a compilation

@@ -154,7 +154,8 @@ def write_generate(setup: dict[str, Any]) -> Result:
 
 def write_torchlake(setup: dict[str, Any]) -> Result:
     from torchlake.models.generation import GenerationOptions
-    from torchlake.scoring.scorer import Scorer, ScoringSettings
+    from torchlake.scoring.rows import ScoringSettings
+    from torchlake.scoring.scorer import Scorer
 
     scorer = Scorer(
         settings=ScoringSettings(

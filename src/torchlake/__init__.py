@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torchlake.planning.plan import plan
     from torchlake.reporting.doctor import doctor
     from torchlake.reporting.report import report
-    from torchlake.scoring.map import ray_stages, spark_udf
+    from torchlake.scoring.frames import ray_stages, spark_udf
+    from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import predict
     from torchlake.tables.output.verify import verify
     from torchlake.training.launch import launch
@@ -42,6 +43,7 @@ __all__ = [
     "errors",
     "evaluate",
     "launch",
+    "load",
     "optimize",
     "plan",
     "predict",
@@ -62,12 +64,13 @@ _MODULES = {
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
     "launch": "training.launch",
+    "load": "scoring.in_process",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",
-    "ray_stages": "scoring.map",
+    "ray_stages": "scoring.frames",
     "report": "reporting.report",
-    "spark_udf": "scoring.map",
+    "spark_udf": "scoring.frames",
     "train": "training.train",
     "tune": "tuning.tune",
     "verify": "tables.output.verify",

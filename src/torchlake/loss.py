@@ -9,12 +9,15 @@ They are PyTorch's `weight` of cross entropy and `pos_weight` of binary cross en
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlake.config.job import TrainConfig
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.errors import ConfigError
+
+if TYPE_CHECKING:  # the job's model imports pydantic, and scoring imports this module
+    from torchlake.config.job import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,7 @@ class Objective:
 UNWEIGHTED = Objective()
 
 
-def check_objective(train: TrainConfig, spec: TaskSpec) -> None:
+def check_objective(train: "TrainConfig", spec: TaskSpec) -> None:
     """Raise ConfigError for class weights or label smoothing that the problem does not support, or unknown labels."""
     weights = train.class_weights
     if train.label_smoothing and spec.problem != "single_label":
@@ -50,7 +53,7 @@ def check_objective(train: TrainConfig, spec: TaskSpec) -> None:
             )
 
 
-def find_objective(train: TrainConfig, spec: TaskSpec, targets: np.ndarray | None, rows: np.ndarray) -> Objective:
+def find_objective(train: "TrainConfig", spec: TaskSpec, targets: np.ndarray | None, rows: np.ndarray) -> Objective:
     """The objective for the `rows` (R,) of a table with `targets`, (N,) class numbers or (N, C) of 0 and 1."""
     weights = train.class_weights
     if weights is None or targets is None:

@@ -20,6 +20,7 @@ PUBLIC = {
     "errors",
     "evaluate",
     "launch",
+    "load",
     "optimize",
     "plan",
     "predict",

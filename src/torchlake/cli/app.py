@@ -138,12 +138,13 @@ def predict(
     stop: o.Stop = None,
     seed: o.Seed = None,
     chat: o.Chat = False,
+    profile: o.Profile = False,
     as_json: o.Json = False,
 ) -> Work:
     """Score a table, every row exactly once. Run the same command again to score only what is missing."""
-    options = _given(locals(), "model", "table", "output", "engine", "processes", "overrides", "as_json")
+    options = _given(locals(), "model", "table", "output", "engine", "processes", "overrides", "profile", "as_json")
     return lambda: commands.predict(
-        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), options
+        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), options, profile=profile
     )
 
 

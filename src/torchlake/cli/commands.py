@@ -5,6 +5,7 @@ Libraries that are slow to load are imported inside the functions.
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,11 +85,14 @@ def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str |
     )
 
 
-def predict(model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
-    """Score a stored table."""
+def predict(
+    model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any], *, profile: bool
+) -> Outcome:
+    """Score a stored table; with `profile`, also show the seconds of each step."""
     from torchlake.scoring.predict import predict
     from torchlake.tables.failures import format_reasons
 
+    started = _seconds_running()
     done = predict(model, table, output, engine=engine, **options)
     names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "output")
     values = {name: getattr(done, name) for name in names}
@@ -101,6 +105,9 @@ def predict(model: str, table: str, output: str, engine: "Engine | None", option
     if done.rows_failed:
         lines += ["", "rows with an error, by reason", *(f"  {line}" for line in format_reasons(done.errors))]
         lines.append(f"for example {done.example}")
+    if profile:
+        values["profile"] = {"python, torchlake": started, **done.profile}
+        lines += ["", "seconds of each step", *grid([[step, f"{s:.2f}"] for step, s in values["profile"].items()])]
     return Outcome(values=values, lines=lines)
 
 
@@ -245,6 +252,16 @@ def _check_job(job: str | None, overrides: Sequence[str], command: str) -> None:
     """Raise UsageError where neither a job file nor settings are given."""
     if job is None and not overrides:
         raise UsageError(f"Name a job file (torchlake {command} job.yaml), or give every setting with --set a.b=c.")
+
+
+def _seconds_running() -> float:
+    """Return the seconds since this process started."""
+    import psutil
+
+    process = psutil.Process()
+    if hasattr(time, "CLOCK_BOOTTIME"):  # psutil's time of the boot is in whole seconds
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - (process.create_time() - psutil.boot_time())
+    return time.time() - process.create_time()
 
 
 def _demo_model() -> Path:

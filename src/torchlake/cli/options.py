@@ -63,7 +63,9 @@ EngineSettings = Annotated[
 RuntimeName = Annotated[
     str | None,
     _execution(
-        "--runtime", "NAME", f"Inference runtime: {_names('runtimes')} (default: chosen by optimize, else eager)."
+        "--runtime",
+        "NAME",
+        f"Inference runtime: {_names('runtimes')} (default: varlen or eager, or the choice of optimize).",
     ),
 ]
 BatchTokens = Annotated[
@@ -135,6 +137,8 @@ MaxErrorRate = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, _output("--overwrite", None, "Replace the output of another job.")]
+
+Profile = Annotated[bool, _execution("--profile", None, "Show the seconds of each step since the start.")]
 
 # text generation
 MaxNewTokens = Annotated[

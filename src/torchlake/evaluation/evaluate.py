@@ -27,7 +27,7 @@ from torchlake.evaluation.perplexity import measure_texts
 from torchlake.metrics import Metric, evaluate_metrics
 from torchlake.models.load import Label, TaskSpec, load_spec
 from torchlake.scoring import predict as predicting
-from torchlake.scoring.scorer import Runtime
+from torchlake.scoring.rows import Runtime
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.reading import ChunkReader

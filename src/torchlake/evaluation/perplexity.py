@@ -34,8 +34,9 @@ from torchlake.models.folders import model_folder
 from torchlake.models.load import load_tokenizer
 from torchlake.preparation.prepare import prepare
 from torchlake.progress import progress
-from torchlake.scoring.runtime_choice import REFERENCE, asked_for
-from torchlake.scoring.scorer import Runtime, device, worker_memory
+from torchlake.scoring.rows import Runtime
+from torchlake.scoring.runtime_choice import REFERENCE, requested
+from torchlake.scoring.scorer import device, worker_memory
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources.frames import is_frame, to_arrow
@@ -78,7 +79,7 @@ def measure_texts(
     Raises DataError when no row can be used, UsageError for a runtime that cannot do it, and what `prepare` raises.
     """
     folder, engine = model_folder(model), engine or Local()
-    choice = asked_for(folder, spec.task, runtime or REFERENCE)
+    choice = requested(folder, spec.task, runtime or REFERENCE)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as scratch:
         if is_frame(table):
             stored = Path(scratch, "frame.parquet")

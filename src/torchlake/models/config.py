@@ -1,10 +1,12 @@
-"""What a model folder's config.json says: architecture, longest row, how many tokens it has embeddings for.
+"""The configuration of a model folder: architecture, positions, embeddings, padding token.
 
-No weights are opened. A folder has been let in by `safety.check_folder` before it comes here.
+Weights are not opened. Folders given here have passed `safety.check_folder`. For BERT, RoBERTa, DistilBERT and similar
+encoders config.json is read without transformers, whose import takes longer than scoring a small table.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlake import atomic_io
 from torchlake.errors import DataError
@@ -30,6 +32,47 @@ POSITIONS_AFTER_PADDING = frozenset(
     }
 )
 
+_BERT: Mapping[str, Any] = {
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+    "is_decoder": False,
+}
+ENCODERS: Mapping[str, Mapping[str, Any]] = {
+    "bert": _BERT,
+    "camembert": {**_BERT, "pad_token_id": 1},
+    "distilbert": {**_BERT, "num_hidden_layers": 6},
+    "roberta": {**_BERT, "vocab_size": 50265, "pad_token_id": 1},
+    "xlm-roberta": {**_BERT, "pad_token_id": 1},
+}
+"Fields of the encoders' configurations, with the defaults of transformers for fields that config.json lacks."
+DISTILBERT_NAMES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_act": "activation",
+}
+
+
+def encoder_config(folder: Path) -> dict[str, Any] | None:
+    """Return the fields of `ENCODERS` for an encoder of these types, read without transformers; None for others."""
+    values = atomic_io.read_json(folder / "config.json")
+    defaults = ENCODERS.get(values.get("model_type"))
+    if defaults is None:
+        return None
+    names = DISTILBERT_NAMES if values["model_type"] == "distilbert" else {}
+    found = {"model_type": values["model_type"]}
+    for name, default in defaults.items():
+        # transformers knows its common names for DistilBERT's, too, but for the activation.
+        other = default if name == "hidden_act" else values.get(name, default)
+        found[name] = values.get(names.get(name, name), other)
+    return found
+
 
 def load_config(folder: Path) -> "PretrainedConfig":
     """The configuration of a model folder that `check_folder` has let in. Raises DataError."""
@@ -49,21 +92,66 @@ def load_config(folder: Path) -> "PretrainedConfig":
         raise DataError(f"{folder / 'config.json'}: cannot be loaded: {in_words(error)}") from error
 
 
+class Head(NamedTuple):
+    """The architecture of a model, and the outputs of a classifier."""
+
+    architecture: str
+    problem_type: str | None
+    names: Mapping[int, str]
+    "{index: class}"
+
+
+def read_head(folder: Path) -> Head:
+    """Return the head of the model; an encoder's is read without transformers. Raises DataError."""
+    values = atomic_io.read_json(folder / "config.json")
+    names = values.get("id2label", {0: "LABEL_0", 1: "LABEL_1"})
+    if (
+        values.get("model_type") in ENCODERS
+        and isinstance(names, dict)
+        and not {"num_labels", "_num_labels"} & set(values)
+    ):
+        architectures = values.get("architectures")
+        problem, names = values.get("problem_type"), {int(index): name for index, name in names.items()}
+    else:
+        config = load_config(folder)
+        architectures, problem, names = config.architectures, config.problem_type, config.id2label or {}
+    return Head((architectures or ["unknown"])[0], problem, names)
+
+
 def positions(folder: Path) -> int | None:
-    """Tokens that the model of a folder, which `check_folder` has let in, has positions for; None: no such limit."""
-    config = load_config(folder)
-    limit = getattr(config, "max_position_embeddings", None)
+    """Return how many tokens of a row the model has positions for; None: no limit."""
+    config = _fields(folder, "max_position_embeddings", "pad_token_id", "model_type")
+    limit = config["max_position_embeddings"]
     if not isinstance(limit, int) or limit <= 0:
         return None
-    return limit - (config.pad_token_id or 0) - 1 if config.model_type in POSITIONS_AFTER_PADDING else limit
+    return limit - (config["pad_token_id"] or 0) - 1 if config["model_type"] in POSITIONS_AFTER_PADDING else limit
 
 
 def embeddings(folder: Path) -> int | None:
-    """Tokens that the model of a folder has embeddings for; None where its configuration does not say."""
+    """Return how many tokens the model has embeddings for; None if its configuration does not contain the number."""
     if not (folder / "config.json").exists():
         return None
-    number = getattr(load_config(folder).get_text_config(), "vocab_size", None)
+    encoder = encoder_config(folder)
+    config = load_config(folder).get_text_config() if encoder is None else None
+    number = getattr(config, "vocab_size", None) if encoder is None else encoder["vocab_size"]
     return number if isinstance(number, int) else None
+
+
+def padding_id(folder: Path) -> int | None:
+    """Return the id of the model's padding token, or None."""
+    if not (folder / "config.json").exists():
+        return None
+    encoder = encoder_config(folder)
+    return pad_id(load_config(folder)) if encoder is None else _valid_id(encoder["pad_token_id"])
+
+
+def _fields(folder: Path, *names: str) -> dict[str, Any]:
+    """Return fields of a configuration; None for a missing one."""
+    encoder = encoder_config(folder)
+    if encoder is not None:
+        return {name: encoder[name] for name in names}
+    config = load_config(folder)
+    return {name: getattr(config, name, None) for name in names}
 
 
 def pad_id(config: "PretrainedConfig") -> int | None:
@@ -72,9 +160,12 @@ def pad_id(config: "PretrainedConfig") -> int | None:
     Decoders that classify read the answer at the last token that has another id, encoders of RoBERTa's kind count
     positions from it, and encoder-decoders begin with it.
     """
-    found = getattr(config.get_text_config(), "pad_token_id", None)
+    return _valid_id(getattr(config.get_text_config(), "pad_token_id", None))
+
+
+def _valid_id(value: Any) -> int | None:
     # Early Llamas have -1: none.
-    return found if isinstance(found, int) and found >= 0 else None
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def set_pad_id(config: "PretrainedConfig", token: int) -> None:

@@ -15,9 +15,6 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from torchlake import atomic_io
-from torchlake.checkpoints import location
-from torchlake.checkpoints.store import BEST
-from torchlake.config.job import load_job
 from torchlake.config.task_spec import TASK_FILE
 from torchlake.errors import DataError, TorchlakeError
 from torchlake.models.safety import INDEX
@@ -25,6 +22,7 @@ from torchlake.tables.sources.files import local_path
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
 JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
 "What the folder of a run and of a tuning are known by; a finished tuning has both."
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -105,7 +103,7 @@ def _model_of_run(folder: Path) -> Path:
     Raises DataError where there is no model yet, and for a single checkpoint.
     """
     above = (folder, *folder.absolute().parents)
-    at = next((place for place, one in enumerate(above) if one.name == location.FOLDER), -1)
+    at = next((place for place, one in enumerate(above) if one.name == CHECKPOINTS), -1)
     run = above[at + 1]
     is_run, is_tuning = (run / JOB_FILE).is_file(), (run / TUNING_FILE).is_file()
     if (folder / "config.json").exists() or not (is_run or is_tuning):
@@ -127,6 +125,11 @@ def _model_of_run(folder: Path) -> Path:
 
 def _unfinished(run: Path) -> str:
     """That a run has no model folder yet, and where its best model is so far."""
+    # Imported here because pydantic and object stores take longer to import than a small table takes to score.
+    from torchlake.checkpoints import location
+    from torchlake.checkpoints.store import BEST
+    from torchlake.config.job import load_job
+
     try:
         place = location.find_store(load_job(run / JOB_FILE).train.checkpoint_folder, run)
         best = [f"{place}/{name}" for name in place.list_complete(BEST)]

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, label_name, spec_from_json
 from torchlake.errors import DataError
-from torchlake.models.config import embeddings, in_words, load_config, positions, set_pad_id
+from torchlake.models.config import embeddings, in_words, load_config, positions, read_head, set_pad_id
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import INDEX, check_folder
-from torchlake.models.tokenizer import has_tokenizer, load_tokenizer, max_length
+from torchlake.models.tokenizer import has_tokenizer, load_text_tokenizer, load_tokenizer, max_length
 from torchlake.models.write import quiet, save_model_folder
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "load_config",
     "load_model",
     "load_spec",
+    "load_text_tokenizer",
     "load_tokenizer",
     "load_weights",
     "max_length",
@@ -66,9 +67,8 @@ def load_spec(folder: str | Path) -> TaskSpec:
     check_folder(folder)
     if (folder / TASK_FILE).exists():
         return spec_from_json(folder / TASK_FILE, atomic_io.read_json(folder / TASK_FILE))
-    config = load_config(folder)
-    architecture = (config.architectures or ["unknown"])[0]
-    if architecture.endswith(WRITERS):
+    head = read_head(folder)
+    if head.architecture.endswith(WRITERS):
         return TaskSpec(
             task="text_generation",
             problem="next_token",
@@ -77,14 +77,14 @@ def load_spec(folder: str | Path) -> TaskSpec:
             label=None,
             max_length=max_length(folder),
         )
-    if not architecture.endswith("ForSequenceClassification"):
+    if not head.architecture.endswith("ForSequenceClassification"):
         raise DataError(
-            f"{folder}: config.json names the architecture {architecture}, which neither classifies nor continues "
+            f"{folder}: config.json names the architecture {head.architecture}, which neither classifies nor continues "
             f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model."
         )
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
-    names: dict[Any, str] = config.id2label or {}
-    problem = problems.get(config.problem_type or "", "regression" if len(names) == 1 else "single_label")
+    names = head.names
+    problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
     labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
     if len(set(labels)) != len(labels):
         raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
@@ -195,7 +195,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
 def head_spec(folder: Path) -> TaskSpec | None:
     """What the head of a model folder was trained for; None where there is none, or its classes have no names."""
     check_folder(folder)
-    if not (load_config(folder).architectures or [""])[0].endswith("ForSequenceClassification"):
+    if not read_head(folder).architecture.endswith("ForSequenceClassification"):
         return None
     try:
         return load_spec(folder)

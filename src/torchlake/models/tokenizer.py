@@ -1,12 +1,19 @@
-"""The tokenizer of a model folder, with the model's padding token, and how long a row may be."""
+"""The tokenizer of a model folder, with the model's padding token, and the maximum length of a row.
 
+Scoring with an encoder needs only ids: `load_text_tokenizer` reads tokenizer.json by the library `tokenizers` where
+that gives the same ids as transformers (`tokenizer_file.py`), which saves importing transformers.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import DataError
-from torchlake.models.config import embeddings, in_words, load_config, pad_id, positions
+from torchlake.models.config import embeddings, in_words, padding_id, positions
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import check_folder
+from torchlake.models.tokenizer_file import TextTokenizer, read_tokenizer_file
 from torchlake.models.write import quiet
 
 if TYPE_CHECKING:
@@ -47,21 +54,34 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
     return loaded
 
 
+def load_text_tokenizer(folder: str | Path) -> "TextTokenizer | PreTrainedTokenizerFast":
+    """Load the tokenizer of a model folder for `tokenize` of a task with labels, if possible without transformers.
+
+    Raises as `load_tokenizer`.
+    """
+    folder = model_folder(folder)
+    check_folder(folder, weights=False)
+    read = read_tokenizer_file(folder)
+    if read is None:
+        return load_tokenizer(folder)
+    choices = [read.pad_token_id, read.eos_token_id]
+    return replace(read, pad_token_id=_padding_token(folder, read.added_tokens, choices))
+
+
 def _choose_padding(tokenizer: Any, folder: Path) -> None:
-    has_config = (folder / "config.json").exists()
-    named = pad_id(load_config(folder)) if has_config else None
-    known = embeddings(folder)
-    choices = [
-        named if named in tokenizer.added_tokens_decoder else None,
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-    ]
-    for token in choices:
-        # A tokenizer may have got a padding token for which its model has no embedding.
+    choices = [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    token = _padding_token(folder, tokenizer.added_tokens_decoder, choices)
+    if token != tokenizer.pad_token_id:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
+
+
+def _padding_token(folder: Path, added_tokens: Container[int], choices: Sequence[int | None]) -> int:
+    """Return the id of the token for padding. Raises DataError if there is none."""
+    named, known = padding_id(folder), embeddings(folder)
+    for token in (named if named in added_tokens else None, *choices):
+        # The model may lack an embedding for a padding token that was added to the tokenizer.
         if token is not None and (known is None or token < known):
-            if token != tokenizer.pad_token_id:
-                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
-            return
+            return token
     raise DataError(
         f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json), and no token that ends a "
         "text, that the model has an embedding for"
@@ -85,4 +105,4 @@ def max_length(folder: str | Path, requested: int | None = None) -> int:
         if limit is not None and requested > limit:
             raise DataError(f"max_length is {requested}, but {folder} has positions for {limit} tokens only")
         return requested
-    return min(limit or MAX_LENGTH, load_tokenizer(folder).model_max_length, MAX_LENGTH)
+    return min(limit or MAX_LENGTH, load_text_tokenizer(folder).model_max_length, MAX_LENGTH)

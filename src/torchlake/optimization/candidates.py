@@ -24,8 +24,9 @@ from torchlake.optimization import measure as trials
 from torchlake.optimization.measure import Measured, Stopped, Trial
 from torchlake.optimization.sample import Sample
 from torchlake.processes.hardware import cores, gpus, max_processes
+from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, refusal, refuse_unable
-from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name, worker_memory
+from torchlake.scoring.scorer import worker_memory
 
 NEAR = 0.8
 "A candidate below this share of the best rate so far is measured on a share of the rows only."

@@ -29,7 +29,8 @@ import pyarrow as pa
 
 from torchlake.engines import Engine
 from torchlake.errors import Interrupted, TorchlakeError, UsageError
-from torchlake.scoring.scorer import Scorer, ScoringSettings, prepare_runtime
+from torchlake.scoring.rows import ScoringSettings
+from torchlake.scoring.scorer import Scorer, prepare_runtime
 
 # Around what suits a core's caches, and from a small GPU batch to one that fills the card.
 BATCH_TOKENS = {"cpu": (256, 512, 1024, 2048), "cuda": (8192, 16384, 32768, 65536)}

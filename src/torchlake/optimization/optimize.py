@@ -44,8 +44,8 @@ from torchlake.optimization.candidates import (
 from torchlake.optimization.measure import Stopped, write_rows
 from torchlake.optimization.sample import draw_sample
 from torchlake.processes.hardware import cores, gpus
+from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
-from torchlake.scoring.scorer import Runtime, ScoringSettings, runtime_name
 from torchlake.tables.record import local_output
 
 log = logging.getLogger(__name__)

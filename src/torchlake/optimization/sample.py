@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.scoring.scorer import check_text
+from torchlake.scoring.rows import check_text
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.sources.frames import is_frame, to_arrow

@@ -24,7 +24,7 @@ from torchlake.config.task_spec import LabelColumn, TaskSpec
 from torchlake.errors import DataError, UsageError
 from torchlake.models.load import check_folder, load_config, load_tokenizer, max_length
 from torchlake.planning.costs import Parameters, Shape
-from torchlake.scoring.scorer import check_text
+from torchlake.scoring.rows import check_text
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table

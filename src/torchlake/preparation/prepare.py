@@ -28,8 +28,8 @@ from torchlake.errors import DataError, UsageError
 from torchlake.models import folders, load
 from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
-from torchlake.scoring.poison_rows import Strikes, read_chunk
-from torchlake.scoring.scorer import beyond_embeddings, check_prompts, within
+from torchlake.scoring.poison_rows import Attempt, read_chunk
+from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
 from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
@@ -167,13 +167,13 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
         ]
         return pa.table(columns, schema=schema.remove(0))
 
-    def prepared(chunk: Chunk, strikes: Strikes) -> pa.Table:
-        table, unreadable = read_chunk(reader, chunk, strikes)
+    def prepared(chunk: Chunk, attempt: Attempt) -> pa.Table:
+        table, unreadable = read_chunk(reader, chunk, attempt)
 
         def make(first: int, stop: int) -> pa.Table:
             return tokenized(chunk, table.slice(first, stop - first), within(unreadable, first, stop))
 
-        made = pa.concat_tables(strikes.tokenizing(make)).combine_chunks()
+        made = pa.concat_tables(attempt.tokenizing(make)).combine_chunks()
         if settings.bad_rows == "error":
             _refuse_bad_rows(chunk, made["error"])
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
@@ -183,8 +183,8 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
         for chunk, name in items:
             part = part_of_lost_attempt(staging, name, chunk)
             if part is None:
-                with closing(Strikes(staging / "journal", chunk.index, chunk.rows, STEP_TIMEOUT_S)) as strikes:
-                    part = write_part(staging, name, prepared(chunk, strikes), chunk=chunk.index)
+                with closing(Attempt(staging / "journal", chunk.index, chunk.rows, STEP_TIMEOUT_S)) as attempt:
+                    part = write_part(staging, name, prepared(chunk, attempt), chunk=chunk.index)
             yield part
 
     return worker

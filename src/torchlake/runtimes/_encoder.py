@@ -21,7 +21,8 @@ import numpy as np
 from torchlake import atomic_io
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import DataError
-from torchlake.models.load import load_config, load_weights
+from torchlake.models.config import encoder_config
+from torchlake.models.load import load_weights
 
 if TYPE_CHECKING:
     import torch
@@ -172,13 +173,14 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     """
     import torch
 
-    config: Any = load_config(folder)
+    config = encoder_config(folder)
+    assert config is not None, "refusal() accepts only these model types"
     tensors = load_weights(folder)
     take = _TensorReader(folder, {_current_name(name): tensor for name, tensor in tensors.items()})
-    distilled = config.model_type == "distilbert"
+    distilled = config["model_type"] == "distilbert"
     names = DISTILBERT if distilled else BERT
-    prefix = BODIES.get(config.model_type, config.model_type)
-    eps = 1e-12 if distilled else config.layer_norm_eps
+    prefix = BODIES.get(config["model_type"], config["model_type"])
+    eps = 1e-12 if distilled else config["layer_norm_eps"]
     positions = take(f"{prefix}.embeddings.position_embeddings.weight")
     if not distilled:
         positions = positions + take(f"{prefix}.embeddings.token_type_embeddings.weight")[0]
@@ -198,11 +200,11 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
         positions=positions,
         norm=take.norm(f"{prefix}.embeddings.LayerNorm", eps),
         layers=tuple(
-            take.layer(f"{prefix}.{names.layers}.{index}", names, eps) for index in range(config.num_hidden_layers)
+            take.layer(f"{prefix}.{names.layers}.{index}", names, eps) for index in range(config["num_hidden_layers"])
         ),
-        heads=config.num_attention_heads,
-        activation=config.activation if distilled else config.hidden_act,
-        padding_id=config.pad_token_id if config.model_type in ROBERTA_LIKE else None,
+        heads=config["num_attention_heads"],
+        activation=config["hidden_act"],
+        padding_id=config["pad_token_id"] if config["model_type"] in ROBERTA_LIKE else None,
         head=torch.nn.Sequential(*head),
     )
 

@@ -1,7 +1,7 @@
-"""Rows that workers have scored of chunks that are not finished, read from the journals that `poison_rows.py` writes.
+"""Rows scored in chunks that are not finished yet, read from the attempt logs of `poison_rows.py`.
 
-Workers note each batch there before it runs, whichever engine started them, so no channel of its own is needed. What is
-counted is for showing only: a network file system may show it late. Cost: the reading of what was added since.
+Workers log each batch before it runs, on every engine, so progress needs no other channel. The count is only for
+display: a network file system may show it late. Cost: reading the lines added since the last count.
 """
 
 import json
@@ -11,48 +11,49 @@ from pathlib import Path
 
 
 @dataclass(kw_only=True)
-class _Journal:
-    """One attempt at a chunk: how much of its file was read, and what that said."""
+class _Log:
+    """The log of one attempt at a chunk, as far as it was read."""
 
     read: int = 0
+    "Bytes read."
     running: list[int] = field(default_factory=list)
-    "Rows of the batch that runs; they are done when the next line appears."
+    "Rows of the current batch; they are scored when the next line appears."
     scored: set[int] = field(default_factory=set)
 
 
 class InFlight:
-    """The journals in `folder` that did not exist before this; `rows()` is to be called from one thread at a time."""
+    """The attempt logs in `folder` that are newer than this object; call `rows()` from one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._old = set(_names(folder))
-        self._journals: dict[str, _Journal] = {}
+        self._logs: dict[str, _Log] = {}
 
     def rows(self) -> int:
-        """Rows scored in the chunks that are being scored now; of several attempts at a chunk those of the furthest."""
+        """Return the rows scored in unfinished chunks; of several attempts at a chunk, the furthest counts."""
         names = [name for name in _names(self._folder) if name not in self._old]
-        self._journals = {name: self._journals.get(name, _Journal()) for name in names}
+        self._logs = {name: self._logs.get(name, _Log()) for name in names}
         furthest: dict[str, int] = {}
-        for name, journal in self._journals.items():
-            self._read(name, journal)
+        for name, attempt in self._logs.items():
+            self._read(name, attempt)
             chunk = name.partition("-")[0]
-            furthest[chunk] = max(furthest.get(chunk, 0), len(journal.scored))
+            furthest[chunk] = max(furthest.get(chunk, 0), len(attempt.scored))
         return sum(furthest.values())
 
-    def _read(self, name: str, journal: _Journal) -> None:
+    def _read(self, name: str, attempt: _Log) -> None:
         try:
             with open(self._folder / name, "rb") as file:
-                file.seek(journal.read)
+                file.seek(attempt.read)
                 added = file.read()
         except OSError:  # its chunk is finished
             return
         whole = added[: added.rfind(b"\n") + 1]
-        first = journal.read == 0
-        journal.read += len(whole)
-        for line in whole.splitlines()[1 if first and whole else 0 :]:  # the first line says who writes
-            journal.scored.update(journal.running)
+        first = attempt.read == 0
+        attempt.read += len(whole)
+        for line in whole.splitlines()[1 if first and whole else 0 :]:  # the first line is the attempt's state
+            attempt.scored.update(attempt.running)
             note = json.loads(line)
-            journal.running = note[1] if note and note[0] == "score" and note[1] is not None else []
+            attempt.running = note[1] if note and note[0] == "score" and note[1] is not None else []
 
 
 def _names(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The options of `predict`: checked, completed from the model folder, and turned into plain values for workers.
+"""The options of `predict`: checked, completed from the model folder, and converted to plain values for workers.
 
 Stored tables, frames and SQL functions share them. Nothing here reads a row.
 """
@@ -21,8 +21,16 @@ from torchlake.models import exports, folders
 from torchlake.models.generation import GenerationOptions, generation_options
 from torchlake.models.load import load_spec
 from torchlake.processes.hardware import gpus
-from torchlake.scoring.runtime_choice import RuntimeChoice, asked_for, chosen, lacks_export
-from torchlake.scoring.scorer import Runtime, ScoringSettings, check_prompts, check_text, device, room, runtime_name
+from torchlake.scoring.rows import (
+    Runtime,
+    ScoringSettings,
+    check_prompts,
+    check_text,
+    max_prompt_tokens,
+    runtime_name,
+)
+from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
+from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 
 log = logging.getLogger(__name__)
@@ -32,7 +40,7 @@ NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
 
 
 class PredictOptions(TypedDict, total=False):
-    """The options of `predict` besides the columns, the runtime and the engine; `predict` documents each."""
+    """The options of `predict` besides columns, runtime and engine; documented there."""
 
     all_probabilities: bool
     prefix: str
@@ -56,12 +64,12 @@ class PredictOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """How a stored table becomes an output folder. None of it changes a score."""
+    """Options of the output folder. None of them changes a score."""
 
     max_error_rate: float = 0.5
-    "The share of failed rows, of 1, above which nothing is published."
+    "Share of failed rows above which nothing is published."
     chunk_rows: int | None = None
-    "Rows of a chunk, at most; None: by the size of the table."
+    "Maximum rows of a chunk; None: depends on the table's size."
     overwrite: bool = False
     accept_new_input: bool = False
     accept_removed_input: bool = False
@@ -71,9 +79,9 @@ class OutputOptions:
 def split_options(
     given: PredictOptions,
 ) -> tuple[dict[str, Any], dict[str, Any], OutputOptions]:
-    """The options of `ScoringSettings`, those of `GenerationOptions`, and those of the output.
+    """Split into the fields of `ScoringSettings`, of `GenerationOptions`, and the options of the output.
 
-    Raises TypeError for a name that is no option, UsageError for a value out of range.
+    Raises TypeError for an unknown option, UsageError for a value out of range.
     """
     unknown = sorted(given.keys() - PredictOptions.__annotations__.keys())
     if unknown:
@@ -93,31 +101,35 @@ def scoring_settings(
     generation: Mapping[str, Any],
     *,
     text: str | None,
+    recorded: str | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
     batch_tokens: int | None = None,
     all_probabilities: bool = False,
     **settings: Any,
 ) -> tuple[ScoringSettings, TaskSpec, RuntimeChoice]:
-    """What workers have to know to score with a model folder.
+    """Return the workers' settings, the task and the runtime for a model folder.
 
-    `generation` are fields of `GenerationOptions`, None where nothing was said; `settings` further fields of
-    `ScoringSettings`. Raises UsageError for what the model cannot do.
+    `generation` holds fields of `GenerationOptions` (None: the default), `settings` further fields of
+    `ScoringSettings`. `recorded` is the runtime of the output that this job continues: it replaces another default.
+    Raises UsageError for options that the model does not support.
     """
     if isinstance(runtime, str):
-        plugins.load("runtimes", runtime)  # a wrong name is refused before a model is downloaded
+        plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     spec = load_spec(folder)
     if runtime is None:
         choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
+        if choice.why == "default" and recorded == REFERENCE:
+            choice = replace(choice, runtime=recorded)
     else:
-        choice = asked_for(folder, spec.task, runtime)
-    writes = plugins.load("tasks", spec.task).PACKED
-    options = generation_options(spec.task, writes=writes, **generation)
+        choice = requested(folder, spec.task, runtime)
+    options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).PACKED, **generation)
     _check_generation(folder, options, all_probabilities)
     made = ScoringSettings(
         model=str(folder),
         runtime=choice.runtime,
+        exact=choice.why == "default",
         text=text or spec.text,
         keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
         key=key,
@@ -146,51 +158,51 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 def _check_generation(folder: Path, options: GenerationOptions | None, all_probabilities: bool) -> None:
-    """Raise UsageError for what this model cannot write."""
+    """Raise UsageError for options that the model does not support."""
     if options is None:
         return
     if all_probabilities:
-        raise UsageError("all_probabilities: a model that writes text has no classes.")
-    left = room(folder, options)
+        raise UsageError("all_probabilities: a text generation model has no classes.")
+    left = max_prompt_tokens(folder, options)
     if left is not None and left < 1:
         raise UsageError(
-            f"max_new_tokens={options.max_new_tokens} leaves no room for a prompt: {folder} has positions for "
-            f"{left + options.max_new_tokens} tokens in all."
+            f"max_new_tokens={options.max_new_tokens} leaves no tokens for a prompt: {folder} has "
+            f"{left + options.max_new_tokens} positions."
         )
 
 
 def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
-    """The settings, with `chat` set where the column holds conversations. Raises TableError, UsageError."""
+    """Return the settings, with `chat` set if the column holds conversations. Raises TableError and UsageError."""
     if settings.generation is None:
         check_text(schema, settings.text, where)
         return settings
-    task, asked = plugins.load("tasks", spec.task), settings.generation.chat
-    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), chat=asked)
+    task = plugins.load("tasks", spec.task)
+    chat = check_prompts(schema, settings.text, where, task, Path(settings.model), chat=settings.generation.chat)
     return replace(settings, generation=replace(settings.generation, chat=chat))
 
 
 def make_export(settings: ScoringSettings, engine: Engine) -> None:
-    """Let an asked-for runtime make what it keeps of the model, where it has not: once, in a process of its own."""
+    """Export the model for a runtime that needs it, unless it was exported before; in a separate process."""
     folder, runtime = Path(settings.model), settings.runtime
     module = lacks_export(folder, runtime)
     if module is None:
         return
     if module.CALIBRATED:
         raise UsageError(
-            f"The runtime {runtime!r} is calibrated on rows of yours first, once: torchlake optimize {folder} "
+            f"The runtime {runtime!r} needs calibration on your rows first: torchlake optimize {folder} "
             f"--sample TABLE --runtimes {runtime}"
         )
-    log.info("%s: the runtime %r makes its export of the model; that is done once", folder, runtime)
+    log.info("%s: exporting the model for the runtime %r; this is done once", folder, runtime)
     list(engine.run_chunks(partial(make_preparing_worker, settings.model), [runtime], processes=1))
 
 
 def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:
-    """What predictions add to a frame of that schema."""
+    """Return the columns that predictions add to a frame."""
     return [column for column in output_schema(settings, spec, schema) if column.name != "row_id"]
 
 
 def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
-    """Everything besides the rows that decides the bytes of the output."""
+    """Return all settings that, with the rows, determine the bytes of the output."""
     folder, runtime = Path(settings.model), settings.runtime
     export = exports.identity(folder, runtime) if isinstance(runtime, str) else None
     return {
@@ -211,15 +223,15 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
 
 
 def refuse_collisions(names: Sequence[str], new: Sequence[str]) -> None:
-    """Raise UsageError when one of the `new` columns is there twice; Spark and Hive read `Label` as `label`."""
+    """Raise UsageError if one of the `new` names occurs twice; Spark and Hive ignore case in names."""
     folded = [name.casefold() for name in names]
     twice = sorted({name for name in new if folded.count(name.casefold()) > 1})
     if twice and twice[0] in ("row_id", "truncated", "error"):
         raise UsageError(
-            f"Every output has a column {twice[0]!r} of its own: rename the input's column, or leave it out of columns."
+            f"torchlake adds a column {twice[0]!r} to every output: rename the input's column, or drop it from columns."
         )
     if twice:
         raise UsageError(
-            f"The column {twice[0]!r} would be there twice, carried from the input and predicted. "
+            f"The column {twice[0]!r} is both in the input and predicted. "
             "Give the predictions another name, for example prefix='predicted_' (--prefix predicted_)."
         )

@@ -1,24 +1,24 @@
-"""Which rows kill the process that reads, tokenizes or scores them: two strikes and a row is set aside.
+"""Crash isolation: find the rows that kill or hang the process which reads, tokenizes or scores them.
 
-A row can end its process from below Python (a crash in a kernel, the kernel's out-of-memory killer) or never come back.
-No exception can be caught then, so the worker notes before each step, in a small file in the journal, which rows of the
-chunk it is about to read, to tokenize (all of them at once) or to score (a batch). The next attempt at the chunk finds
-the file of the attempt that died, whichever engine runs it:
+A crash in a kernel, the kernel's out-of-memory killer or an endless loop raises no exception. So before each step the
+worker writes to a small file, the log of its attempt at a chunk, which rows it will read, tokenize (all of them at
+once) or score (a batch). The next attempt at the chunk, on any engine, reads the log of the attempt that died:
 
     first death     the rows of the step that was running become suspects of this step
-    second death    one suspect was in the step alone: it is quarantined, and its reason goes into its error column
+    second death    a suspect was in the step alone: it is quarantined, with the reason in its error column
 
-Suspects of scoring run first, so that the second death costs one row's time and not the chunk's. Rows of a file cannot
-be read one at a time: a chunk whose reading ends two more processes ends the job.
+Suspects are scored first, so the second death costs the time of one row, not of the chunk. Rows of a file cannot be
+read one at a time: if reading a chunk kills two more processes, the job fails.
 
-A worker reads the next chunk while it scores this one, so one death may leave suspects in two chunks, most of them
-innocent. A chunk that has suspects is therefore `alone`: nothing of another chunk runs beside any of its steps, the
-second death has one cause, and the innocent pass and are scored.
+A worker reads the next chunk while it scores the current one, so a death may leave suspects, most of them innocent, in
+two chunks. A chunk with suspects therefore runs `alone`, with nothing of another chunk beside it: the second death then
+has one possible cause, and innocent rows are scored.
 
-An engine may run two attempts at the same time (Spark's speculation, a node behind a broken network), so each has a
-file of its own, and only that of an attempt which has died counts: on this machine its process is gone; on another one
-its heartbeat, the file's time, stands still for `SILENT_S`. Cost: one `write` of a few hundred bytes per step, and
-`SILENT_S` where a chunk is tried again on another machine. Nothing is fsynced: the file survives the process, not more.
+An engine may run two attempts at the same time (Spark's speculation, a node behind a broken network), so each attempt
+has its own file, which counts only once the attempt is dead: on this machine its process is gone; on another machine
+its heartbeat, the file's modification time, has stopped for `SILENT_S`. Cost: one `write` of a few hundred bytes per
+step, and `SILENT_S` if a chunk is retried on another machine. Nothing is synced to disk: a log only has to survive its
+process.
 """
 
 import faulthandler
@@ -44,19 +44,19 @@ from torchlake.tables.reading import ChunkReader
 BEAT_S = 5.0
 SILENT_S = 30.0
 WHOLE_CHUNK_S = 60.0
-"A whole chunk may take this long to be read or tokenized, where a row may take less: it has thousands of rows."
+"Minimum time limit for reading or tokenizing a whole chunk, which has thousands of rows."
 MAX_LOST_READS = 2
 
 Step = Literal["read", "tokenize", "score"]
 T = TypeVar("T")
 
 
-class Strikes:
-    """The record of one attempt at a chunk of so many rows, kept in `folder`; rows are positions within the chunk.
+class Attempt:
+    """One attempt at a chunk, logged in `folder`; rows are positions within the chunk.
 
-    `suspects` of a step are to be alone in it; `quarantined` maps rows that must be in no step again to their reasons;
-    `lost_reads` counts the processes that ended while they did nothing but read this chunk. A step may take `limit_s`
-    seconds: then its process ends, with its stack in the file `trace`.
+    `suspects` of a step must be alone in it; `quarantined` maps rows that are never tried again to their reasons;
+    `lost_reads` counts the processes that died while they only read this chunk. If a step takes longer than `limit_s`
+    seconds, the process exits and its stack is in the file `trace`.
     """
 
     def __init__(self, folder: Path, chunk: int, rows: int, limit_s: float) -> None:
@@ -74,8 +74,8 @@ class Strikes:
             self._ended = threading.Event()
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
             dead = list(self._dead(others))
-            for attempt in dead:
-                self._learn(attempt)
+            for path in dead:
+                self._learn(path)
             self._note(
                 {
                     "suspects": {step: sorted(rows) for step, rows in self.suspects.items()},
@@ -84,30 +84,30 @@ class Strikes:
                     **_self(),
                 }
             )
-            for attempt in dead:  # what it knew is in this file now
-                attempt.unlink(missing_ok=True)
-                attempt.with_suffix(".trace").unlink(missing_ok=True)
+            for path in dead:  # its content is in this file now
+                path.unlink(missing_ok=True)
+                path.with_suffix(".trace").unlink(missing_ok=True)
         except OSError as error:
             raise storage_error(error, self.path) from error
 
     @property
     def alone(self) -> bool:
-        """Whether nothing of another chunk may run in this process while this chunk does."""
+        """Whether no other chunk may run in this process at the same time."""
         return any(self.suspects.values())
 
     @contextmanager
     def running(self, step: Step, rows: Sequence[int] | None = None) -> Iterator[None]:
-        """Announce that a step of `rows` (None: of all) begins, and end the process when it takes too long."""
+        """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long."""
         self._note([step, rows])
         with _watched(self._trace, max(self.limit_s, WHOLE_CHUNK_S) if rows is None else self.limit_s):
             yield
 
     def idle(self) -> None:
-        """Say that no step is running."""
+        """Log that no step is running."""
         self._note([])
 
     def tokenizing(self, make: Callable[[int, int], T]) -> list[T]:
-        """What `make(first, stop)` makes of all rows at once or, where they are suspects, of each row alone."""
+        """Return the results of `make(first, stop)`: one for all rows or, if there are suspects, one for each row."""
         if self.suspects["tokenize"]:
             made = []
             for row in range(self.rows):
@@ -120,7 +120,7 @@ class Strikes:
         return made
 
     def close(self) -> None:
-        """The chunk is done, or its attempt has ended in an exception: forget it."""
+        """Delete the log: the chunk is done, or the attempt ended with an exception."""
         self._ended.set()
         os.close(self._file)
         os.close(self._trace)
@@ -139,7 +139,7 @@ class Strikes:
                 os.utime(self.path)
 
     def _dead(self, others: Sequence[Path]) -> Iterator[Path]:
-        """The attempts that have died; waits for those of other machines to show which they are."""
+        """Yield the logs of dead attempts; for those of other machines this waits for their heartbeat."""
         seen: dict[Path, tuple[float, float]] = {}
         undecided = list(others)
         while undecided:
@@ -163,11 +163,11 @@ class Strikes:
             if undecided:
                 time.sleep(0.2)
 
-    def _learn(self, attempt: Path) -> None:
-        """Add what a dead attempt knew, and what it was doing."""
+    def _learn(self, path: Path) -> None:
+        """Add the knowledge of a dead attempt, and the step that it was running."""
         try:
-            lines = attempt.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is torn
-        except FileNotFoundError:  # another attempt has learned it and keeps it
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # text after the last newline is incomplete
+        except FileNotFoundError:  # another attempt has read it
             return
         if not lines:
             return
@@ -183,53 +183,53 @@ class Strikes:
             if step == "read" and known:
                 self.lost_reads = max(self.lost_reads, state["lost_reads"] + 1)
             elif rows is not None and len(rows) == 1 and rows[0] in known:
-                self.quarantined[rows[0]] = _reason(step, attempt.with_suffix(".trace"))
+                self.quarantined[rows[0]] = _reason(step, path.with_suffix(".trace"))
             self.suspects[step].update(range(self.rows) if rows is None else rows)
         for rows in self.suspects.values():
             rows.difference_update(self.quarantined)
 
 
-def read_chunk(reader: ChunkReader, chunk: Chunk, strikes: Strikes) -> tuple[pa.Table, dict[int, str]]:
-    """What `reader.read` gives, quarantined rows with their reasons among those that cannot be read.
+def read_chunk(reader: ChunkReader, chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, dict[int, str]]:
+    """Read a chunk as `reader.read` does, with quarantined rows and their reasons among the unreadable ones.
 
-    Raises what `reader.read` does, and TableError when the reading has ended its process too often.
+    Raises as `reader.read`, and TableError if reading has killed too many processes.
     """
-    if strikes.lost_reads >= MAX_LOST_READS:
+    if attempt.lost_reads >= MAX_LOST_READS:
         raise TableError(
             f"{chunk.file}: the rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,} cannot be read: "
-            f"{strikes.lost_reads + 1} processes that tried died, or took more than "
-            f"{max(strikes.limit_s, WHOLE_CHUNK_S):g} s. Write the file again, leave it out, or give each process more "
+            f"{attempt.lost_reads + 1} processes that tried died, or took more than "
+            f"{max(attempt.limit_s, WHOLE_CHUNK_S):g} s. Write the file again, leave it out, or give each process more "
             "memory."
         )
-    with strikes.running("read"):
+    with attempt.running("read"):
         table, unreadable = reader.read(chunk)
-    return table, {**unreadable, **strikes.quarantined}
+    return table, {**unreadable, **attempt.quarantined}
 
 
 _watching = threading.Lock()
 _deadlines: dict[int, float] = {}
-"When the steps that run have to be done, by the open file that takes the stack otherwise."
+"Deadlines of the running steps, by the open file for the stack."
 
 
 @contextmanager
 def _watched(trace: int, limit_s: float) -> Iterator[None]:
-    """End the process when what is inside takes longer; two threads may be inside at the same time.
+    """Exit the process if the body takes longer; two threads may be in it at the same time.
 
-    The watchdog is faulthandler's: a C thread that needs no interpreter lock, so a hang inside a kernel is found too. A
-    process has one, which is set to the first of the deadlines.
+    The watchdog of faulthandler is a C thread that needs no interpreter lock, so it finds a hang inside a kernel too.
+    There is one per process, set to the first deadline.
     """
     with _watching:
         _deadlines[trace] = time.monotonic() + limit_s
-        _watch_the_first()
+        _watch_first()
     try:
         yield
     finally:
         with _watching:
             del _deadlines[trace]
-            _watch_the_first()
+            _watch_first()
 
 
-def _watch_the_first() -> None:
+def _watch_first() -> None:
     if _deadlines:
         trace, deadline = min(_deadlines.items(), key=lambda item: item[1])
         faulthandler.dump_traceback_later(max(deadline - time.monotonic(), 0.001), exit=True, file=trace)
@@ -238,19 +238,19 @@ def _watch_the_first() -> None:
 
 
 def _reason(step: Step, trace: Path) -> str:
-    """Why a row is quarantined that was in that step alone for the second time."""
+    """Return why a row is quarantined whose process died twice in that step."""
     hung = trace.exists() and trace.stat().st_size > 0
     reason = "timeout: gave no answer, twice" if hung else "killed_process: twice"
     return f"{reason}, while it was tokenized" if step == "tokenize" else reason
 
 
 def _self() -> dict[str, Any]:
-    """What says later whether this process still runs."""
+    """Return data by which a later attempt finds out whether this process still runs."""
     return {"machine": _machine(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def _machine() -> str:
-    """This machine, and which of its lists of processes (containers have their own) the pid is in."""
+    """Return the name of this machine and its pid namespace; containers have their own."""
     try:
         return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -266,7 +266,7 @@ def _is_running(state: dict[str, Any]) -> bool:
 
 
 def _state(attempt: Path) -> dict[str, Any] | None:
-    """The first line; None where it is not whole, as of a process that was killed before it had written it."""
+    """Return the first line; None if it is incomplete because its process was killed."""
     try:
         first, newline, _ = attempt.read_text(encoding="utf-8").partition("\n")
     except OSError:
@@ -275,7 +275,7 @@ def _state(attempt: Path) -> dict[str, Any] | None:
 
 
 def _changed(path: Path) -> float | None:
-    """When the file was written to, by its storage's clock. Opening it makes a network file system look again."""
+    """Return the modification time by the storage's clock. Opening the file makes a network file system refresh it."""
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime

@@ -1,9 +1,10 @@
-"""Which runtime scores: the one asked for, the one that `optimize` chose for this very model, or `eager`.
+"""The runtime of a job: the one that was requested, else the one that `optimize` chose for this model, else a default.
 
-    <model>/runtime.json    what `optimize` chose, for which weights, on which device, and all it measured
+    <model>/runtime.json    the choice of `optimize`, its weights and device, and all measurements
 
-A choice holds for the weights that it was measured with, and only where its runtime can run. Whatever is in its way
-costs speed, never answers: `eager` scores then, and a warning says why. Cost: a read of the file; the export's sha256.
+A choice is valid for the weights and the device that it was measured with, and only if its runtime can run. Otherwise
+the default is used, with a warning that gives the reason: that costs speed, not answers. Cost: reading the file, and
+the export's sha256.
 """
 
 import logging
@@ -23,54 +24,63 @@ log = logging.getLogger(__name__)
 
 FILE = "runtime.json"
 REFERENCE = "eager"
+FAST_DEFAULT = "varlen"
+"The default for the models that it can run: on a CPU it differs from `eager` by rounding only, and starts faster."
 LIBRARIES = ("torchlake", "torch", "transformers", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeChoice:
-    """What executes the forward passes of a job, and why that."""
+    """The runtime of a job, and where it comes from."""
 
     runtime: Any
-    "A runtime's name, or a function like a runtime's `load`."
+    "A name, or a function like a runtime's `load`."
     batch_tokens: int | None = None
-    "Padded tokens of a batch, at most; None: what suits the device."
+    "Maximum padded tokens of a batch; None: the default for the device."
     threads: int | None = None
-    "Threads of each process; None: the engine's choice."
-    why: Literal["asked for", "runtime.json", "default"]
+    "Threads of each process; None: the engine decides."
+    why: Literal["requested", "runtime.json", "default"]
 
 
-def asked_for(folder: Path, task: str, runtime: Any) -> RuntimeChoice:
-    """The runtime that the user named. Raises UsageError when it cannot run this task or this model here."""
+def requested(folder: Path, task: str, runtime: Any) -> RuntimeChoice:
+    """Return the requested runtime. Raises UsageError if it cannot run this task, or this model on this machine."""
     refuse_unable(runtime, task)
     reason = refusal(runtime, folder)
     if reason is not None:
         raise UsageError(f"The runtime {runtime!r} cannot run {folder}: {reason}")
-    return RuntimeChoice(runtime=runtime, why="asked for")
+    return RuntimeChoice(runtime=runtime, why="requested")
 
 
 def refuse_unable(runtime: Any, task: str) -> None:
-    """Raise UsageError when the runtime says that it never runs this task."""
+    """Raise UsageError if the runtime does not support the task."""
     never = plugins.load("runtimes", runtime).never if isinstance(runtime, str) else {}
     if task in never:
         raise UsageError(f"The runtime {runtime!r} cannot run {task}: {never[task]}.")
 
 
 def refusal(runtime: Any, folder: Path) -> str | None:
-    """Why the runtime cannot run the model of `folder` with what is installed here; None when it can, as eager can."""
+    """Return why the runtime cannot run the model with the installed libraries, or None."""
     if not isinstance(runtime, str) or runtime == REFERENCE:
         return None
     reason: str | None = plugins.load("runtimes", runtime).refusal(folder)
     return reason
 
 
-def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
-    """What `optimize` chose for the model; `eager` where it chose nothing or, with a warning, where that cannot be had.
+def default_runtime(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
+    """Return `varlen` if it can run the model and computes in fp32 on this device, else `eager`."""
+    module = plugins.load("runtimes", FAST_DEFAULT)
+    fits = task not in module.never and module.refusal(folder) is None and device() == "cpu"
+    return RuntimeChoice(runtime=FAST_DEFAULT if fits else REFERENCE, why="default")
 
-    `device()` is "cpu" or "cuda", where this job scores; it is asked only where there is a choice.
+
+def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
+    """Return the choice of `optimize`; the default if there is none or, with a warning, if it is not valid here.
+
+    `device()` returns "cpu" or "cuda", the device of this job.
     """
     path = folder / FILE
     if not path.exists():
-        return RuntimeChoice(runtime=REFERENCE, why="default")
+        return default_runtime(folder, task, device)
     try:
         value = _read(path)
         reason = _why_not(folder, task, value, device)
@@ -80,18 +90,19 @@ def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
         return RuntimeChoice(
             runtime=value["runtime"], batch_tokens=value["batch_tokens"], threads=value["threads"], why="runtime.json"
         )
+    instead = default_runtime(folder, task, device)
     log.warning(
         "The choice in %s is not used: %s. %s scores instead. To choose again: torchlake optimize %s --sample TABLE",
         path,
         reason.rstrip("."),
-        REFERENCE,
+        instead.runtime,
         folder,
     )
-    return RuntimeChoice(runtime=REFERENCE, why="default")
+    return instead
 
 
 def lacks_export(folder: Path, runtime: Any) -> ModuleType | None:
-    """The runtime's module when it has to `prepare` this model first; None when it can score at once."""
+    """Return the runtime's module if it has to `prepare` this model first, else None."""
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
     if module is None or not hasattr(module, "prepare") or exports.current(folder, runtime) is not None:
         return None
@@ -109,7 +120,7 @@ def write_choice(
     measured: Sequence[Mapping[str, Any]],
     machine: Mapping[str, Any],
 ) -> None:
-    """Write the model's runtime.json. Raises StorageError when the folder cannot be written."""
+    """Write the model's runtime.json. Raises StorageError if the folder cannot be written."""
     value = {
         "format": 1,
         "weights": folders.model_hash(folder),
@@ -126,21 +137,21 @@ def write_choice(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's value, with every field that is used of its type. Raises DataError."""
+    """Read and check the file. Raises DataError."""
     value = atomic_io.read_json(path)
     if not isinstance(value, dict) or value.get("format") != 1:
-        raise DataError(f"it is not a choice of this version ({FILE} with format 1)")
+        raise DataError("it has another format; this version reads format 1")
     for name in ("runtime", "weights", "device"):
         if not isinstance(value.get(name), str):
-            raise DataError(f"its {name} is no text; the file is damaged")
+            raise DataError(f"{name} is not a string; the file is damaged")
     for name in ("batch_tokens", "threads"):
         if type(value.get(name)) is not int or value[name] < 1:
-            raise DataError(f"its {name} is no whole number of 1 or more; the file is damaged")
+            raise DataError(f"{name} is not an integer of 1 or more; the file is damaged")
     return value
 
 
 def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable[[], str]) -> str | None:
-    """Why the recorded choice does not hold here and now; None when it does."""
+    """Return why the recorded choice is not valid now, or None."""
     runtime = value["runtime"]
     if value["weights"] != folders.model_hash(folder):
         return "it was made for other weights, and the model has changed since"
@@ -152,7 +163,7 @@ def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable
     if reason is not None:
         return f"the runtime {runtime!r} cannot run here: {reason}"
     if lacks_export(folder, runtime) is not None:
-        return f"what the runtime {runtime!r} made of the model is missing, damaged or of other weights"
+        return f"the export of the runtime {runtime!r} is missing, damaged or of other weights"
     here = device()
     if value["device"] != here:
         return f"it was measured on {value['device']}, and this machine scores on {here}"

@@ -1,17 +1,17 @@
-"""What `predict` hands to an engine: functions that load the model once per process and then score what they are given.
+"""The workers that engines run: functions that load the model once per process and then score chunks or tables.
 
-    chunks   pull, read and tokenize (in a thread, one chunk ahead, beside the model) -> score -> Parquet part
+    chunks   read and tokenize (in a thread, one chunk ahead of the model) -> score -> Parquet part
     tables   score -> the same table with the prediction columns added
-    stages   tokens added to a table in one process, predictions in another
+    stages   add tokens to a table in one process, predictions in another
 
-`scorer.py` does the scoring, `poison_rows.py` says which chunks run alone. Cost: one more chunk in memory than the one
+`scorer.py` does the scoring; `poison_rows.py` decides which chunks run alone. Cost: one chunk in memory besides the one
 being scored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,10 @@ import pyarrow as pa
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
-from torchlake.scoring.poison_rows import Strikes, read_chunk
-from torchlake.scoring.scorer import Scorer, ScoringSettings, TextReader, Work, prepare_runtime, within
+from torchlake.scoring.poison_rows import Attempt, read_chunk
+from torchlake.scoring.rows import ScoringSettings, TextReader, Work, within
+from torchlake.scoring.scorer import Scorer, prepare_runtime
+from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.output.parts import Part, part_of_lost_attempt, write_part
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
@@ -31,63 +33,69 @@ from torchlake.tables.text_columns import string_column
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredChunk:
-    """What a worker reports about a chunk that it has written."""
+    """A worker's report on a chunk that it has written."""
 
     part: Part
-    tokens: int
+    tokens: int = 0
     "Tokens of the rows that were scored, without padding."
-    padded_tokens: int
-    "The same with padding: what was computed."
-    seconds: float
-    "Spent in forward passes."
-    examples: tuple[str, ...]
+    padded_tokens: int = 0
+    "The same with padding."
+    seconds: float = 0.0
+    "Time in forward passes."
+    runtime: str = ""
+    "The runtime that ran; empty for a part of an earlier attempt."
+    startup: Mapping[str, float] = field(default_factory=dict)
+    "Seconds of each step up to the end of the first batch of this process."
+    examples: tuple[str, ...] = ()
     "Up to three errors, each with its file and row."
 
 
 def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
-    """Load the model once; the worker then scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
+    """Load the model; the returned worker scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
     scorer = Scorer(settings=settings)
     reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
     staging = Path(settings.staging)
 
-    def read(chunk: Chunk, strikes: Strikes) -> tuple[pa.Table, Work]:
+    def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, Work]:
         try:
-            table, unreadable = read_chunk(reader, chunk, strikes)
+            table, unreadable = read_chunk(reader, chunk, attempt)
 
             def tokens(first: int, stop: int) -> Work:
                 texts = string_column(table[settings.text].slice(first, stop - first))
                 return scorer.tokenize(texts, within(unreadable, first, stop))
 
-            return table, joined(strikes.tokenizing(tokens))
+            return table, joined(attempt.tokenizing(tokens))
         except BaseException:
-            strikes.close()
+            attempt.close()
             raise
 
-    def score(chunk: Chunk, name: str, strikes: Strikes, table: pa.Table, work: Work) -> ScoredChunk:
-        with closing(strikes):
+    def score(chunk: Chunk, name: str, attempt: Attempt, table: pa.Table, work: Work) -> ScoredChunk:
+        with closing(attempt):
             padded, seconds = scorer.padded_tokens, scorer.seconds
-            output = _carry(table, settings, chunk, scorer.score(work, strikes))
+            output = _output(table, settings, chunk, scorer.score(work, attempt))
             return ScoredChunk(
                 part=write_part(staging, name, output, chunk=chunk.index),
                 tokens=int(work.tokens.lengths.sum()),
                 padded_tokens=scorer.padded_tokens - padded,
                 seconds=scorer.seconds - seconds,
+                runtime=scorer.runtime,
+                startup=scorer.startup,
                 examples=_examples(chunk, output["error"]),
             )
 
     def begin(items: Iterator[tuple[Chunk, str]]) -> tuple[bool, Callable[[], ScoredChunk]] | None:
-        """Pull a chunk and read it; whether it has to be alone, and is therefore still unread, and what scores it."""
-        item = next(items, None)  # may take as long as the engine needs to have another chunk
+        """Pull a chunk, and read it unless it must run alone; returns that and the function that scores it."""
+        item = next(items, None)  # waits until the engine has another chunk
         if item is None:
             return None
         chunk, name = item
         part = part_of_lost_attempt(staging, name, chunk)
         if part is not None:
-            return False, partial(ScoredChunk, part=part, tokens=0, padded_tokens=0, seconds=0.0, examples=())
-        strikes = Strikes(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
-        if strikes.alone:
-            return True, lambda: score(chunk, name, strikes, *read(chunk, strikes))
-        return False, partial(score, chunk, name, strikes, *read(chunk, strikes))
+            return False, partial(ScoredChunk, part=part)
+        attempt = Attempt(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
+        if attempt.alone:
+            return True, lambda: score(chunk, name, attempt, *read(chunk, attempt))
+        return False, partial(score, chunk, name, attempt, *read(chunk, attempt))
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[ScoredChunk]:
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
@@ -106,7 +114,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
 
 def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
-    """Load the model once; the worker then adds the prediction columns to any Arrow table."""
+    """Load the model; the returned worker adds the prediction columns to any Arrow table."""
     scorer = Scorer(settings=settings)
 
     def worker(table: pa.Table) -> pa.Table:
@@ -120,7 +128,7 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
 
 
 def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
-    """The worker adds the tokens of its text (`input_ids`), `truncated` and `error` to any Arrow table."""
+    """Return a worker that adds the text's tokens (`input_ids`), `truncated` and `error` to any Arrow table."""
     reader = TextReader(settings=settings)
 
     def worker(table: pa.Table) -> pa.Table:
@@ -130,17 +138,17 @@ def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Ta
         lengths[work.rows], truncated[work.rows] = work.tokens.lengths, work.truncated
         unread = ~np.isin(np.arange(work.count), work.rows)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        tokens = pa.ListArray.from_arrays(offsets, work.tokens.values, mask=pa.array(unread))
-        reasons = pa.array([work.errors.get(row) for row in range(work.count)], pa.string())
+        tokens = pa.ListArray.from_arrays(offsets, work.tokens.values, mask=from_numpy(unread))
+        reasons = from_strings([work.errors.get(row) for row in range(work.count)])
         for name, column in (("input_ids", tokens), ("truncated", truncated), ("error", reasons)):
-            table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
+            table = table.append_column(name, column if isinstance(column, pa.Array) else from_numpy(column))
         return table
 
     return worker
 
 
 def make_token_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
-    """Load the model once; the worker then puts predictions in the place of what `make_reading_worker` added."""
+    """Load the model; the returned worker replaces the columns of `make_reading_worker` by predictions."""
     scorer = Scorer(settings=settings)
 
     def worker(table: pa.Table) -> pa.Table:
@@ -164,23 +172,23 @@ def make_token_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
 
 
 def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]]:
-    """The worker lets runtimes, by name, make their exports of the model; for those that need no rows for it."""
+    """Return a worker that exports the model for runtimes, given by name, that need no calibration."""
 
     def worker(runtimes: Iterator[str]) -> Iterator[str]:
         for runtime in runtimes:
-            prepare_runtime(model, runtime, pa.array([], pa.string()))
+            prepare_runtime(model, runtime, from_strings([]))
             yield runtime
 
     return worker
 
 
 def with_staging(settings: ScoringSettings, staging: Path) -> ScoringSettings:
-    """The settings of a chunk job that writes its parts into `staging`."""
+    """Return the settings for a chunk job that writes its parts into `staging`."""
     return replace(settings, staging=str(staging))
 
 
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
-    """The schema of the scored table, known before any row is read."""
+    """Return the schema of the scored table."""
     task = plugins.load("tasks", spec.task)
     predicted = task.output_schema(spec, settings.all_probabilities)
     return pa.schema(
@@ -195,7 +203,7 @@ def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) 
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """The work of consecutive rows as one."""
+    """Concatenate the work of consecutive rows."""
     if len(works) == 1:
         return works[0]
     starts = np.cumsum([0, *(work.count for work in works)])
@@ -209,11 +217,11 @@ def joined(works: Sequence[Work]) -> Work:
     )
 
 
-def _carry(table: pa.Table, settings: ScoringSettings, chunk: Chunk, predictions: pa.Table) -> pa.Table:
-    """Key (or row id), carried columns and predictions side by side."""
+def _output(table: pa.Table, settings: ScoringSettings, chunk: Chunk, predictions: pa.Table) -> pa.Table:
+    """Return key (or row id), copied columns and predictions as one table."""
     ids = {"row_id": row_ids(chunk)} if settings.key is None else {}
-    carried = {name: table[name] for name in settings.keep}
-    return pa.table({**ids, **carried, **{name: predictions[name] for name in predictions.column_names}})
+    copied = {name: table[name] for name in settings.keep}
+    return pa.table({**ids, **copied, **{name: predictions[name] for name in predictions.column_names}})
 
 
 def _examples(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:

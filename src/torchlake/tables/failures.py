@@ -4,7 +4,7 @@ Cost: one read of the column `error`, of those parts that have failed rows.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from torchlake.errors import TooManyErrors
 from torchlake.tables.chunks import Plan
 
 LINES = 5
+ROWS_BEFORE_STOPPING = 1000
 
 
 class Failures(NamedTuple):
@@ -62,3 +64,15 @@ def format_reasons(errors: Mapping[str, int], lines: int = LINES) -> list[str]:
         return shown
     rest = list(errors.values())[lines - 1 :]
     return [*shown[: lines - 1], f"{len(rest):,} other reasons {sum(rest):,}"]
+
+
+def check_error_rate(failed: int, rows: int, total: int, max_error_rate: float, examples: Sequence[str]) -> None:
+    """Raise TooManyErrors if more than the allowed share failed, of all rows or of the first thousand or more."""
+    if failed <= max_error_rate * min(total, max(rows, ROWS_BEFORE_STOPPING)):
+        return
+    shown = f" For example: {'; '.join(examples)}." if examples else ""
+    raise TooManyErrors(
+        f"{failed:,} of {rows:,} rows failed, more than max_error_rate={max_error_rate} allows.{shown} Nothing was "
+        "published; finished chunks are kept. Fix the rows, or allow more with a higher max_error_rate; overwrite "
+        "scores the chunks with failed rows again."
+    )

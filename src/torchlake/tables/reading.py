@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import TableError
+from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.chunks import Chunk
 from torchlake.tables.formats import values
 from torchlake.tables.formats.bad_text import without_bad_text
@@ -30,6 +31,8 @@ from torchlake.tables.sources.versions import ContentChecker
 from torchlake.tables.table import check_columns, is_compatible
 
 BATCH_ROWS = 4096
+FEW_ROWS = 10_000
+"Up to here `from_strings` takes less time than `pyarrow.array`, which imports pandas."
 BAD_UTF8 = "bad_utf8"
 
 
@@ -173,14 +176,14 @@ class _Cursor:
 
 def row_ids(chunk: Chunk) -> pa.Array:
     """Each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
-    numbers = pa.array(np.arange(chunk.first_row, chunk.first_row + chunk.rows)).cast(pa.string())
-    return pc.binary_join_element_wise(pa.scalar(chunk.name), numbers, ":")
+    numbers = from_numpy(np.arange(chunk.first_row, chunk.first_row + chunk.rows)).cast(pa.string())
+    return pc.binary_join_element_wise(from_strings([chunk.name])[0], numbers, from_strings([":"])[0])
 
 
 def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:
     """A string array with null in the rows that are not UTF-8, and these rows."""
     try:
-        return pa.array(texts, pa.string()), []
+        return from_strings(texts) if len(texts) <= FEW_ROWS else pa.array(texts, pa.string()), []
     except UnicodeEncodeError:
         fitted, errors = _fit_column(texts, pa.string())
         return pa.array(fitted, pa.string()), list(errors)

@@ -1,10 +1,12 @@
-"""Text columns: one string array of any string type, rows without text."""
+"""Text columns: one string array of any string type; rows without text."""
 
 from collections.abc import Collection
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from torchlake.tables.arrays import from_numpy, from_strings
 
 
 def string_column(column: pa.ChunkedArray) -> pa.Array:
@@ -21,9 +23,14 @@ def without_rows(column: pa.Array, rows: Collection[int]) -> pa.Array:
     if not rows:
         return column
     places = np.arange(len(column))
-    return column.take(pa.array(places, mask=np.isin(places, [*rows])))
+    return column.take(from_numpy(places, null=np.isin(places, [*rows])))
+
+
+def nulls_as_empty(texts: pa.Array) -> pa.Array:
+    """Replace null by the empty string."""
+    return pc.fill_null(texts, from_strings([""]).cast(texts.type)[0])  # a Python value would import pandas
 
 
 def is_blank(texts: pa.Array) -> pa.BooleanArray:
     """Which texts (N,) are null, empty or only whitespace."""
-    return pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(pc.fill_null(texts, ""))), 0)
+    return pc.invert(pc.utf8_length(pc.utf8_trim_whitespace(nulls_as_empty(texts))).cast(pa.bool_()))

@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
+from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, to_plain_array
 
 
@@ -78,6 +79,11 @@ def label_type(spec: TaskSpec) -> pa.DataType:
     return pa.bool_() if kind is bool else pa.int64() if kind is int else pa.string()
 
 
+def label_array(spec: TaskSpec) -> pa.Array:
+    """Return the model's classes as an array."""
+    return from_strings(spec.labels) if isinstance(spec.labels[0], str) else from_numpy(np.array(spec.labels))  # type: ignore[arg-type]
+
+
 def _as_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
     """Convert labels to the type of the model's classes."""
     wanted = label_type(spec)
@@ -105,7 +111,7 @@ def _integers(words: pa.Array) -> pa.Array:
 
 def _index(values: pa.Array, spec: TaskSpec) -> pa.Array:
     """Return the class index of each label; null for null."""
-    index = pc.index_in(values, pa.array(spec.labels, label_type(spec)))
+    index = pc.index_in(values, label_array(spec))
     unknown = pc.filter(values, pc.and_(index.is_null(), values.is_valid()))
     if len(unknown):
         counts = sorted(pc.value_counts(unknown).to_pylist(), key=lambda pair: (-pair["counts"], str(pair["values"])))

@@ -16,8 +16,9 @@ import pyarrow as pa
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, validation_metrics
 from torchlake.models.load import Problem, TaskSpec
+from torchlake.tables.arrays import from_numpy
 from torchlake.tasks._label_column import find_labels
-from torchlake.tasks._labels import bad_labels, encode_labels, label_type, target_type
+from torchlake.tasks._labels import bad_labels, encode_labels, label_array, label_type, target_type
 
 if TYPE_CHECKING:
     import torch
@@ -138,17 +139,17 @@ def output_columns(probabilities: np.ndarray, spec: TaskSpec, all_probabilities:
     """Return the prediction columns. `score` is the probability of the most probable class."""
     schema = output_schema(spec, all_probabilities)
     if spec.problem == "regression":
-        return pa.table([pa.array(probabilities[:, 0], pa.float32())], schema=schema)
-    classes = pa.array(spec.labels, label_type(spec))
+        return pa.table([from_numpy(probabilities[:, 0])], schema=schema)
+    classes = label_array(spec)
     if spec.problem == "single_label":
-        label = classes.take(pa.array(probabilities.argmax(axis=1)))
+        label = classes.take(from_numpy(probabilities.argmax(axis=1)))
     else:
         row, column = np.nonzero(probabilities >= THRESHOLD)
         offsets = np.searchsorted(row, np.arange(len(probabilities) + 1)).astype(np.int32)
-        label = pa.ListArray.from_arrays(pa.array(offsets), classes.take(pa.array(column)))
-    columns = [label, pa.array(probabilities.max(axis=1))]
+        label = pa.ListArray.from_arrays(from_numpy(offsets), classes.take(from_numpy(column)))
+    columns = [label, from_numpy(probabilities.max(axis=1))]
     if all_probabilities:
-        columns += [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
+        columns += [from_numpy(column) for column in probabilities.T]
     return pa.table(columns, schema=schema)
 
 

@@ -15,6 +15,7 @@ OPTIONS = {
     "tune": frozenset({"--space", "--trials", "--set", "--processes", "--engine", "--run"}),
     "predict": frozenset(
         {
+            "--profile",
             "--text",
             "--key",
             "--columns",

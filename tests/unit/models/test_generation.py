@@ -149,7 +149,7 @@ def test_a_conversation_needs_a_template(tiny_gpt2: Path, tmp_path: Path) -> Non
         ({"temperature": float("nan")}, "temperature is a number from 0"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is a share"),
         ({"max_new_tokens": 0}, "max_new_tokens is 1 or more"),
-        ({"max_new_tokens": 128}, "no room for a prompt"),
+        ({"max_new_tokens": 128}, "no tokens for a prompt"),
         ({"stop": ["a", ""]}, "no empty string"),
         ({"all_probabilities": True}, "no classes"),
         ({"runtime": "int8"}, "cannot run text_generation: it has no key-value cache"),

@@ -16,7 +16,7 @@ import torchlake as tl
 from torchlake.progress import progress
 from torchlake.scoring import predict
 from torchlake.scoring.in_flight import InFlight
-from torchlake.scoring.poison_rows import Strikes
+from torchlake.scoring.poison_rows import Attempt
 
 
 @given(
@@ -30,7 +30,7 @@ def test_a_batch_counts_once_the_next_note_is_there(
     journal = tmp_path_factory.mktemp("staging") / "journal"
     counted = InFlight(journal)
     assert counted.rows() == 0, "there is no journal yet"
-    strikes = Strikes(journal, 3, 100, 60.0)
+    strikes = Attempt(journal, 3, 100, 60.0)
     try:
         with strikes.running("read"):
             pass
@@ -49,12 +49,12 @@ def test_a_batch_counts_once_the_next_note_is_there(
 
 def test_of_several_attempts_the_furthest_counts_and_older_ones_not(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    old = Strikes(journal, 0, 10, 60.0)
+    old = Attempt(journal, 0, 10, 60.0)
     with old.running("score", [0, 1, 2, 3]):
         pass
     old.idle()
     counted = InFlight(journal)
-    attempts = [Strikes(journal, chunk, 10, 60.0) for chunk in (1, 1, 2)]
+    attempts = [Attempt(journal, chunk, 10, 60.0) for chunk in (1, 1, 2)]
     for strikes, rows in zip(attempts, ([0, 1, 2], [4], [5, 6]), strict=True):
         with strikes.running("score", rows):
             pass

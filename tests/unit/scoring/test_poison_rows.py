@@ -1,4 +1,4 @@
-"""Strikes: which rows were running when the process died, and what follows from it."""
+"""Attempt: which rows were running when the process died, and what follows from it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 import reading_crashes
 from pids import wait_for
 from torchlake.scoring import poison_rows
-from torchlake.scoring.poison_rows import Step, Strikes
+from torchlake.scoring.poison_rows import Attempt, Step
 
 ROWS = 9
 
@@ -36,8 +36,8 @@ def die(folder: Path, *steps: tuple[Step, list[int] | None] | None, trace: str =
     ended(attempt)
 
 
-def begun(folder: Path, limit_s: float = 60.0) -> Strikes:
-    return Strikes(folder, 0, ROWS, limit_s)
+def begun(folder: Path, limit_s: float = 60.0) -> Attempt:
+    return Attempt(folder, 0, ROWS, limit_s)
 
 
 def scoring(*batches: list[int]) -> list[tuple[Step, list[int]]]:
@@ -157,7 +157,7 @@ def test_two_threads_have_a_deadline_each(tmp_path: Path, first: str) -> None:
     """Whichever began last: the one that hangs leaves its stack, the other one nothing."""
 
     def attempt() -> None:
-        done, hangs = Strikes(tmp_path, 1, ROWS, 60.0), begun(tmp_path, limit_s=0.5)
+        done, hangs = Attempt(tmp_path, 1, ROWS, 60.0), begun(tmp_path, limit_s=0.5)
         hanging, going_on = threading.Event(), threading.Event()
 
         def hang() -> None:
@@ -202,8 +202,8 @@ def test_a_finished_chunk_leaves_nothing(tmp_path: Path) -> None:
 def test_an_attempt_that_runs_at_the_same_time_has_not_died(tmp_path: Path) -> None:
     """A speculative twin: its running rows are no suspects, and its file stays its own."""
     source = (
-        "import sys, threading; from pathlib import Path; from torchlake.scoring.poison_rows import Strikes\n"
-        "twin = Strikes(Path(sys.argv[1]), 0, 9, 60.0)\n"
+        "import sys, threading; from pathlib import Path; from torchlake.scoring.poison_rows import Attempt\n"
+        "twin = Attempt(Path(sys.argv[1]), 0, 9, 60.0)\n"
         "with twin.running('score', [1, 2]): print('running', flush=True); sys.stdin.read()\n"
         "twin.close()"
     )

@@ -119,7 +119,7 @@ def test_a_key_must_be_one(model: Path, tmp_path: Path) -> None:
 def test_provenance_names_what_decided_the_answers(model: Path, tmp_path: Path) -> None:
     pq.write_table(tiny.reviews(5).select(["text"]), tmp_path / "in.parquet")
     record = tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=tl.Local(processes=1)).record
-    assert record["fingerprint"]["runtime"] == "eager"
+    assert record["fingerprint"]["runtime"] == "varlen"
     assert len(record["fingerprint"]["model"]) == 64
     assert record["provenance"]["engine"] == "local"
     assert record["provenance"].keys() >= {"torch", "transformers", "torchlake", "python", "tokens", "padding"}
@@ -129,9 +129,9 @@ def test_provenance_names_what_decided_the_answers(model: Path, tmp_path: Path) 
 def test_a_carried_column_may_not_have_the_name_of_a_prediction(model: Path, tmp_path: Path, name: str) -> None:
     """Spark and Hive read `Label` as `label`."""
     pq.write_table(pa.table({"text": ["good"], name: ["x"]}), tmp_path / "t.parquet")
-    with pytest.raises(UsageError, match=rf"The column '(label|{name})' would be there twice.*--prefix predicted_"):
+    with pytest.raises(UsageError, match=rf"'(label|{name})' is both in the input and predicted.*--prefix predicted_"):
         tl.predict(model, tmp_path / "t.parquet", tmp_path / "out", columns=[name])
-    with pytest.raises(UsageError, match="would be there twice"):
+    with pytest.raises(UsageError, match="is both in the input and predicted"):
         tl.predict(model, pa.table({"text": ["good"], name: ["x"]}))
 
 

@@ -15,7 +15,9 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.runtimes import eager
-from torchlake.scoring.runtime_choice import asked_for, chosen, write_choice
+from torchlake.scoring.options import scoring_settings
+from torchlake.scoring.runtime_choice import chosen, requested, write_choice
+from torchlake.scoring.scorer import Scorer
 
 ROWS = tiny.reviews(12).select(["text"])
 TASK = "text_classification"
@@ -36,9 +38,22 @@ def cpu() -> str:
     return "cpu"
 
 
-def test_without_a_choice_eager_scores(model: Path) -> None:
+def test_the_default_is_varlen_where_it_is_exact(model: Path, tiny_gpt2: Path, tmp_path: Path) -> None:
     choice = chosen(model, TASK, cpu)
-    assert (choice.runtime, choice.batch_tokens, choice.threads, choice.why) == ("eager", None, None, "default")
+    assert (choice.runtime, choice.batch_tokens, choice.threads, choice.why) == ("varlen", None, None, "default")
+    assert chosen(model, TASK, lambda: "cuda").runtime == "eager", "it computes in bf16 there"
+    assert chosen(tiny_gpt2, "text_generation", cpu).runtime == "eager"
+    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
+    assert chosen(tmp_path, TASK, cpu).runtime == "eager"
+
+
+def test_a_worker_that_finds_a_gpu_runs_the_default_as_eager(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver of a cluster may have no GPU where its workers have one."""
+    settings, _, _ = scoring_settings(model, None, {}, text=None)
+    loaded = []
+    monkeypatch.setattr("torchlake.scoring.scorer.device", lambda: "cuda")
+    monkeypatch.setattr(eager, "load", lambda folder, spec, *, device: loaded.append(device))
+    assert (Scorer(settings=settings).runtime, loaded) == ("eager", ["cuda"])
 
 
 def test_predict_uses_the_choice_and_names_it(model: Path, tmp_path: Path) -> None:
@@ -52,7 +67,7 @@ def test_predict_uses_the_choice_and_names_it(model: Path, tmp_path: Path) -> No
     given = tl.predict(model, tmp_path / "in.parquet", tmp_path / "other", batch_tokens=64, engine=tiny.Here()).record
     assert given["fingerprint"]["batch_tokens"] == 64
     named = tl.predict(model, tmp_path / "in.parquet", tmp_path / "third", runtime="eager", engine=tiny.Here()).record
-    assert (named["provenance"]["runtime_by"], named["provenance"]["batch_tokens"]) == ("asked for", None)
+    assert (named["provenance"]["runtime_by"], named["provenance"]["batch_tokens"]) == ("requested", None)
     assert tl.predict(model, ROWS, engine=tiny.Here()).num_rows == len(ROWS)
 
 
@@ -88,10 +103,10 @@ def test_a_changed_model_ignores_the_choice_with_a_warning(
     ("spoil", "said"),
     [
         ({"runtime": "warp"}, "here is no runtime 'warp'"),
-        ({"runtime": 7}, "its runtime is no text"),
-        ({"batch_tokens": 0}, "its batch_tokens is no whole number"),
-        ({"threads": True}, "its threads is no whole number"),
-        ({"format": 2}, "not a choice of this version"),
+        ({"runtime": 7}, "runtime is not a string"),
+        ({"batch_tokens": 0}, "batch_tokens is not an integer"),
+        ({"threads": True}, "threads is not an integer"),
+        ({"format": 2}, "this version reads format 1"),
         ({"device": "cuda"}, "measured on cuda"),
     ],
 )
@@ -150,7 +165,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch):
 def test_a_runtime_that_cannot_is_refused_before_any_work(model: Path, plug_in) -> None:
     plug_in(Fake(why="the library 'fake' is not installed: pip install fake"))
     with pytest.raises(UsageError, match=r"The runtime 'fake' cannot run .*model: the library 'fake' is not installed"):
-        asked_for(model, TASK, "fake")
+        requested(model, TASK, "fake")
     plug_in(Fake(never={TASK: "it cannot read"}))
     with pytest.raises(UsageError, match="cannot run text_classification: it cannot read"):
         tl.predict(model, ROWS, runtime="fake")
@@ -161,11 +176,11 @@ def test_a_chosen_runtime_that_cannot_any_more_is_passed_over(
 ) -> None:
     choose(model, "fake")
     plug_in(Fake(why="the library 'fake' is not installed"))
-    assert chosen(model, TASK, cpu).runtime == "eager"
+    assert chosen(model, TASK, cpu).runtime == "varlen"
     assert "cannot run here: the library 'fake' is not installed" in caplog.text
     caplog.clear()
     plug_in(Fake())
-    assert chosen(model, TASK, cpu).runtime == "eager"
+    assert chosen(model, TASK, cpu).runtime == "varlen"
     assert "missing, damaged or of other weights" in caplog.text
 
 

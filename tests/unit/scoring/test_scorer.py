@@ -18,8 +18,9 @@ import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
 from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.models import load
+from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.runtime_choice import refuse_unable
-from torchlake.scoring.scorer import Scorer, ScoringSettings
+from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.worker import make_chunk_worker, output_schema
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader
@@ -159,9 +160,9 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
     for words, options in wrong.items():
         with pytest.raises(UsageError, match=words):
             tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", text="body", **options)
-    with pytest.raises(UsageError, match="to be replaced|would replace it"):
+    with pytest.raises(UsageError, match="which publishing would replace"):
         tl.predict(model, tmp_path / "in.parquet", tmp_path, text="body")
-    with pytest.raises(UsageError, match="column 'error' of its own"):
+    with pytest.raises(UsageError, match="adds a column 'error' to every output"):
         tl.predict(model, pa.table({"text": ["good"], "error": ["x"]}), prefix="predicted_")
     with pytest.raises(UsageError, match="Did you mean 'eager'"):
         refuse_unable("eagre", "text_classification")

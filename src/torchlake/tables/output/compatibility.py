@@ -76,6 +76,19 @@ def planned_inputs(output: str | Path) -> list[InputFile]:
     return known
 
 
+def recorded_fingerprint(output: str | Path) -> dict[str, Any]:
+    """The settings of the interrupted write of `output`, or of the output itself; empty if there is neither."""
+    out = output_path(output)
+    for path in (staging.staging_of(out) / staging.PLAN, out / COMMIT):
+        try:
+            fingerprint = atomic_io.read_json(path)["fingerprint"]
+        except (DataError, KeyError, TypeError):
+            continue
+        if isinstance(fingerprint, dict):
+            return fingerprint
+    return {}
+
+
 def interrupted_job(folder: Path) -> JobSpec | None:
     """The job of an interrupted write, or None."""
     path = folder / staging.PLAN

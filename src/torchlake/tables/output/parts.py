@@ -84,7 +84,7 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
     """The schema that a Parquet file written with `schema` has when read. Raises TableError if it cannot be written."""
     sink = pa.BufferOutputStream()
     try:
-        pq.write_table(schema.empty_table(), sink)
+        pq.write_table(pa.Table.from_batches([], schema), sink)  # empty_table() would import pandas
     except pa.ArrowException as error:
         raise TableError(
             f"a column cannot be written to Parquet: {error}. The columns are {schema_in_words(schema)}. Leave it out, "

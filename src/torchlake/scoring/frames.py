@@ -1,7 +1,7 @@
-"""Predictions inside other people's queries: a model as a function of Spark SQL, and as stages of Ray Data.
+"""Predictions for frames: whole frames, a function for Spark SQL, and stages of a Ray Data pipeline.
 
-`predict` of a Spark DataFrame or Ray Dataset adds the prediction columns to a whole frame; this is for expressions, and
-for pipelines with steps of their own between tokenizing and scoring.
+`predict` adds the prediction columns to a whole frame. The function is for expressions; the stages are for pipelines
+with further steps between tokenizing and scoring.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.engines import make_engine
+from torchlake.engines import Engine, make_engine
 from torchlake.engines._frames import cached_worker
 from torchlake.processes.serialization import pack
 from torchlake.scoring.options import (
@@ -23,14 +24,36 @@ from torchlake.scoring.options import (
     refuse_collisions,
     scoring_settings,
 )
-from torchlake.scoring.scorer import Runtime, ScoringSettings
+from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker
+from torchlake.tables.failures import check_error_rate
+from torchlake.tables.sources.frames import to_arrow, to_original_frame
 
 if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import SparkSession
 
 Stage = Callable[[Any], Any]
+
+
+def predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
+    """Return a frame in memory with the prediction columns added, as a frame of its kind."""
+    table = to_arrow(frame)
+    scored = map_frame(table, table.schema, settings, spec, engine)
+    failed = len(scored) - scored["error"].null_count
+    examples = [f"{reason}" for reason in pc.unique(scored["error"].drop_null()).to_pylist()[:3]]
+    check_error_rate(failed, len(scored), len(scored), max_error_rate, examples)
+    return to_original_frame(frame, scored)
+
+
+def map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: TaskSpec, engine: Engine) -> Any:
+    """Return the engine's own frame, of Arrow schema `schema`, with the prediction columns added."""
+    settings = checked_input(settings, spec, schema, "the frame")
+    added = added_columns(settings, spec, schema)
+    new = [column.name for column in added]
+    refuse_collisions([*schema.names, *new], new)
+    make_export(settings, engine)
+    return engine.map_frame(frame, partial(make_table_worker, settings), pa.schema([*schema, *added]))
 
 
 def spark_udf(
@@ -43,19 +66,19 @@ def spark_udf(
     null: Literal["error", "score"] = "error",
     batch_tokens: int | None = None,
 ) -> Any:
-    """The model as a function of one text column, whose value is a struct of the prediction columns.
+    """Return the model as a function of one text column; its value is a struct of the prediction columns.
 
         classify = tl.spark_udf("runs/reviews/model", name="classify")
         frame.select("id", classify("text").label)          # or: spark.sql("SELECT id, classify(text).label FROM t")
 
-    `name` registers it in `session` (default: the running one) for SQL. The model is loaded once per Python process of
+    `name` registers it for SQL in `session` (default: the active one). The model is loaded once per Python process of
     an executor. The other options are those of `predict`. Needs pandas.
     """
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    settings, spec = _asked(
+    settings, spec = _settings(
         model, runtime, null, batch_tokens, text=None, all_probabilities=all_probabilities, prefix=""
     )
     engine: Any = make_engine("spark", None, session=session)
@@ -89,17 +112,17 @@ def ray_stages(
     processes: int | None = None,
     gpus_per_process: float | None = None,
 ) -> tuple[Stage, Stage]:
-    """Two steps of a Ray Data pipeline, each from Dataset to Dataset: tokenize on CPUs, score where the model is.
+    """Return two functions from Dataset to Dataset for a Ray Data pipeline: tokenize on CPUs, and score.
 
         tokenize, score = tl.ray_stages("runs/reviews/model", processes=2, gpus_per_process=1)
         scored = score(tokenize(dataset).map_batches(own_step))
 
-    The first adds the columns `input_ids`, `truncated` and `error` in Ray tasks; the second puts the prediction columns
-    in their place, in up to `processes` actors with `gpus_per_process` GPUs each. Ray Data streams blocks from one to
-    the other and holds the first back when the second cannot follow; without GPUs it may run both in one process. The
-    other options are those of `predict`; the first step raises what `predict` raises for a frame that does not fit.
+    The first adds the columns `input_ids`, `truncated` and `error` in Ray tasks; the second replaces them by the
+    prediction columns, in up to `processes` actors with `gpus_per_process` GPUs each. Ray Data streams blocks from one
+    to the other, and slows the first down if the second cannot follow; without GPUs it may run both in one process. The
+    other options are those of `predict`; the first function raises as `predict` for a frame that does not fit.
     """
-    settings, spec = _asked(
+    settings, spec = _settings(
         model, runtime, null, batch_tokens, text=text, all_probabilities=all_probabilities, prefix=prefix
     )
     engine: Any = make_engine("ray", processes, gpus_per_process=gpus_per_process)
@@ -108,10 +131,10 @@ def ray_stages(
 
     def tokenize(dataset: Any) -> Any:
         schema = engine.frame_schema(dataset)
-        asked = checked_input(settings, spec, schema, "the dataset")
+        checked = checked_input(settings, spec, schema, "the dataset")
         added = [column.name for column in added_columns(settings, spec, schema)]
         refuse_collisions([*schema.names, "input_ids", *added], ["input_ids", *added])
-        return engine.map_in_tasks(dataset, partial(make_reading_worker, asked))
+        return engine.map_in_tasks(dataset, partial(make_reading_worker, checked))
 
     def score(dataset: Any) -> Any:
         return engine.map_frame(dataset, partial(make_token_worker, settings), None)
@@ -119,16 +142,16 @@ def ray_stages(
     return tokenize, score
 
 
-def _asked(
+def _settings(
     model: str | Path, runtime: Runtime | None, null: str, batch_tokens: int | None, **settings: Any
 ) -> tuple[ScoringSettings, TaskSpec]:
-    """What workers have to know. Raises UsageError for a value that means nothing, or that the model cannot do."""
+    """Return the workers' settings. Raises UsageError for a wrong value, or one that the model does not support."""
     check_options({"null": null, "batch_tokens": batch_tokens})
-    asked, spec, _ = scoring_settings(model, runtime, {}, null=null, batch_tokens=batch_tokens, **settings)
-    return asked, spec
+    checked, spec, _ = scoring_settings(model, runtime, {}, null=null, batch_tokens=batch_tokens, **settings)
+    return checked, spec
 
 
 def _score(payload: bytes, text: str, names: list[str], texts: "pd.Series") -> "pd.DataFrame":
-    """The predictions for a column of texts, in a Python process of an executor."""
+    """Return the predictions for a column of texts, in a Python process of an executor."""
     table = pa.table({text: pa.Array.from_pandas(texts, type=pa.string())})
     return cached_worker(payload)(table).select(names).to_pandas()

@@ -1,0 +1,224 @@
+"""Scoring in the calling process: `load`, which returns a model as a function of texts, and small stored tables.
+
+A new process costs a second Python start and the same imports again, which is most of the time for a few rows. The
+price is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a file in the
+staging folder while it runs; if the next run finds it, the process died, and child processes score the table.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+import pyarrow as pa
+
+from torchlake import plugins
+from torchlake.config.task_spec import GENERATIVE, TaskSpec
+from torchlake.engines import Engine
+from torchlake.engines.local import Local
+from torchlake.errors import UsageError
+from torchlake.processes.hardware import cores, gpus
+from torchlake.scoring.options import check_options, make_export, scoring_settings
+from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
+from torchlake.scoring.scorer import Scorer, worker_memory
+from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_staging
+from torchlake.tables.arrays import from_strings
+from torchlake.tables.chunks import Chunk, chunk_label
+from torchlake.tables.output.commit import WriteTransaction
+
+log = logging.getLogger(__name__)
+
+MARKER = "in_process"
+SMALL_ROWS = 100
+"Up to here one process with all cores takes no more time than starting others."
+
+Text = str | None | Sequence[Mapping[str, str]]
+"A text, None, or (text generation) a conversation: messages with `role` and `content`."
+Answer = dict[str, Any]
+
+
+class Model:
+    """A loaded model: a function from texts to answers. Threads may share it; they take turns.
+
+    An answer has the names and values of the columns that `predict` writes: for classification `label`, `score`,
+    `truncated` and `error`; for text generation `generated_text` and others.
+    """
+
+    def __init__(self, settings: ScoringSettings) -> None:
+        self._scorer: Scorer | None = Scorer(settings=settings)
+        self._lock = threading.Lock()
+        self._folder = Path(settings.model)
+        self.spec: TaskSpec = self._scorer.spec
+        self.runtime: str = self._scorer.runtime
+
+    @overload
+    def __call__(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]  # a string is iterable, too
+    @overload
+    def __call__(self, texts: Iterable[Text]) -> list[Answer]: ...
+    def __call__(self, texts: str | Iterable[Text]) -> Answer | list[Answer]:
+        """Return one answer for each text, in their order; for a single string its answer.
+
+        A text that cannot be scored (None, empty, no valid Unicode) has an `error`, as a row of a table has.
+        """
+        if isinstance(texts, str):
+            return self([texts])[0]
+        column, unreadable = self._to_column(list(texts))
+        with self._lock:
+            if self._scorer is None:
+                raise UsageError("The model is closed; load it again.")
+            scored = self._scorer.score(self._scorer.tokenize(column, unreadable))
+        answers: list[Answer] = scored.to_pylist()
+        return answers
+
+    def close(self) -> None:
+        """Free the model's memory. Calls in other threads finish first."""
+        with self._lock:
+            self._scorer = None
+
+    def _to_column(self, texts: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
+        """Return texts as an array, and errors of invalid ones. Raises UsageError for other types."""
+        wrong = next((row for row, text in enumerate(texts) if not (text is None or isinstance(text, str))), None)
+        if wrong is None:
+            bad = {row: "bad_utf8" for row, text in enumerate(texts) if text is not None and not _is_unicode(text)}
+            return from_strings([None if row in bad else text for row, text in enumerate(texts)]), bad
+        if self.spec.problem in GENERATIVE and all(text is None or _is_conversation(text) for text in texts):
+            column = pa.array(texts, pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})))
+            task = plugins.load("tasks", self.spec.task)
+            check_prompts(pa.schema({"text": column.type}), "text", "load", task, self._folder)
+            return column, {}
+        takes = "strings, or conversations" if self.spec.problem in GENERATIVE else "strings"
+        raise UsageError(f"Text {wrong} is a {type(texts[wrong]).__name__}; this model takes a list of {takes}.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def load(
+    model: str | Path,
+    *,
+    runtime: Runtime | None = None,
+    all_probabilities: bool = False,
+    null: Literal["error", "score"] = "error",
+    batch_tokens: int | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: str | Sequence[str] | None = None,
+    seed: int | None = None,
+) -> Model:
+    """Load a model into this process, as a function of texts.
+
+        classify = tl.load("runs/reviews/model")
+        classify(["great film", "a bore"])      # [{"label": "good", "score": 0.98, "truncated": False, ...}, ...]
+        classify("great film")                  # {"label": "good", ...}
+
+    The options are those of `predict`, and so are the answers. Threads may share the model; `close()`, or a `with`
+    block, frees its memory. A text that crashes or hangs a kernel crashes or hangs this process: score untrusted texts
+    with `predict`.
+    """
+    check_options({"null": null, "batch_tokens": batch_tokens})
+    generation = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop,
+        "seed": seed,
+    }
+    settings, _, _ = scoring_settings(
+        model,
+        runtime,
+        generation,
+        text=None,
+        all_probabilities=all_probabilities,
+        null=null,
+        batch_tokens=batch_tokens,
+    )
+    make_export(settings, Local())
+    return Model(settings)
+
+
+def start_chunks(
+    out: WriteTransaction,
+    items: Sequence[tuple[Chunk, str]],
+    settings: ScoringSettings,
+    spec: TaskSpec,
+    engine: Engine | None,
+    threads: int | None,
+) -> Generator[ScoredChunk, None, None]:
+    """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
+    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
+    rows = sum(chunk.rows for chunk, _ in items)
+    if engine is None and _is_small(settings, spec, rows, out.staging):
+        return _run_here(make_worker, items, out.staging)
+    return (engine or Local()).run_chunks(
+        make_worker,
+        items,
+        gpus_per_process=None,
+        memory_per_process=worker_memory(settings.model),
+        threads_per_process=threads,
+        name=f"predict {out.output.name}",
+        label=chunk_label,
+    )
+
+
+def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:
+    """Return whether this process may score the rows.
+
+    Not for functions as runtimes, on a GPU, for text generation, or after a crash of this job in a calling process.
+    """
+    if (staging / MARKER).exists():
+        log.warning("The last run of this job ended while it scored in its own process; now child processes score.")
+        return False
+    generates = plugins.load("tasks", spec.task).PACKED
+    return rows <= SMALL_ROWS and isinstance(settings.runtime, str) and not generates and not gpus()
+
+
+def _run_here(
+    make_worker: Callable[[], Callable[[Iterator[Any]], Iterator[ScoredChunk]]],
+    items: Sequence[tuple[Chunk, str]],
+    staging: Path,
+) -> Generator[ScoredChunk, None, None]:
+    marker = staging / MARKER
+    marker.touch()
+    try:
+        worker = make_worker()
+        with _all_cores():
+            yield from worker(iter(items))
+    finally:  # not reached if the process dies
+        marker.unlink(missing_ok=True)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let torch use as many threads in the block as in a single child process, so that the bytes are the same."""
+    import torch
+
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # an unpaired surrogate
+        return False
+    return True
+
+
+def _is_conversation(text: Any) -> bool:
+    return isinstance(text, Sequence) and not isinstance(text, str) and all(isinstance(m, Mapping) for m in text)
