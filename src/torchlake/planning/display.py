@@ -1,6 +1,6 @@
 """A plan as text: facts by name, and two tables as rows of cells."""
 
-from torchlake.planning.capacity import size
+from torchlake.planning.cluster import size
 from torchlake.planning.plan import Plan, StrategyPlan
 
 WARN_ABOVE = 0.05

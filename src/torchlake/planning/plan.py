@@ -23,7 +23,7 @@ from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.load import model_folder
 from torchlake.planning import workload
-from torchlake.planning.capacity import describe_cluster, device, operations, size, size_in_bytes
+from torchlake.planning.cluster import describe_cluster, device, operations, size, size_in_bytes
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime
 from torchlake.planning.survey import TableSurvey, survey_model, survey_table
 from torchlake.planning.workload import Padding, Workload

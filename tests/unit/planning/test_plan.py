@@ -22,7 +22,7 @@ from torchlake.config.job import load_job
 from torchlake.data import batching, order
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
-from torchlake.planning import capacity, display, survey, workload
+from torchlake.planning import cluster, display, survey, workload
 from torchlake.planning.costs import SHARDINGS
 from torchlake.planning.workload import Workload
 from torchlake.preparation.prepare import prepare
@@ -226,10 +226,10 @@ def test_what_is_assumed_is_said(sections: dict[str, Any]) -> None:
 
 
 def test_the_speed_is_measured_where_it_is_not_given(sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "MEASURED_S", 0.01)
+    monkeypatch.setattr(cluster, "MEASURED_S", 0.01)
     done = tl.plan(**sections)
     assert done.cluster.flops > 1e6
-    assert f"{capacity.TRAINING_EFFICIENCY:.0%} of a matrix product's" in done.assumptions[0]
+    assert f"{cluster.TRAINING_EFFICIENCY:.0%} of a matrix product's" in done.assumptions[0]
 
 
 # the command line
@@ -284,12 +284,12 @@ def test_wrong_tables_are_named(sections: dict[str, Any], tmp_path: Path) -> Non
     [("80GiB", 80 * 2**30), ("24 GB", 24e9), ("80G", 80e9), ("12.5GB/s", 12.5e9), ("512 mib", 2**29), (2**31, 2.0**31)],
 )
 def test_sizes(text: str | float, value: float) -> None:
-    assert capacity.size_in_bytes(text, "gpu_memory") == value
+    assert cluster.size_in_bytes(text, "gpu_memory") == value
 
 
 @pytest.mark.parametrize(("text", "value"), [("120T", 120e12), ("1.5PFLOP/s", 1.5e15), ("1e12", 1e12), (5, 5.0)])
 def test_operations(text: str | float, value: float) -> None:
-    assert capacity.operations(text, "flops") == value
+    assert cluster.operations(text, "flops") == value
 
 
 @given(number=st.floats(1e-3, 1e15), unit=st.sampled_from(["", " ", "b", "B", "/s", "FLOP", "GB", "gib", "TB", "K"]))
@@ -297,10 +297,10 @@ def test_bytes_have_a_unit_or_are_refused_with_one(number: float, unit: str) -> 
     """No text without a unit is taken for bytes, whatever the number."""
     text = f"{number}{unit}"
     if unit.lower() in ("b", "gb", "gib", "tb", "k") and "e-" not in text:
-        assert capacity.size_in_bytes(text, "gpu_memory") >= number
+        assert cluster.size_in_bytes(text, "gpu_memory") >= number
     else:
         with pytest.raises(UsageError, match="has no unit|is not an amount"):
-            capacity.size_in_bytes(text, "gpu_memory")
+            cluster.size_in_bytes(text, "gpu_memory")
 
 
 # what stands for the table
