@@ -51,7 +51,7 @@ def main() -> None:
             optimizer.step()
             total += loss.detach()
         mean = total / len(loader)
-        dist.all_reduce(mean)  # a sum: gloo has no average
+        dist.all_reduce(mean)  # a sum
         if rank == 0:
             print(f"{size} ranks, epoch {epoch + 1}, loss {mean.item() / size:.6f}", flush=True)
     dist.destroy_process_group()
