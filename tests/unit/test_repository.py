@@ -59,7 +59,9 @@ def test_actions_are_pinned_by_commit(workflow: Path) -> None:
     assert used
     for action in used:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action)
-        assert re.search(rf"uses: {re.escape(action)} # v\d+\.\d+\.\d+$", text, re.MULTILINE), "the version, in a comment"
+        assert re.search(rf"uses: {re.escape(action)} # v\d+\.\d+\.\d+$", text, re.MULTILINE), (
+            "the version, in a comment"
+        )
 
 
 def test_only_the_job_that_publishes_may_have_a_token() -> None:
@@ -106,7 +108,9 @@ def test_the_image_runs_the_demo() -> None:
         pytest.skip("no Docker or Podman that runs")
     subprocess.run([docker, "build", "--quiet", "--tag", "torchlake-test", str(ROOT)], check=True)
     command = [docker, "run", "--rm", "--shm-size", "1g", "torchlake-test"]
-    user = subprocess.run([*command[:-1], "--entrypoint", "id", "torchlake-test", "-un"], capture_output=True, text=True)
+    user = subprocess.run(
+        [*command[:-1], "--entrypoint", "id", "torchlake-test", "-un"], capture_output=True, text=True
+    )
     assert user.stdout.strip() == "torchlake"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,6 +1,6 @@
 """Horovod: a classifier of handwritten digits.
 
-    horovodrun -np 2 python examples/migration/horovod/before.py
+horovodrun -np 2 python examples/migration/horovod/before.py
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The same training with `torchlake.train`.
 
-    python examples/migration/hugging_face_trainer/after.py MODEL TABLE RUN
+python examples/migration/hugging_face_trainer/after.py MODEL TABLE RUN
 """
 
 import argparse

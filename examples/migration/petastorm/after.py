@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--epoch", type=int, default=0, help="epoch to begin with, counted from 0")
     parser.add_argument("--skip", type=int, default=0, help="rows of that epoch that each rank has read before")
+    parser.add_argument("--ids", action="store_true", help="print the ids that each rank read, in its order")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -54,9 +55,12 @@ def main() -> None:
             ids += batch["id"].to_pylist()
         dist.all_reduce(sums)
         weights -= 0.1 * sums[:2] / sums[3]
-        print(f"rank {rank}, epoch {epoch + 1}, ids {ids}", flush=True)
+        parts: list[list[int]] = [[]] * size
+        dist.all_gather_object(parts, ids)
         if rank == 0:
             print(f"epoch {epoch + 1}, {int(sums[3])} rows, loss {(sums[2] / sums[3]).item():.6f}", flush=True)
+            if args.ids:
+                print(f"epoch {epoch + 1}, ids {parts}", flush=True)
     dist.destroy_process_group()
 
 

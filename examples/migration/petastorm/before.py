@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("table", type=Path)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--ids", action="store_true", help="print the ids that each rank read, in its order")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -31,6 +32,7 @@ def main() -> None:
             shuffle_row_groups=True,
             seed=epoch,
             num_epochs=1,
+            reader_pool_type="dummy",  # with the default, threads, a rank got no rows in some epochs
         )
         ids: list[int] = []
         sums = torch.zeros(4, dtype=torch.float64)  # of gradients (2), of squared errors, of rows
@@ -42,9 +44,12 @@ def main() -> None:
                 ids += batch["id"].tolist()
         dist.all_reduce(sums)
         weights -= 0.1 * sums[:2] / sums[3]
-        print(f"rank {rank}, epoch {epoch + 1}, ids {ids}", flush=True)
+        parts: list[list[int]] = [[]] * size
+        dist.all_gather_object(parts, ids)
         if rank == 0:
             print(f"epoch {epoch + 1}, {int(sums[3])} rows, loss {(sums[2] / sums[3]).item():.6f}", flush=True)
+            if args.ids:
+                print(f"epoch {epoch + 1}, ids {parts}", flush=True)
     dist.destroy_process_group()
 
 

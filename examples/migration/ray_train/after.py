@@ -1,6 +1,6 @@
 """The same training with `torchlake.launch`; a placement group of Ray holds the ranks.
 
-    python examples/migration/ray_train/after.py
+python examples/migration/ray_train/after.py
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """Ray Train's TorchTrainer: a function as two workers.
 
-    python examples/migration/ray_train/before.py
+python examples/migration/ray_train/before.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """The same function with `torchlake.launch`; one barrier stage of Spark runs the ranks.
 
-    python examples/migration/torch_distributor/after.py          (or spark-submit, or the cells of a notebook)
+python examples/migration/torch_distributor/after.py          (or spark-submit, or the cells of a notebook)
 """
 
 import torch

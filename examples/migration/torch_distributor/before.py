@@ -1,6 +1,6 @@
 """pyspark's TorchDistributor: a function as two ranks, on the executors.
 
-    python examples/migration/torch_distributor/before.py          (or spark-submit, or the cells of a notebook)
+python examples/migration/torch_distributor/before.py          (or spark-submit, or the cells of a notebook)
 """
 
 import torch
