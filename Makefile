@@ -9,7 +9,7 @@ BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check faults mutants bench bench-scoring bench-training bench-spark bench-ray format clean
+.PHONY: demo test check faults migration mutants bench bench-scoring bench-training bench-spark bench-ray format clean
 
 demo: $(STAMP)
 	$(BIN)/torchlake demo
@@ -25,6 +25,12 @@ check: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
 	$(BIN)/python -m pytest -m slow tests/unit tests/examples tests/notebooks
+
+# The scripts of examples/migration before and after. Petastorm needs older libraries, so it has its own environment.
+migration: $(STAMP)
+	test -x .bench/envs/petastorm/bin/python || $(PYTHON) -m venv .bench/envs/petastorm
+	.bench/envs/petastorm/bin/pip install --quiet -r examples/migration/petastorm/requirements.txt
+	PETASTORM_PYTHON=$(CURDIR)/.bench/envs/petastorm/bin/python $(BIN)/python -m pytest tests/examples/test_migration.py
 
 # Changes one thing after another in the code where a mistake loses rows, and lists the changes that no test noticed.
 mutants: $(STAMP)

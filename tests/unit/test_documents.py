@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "torchlake"
 FAULTS = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
 TABLE = "\n".join(line for line in FAULTS.splitlines() if line.startswith("|"))
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 
 
 def named_tests(text: str) -> list[tuple[str, str]]:
