@@ -17,19 +17,21 @@ import pytest
 
 import tiny
 
-CLUSTERS = ("spark", "ray", "torch_distributor", "torch_trainer")
+CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests run in several processes; those of Spark and Ray share one, which has one session of each."""
+    """Tests run in several processes; those of Spark share one with its session, those of Ray another."""
     for item in items:
         params = getattr(item, "callspec", None)
         words = [*getattr(item, "fixturenames", ()), *(params.params.values() if params else ())]
-        if any(isinstance(word, str) and word in CLUSTERS for word in words):
-            item.add_marker(pytest.mark.xdist_group("clusters"))
+        clusters = {CLUSTERS[word] for word in words if isinstance(word, str) and word in CLUSTERS}
+        if clusters:
+            item.add_marker(pytest.mark.xdist_group(min(clusters)))
 
 
 @pytest.fixture(scope="session")
