@@ -9,7 +9,8 @@ BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check faults migration mutants bench bench-scoring bench-training bench-spark bench-ray format clean
+.PHONY: demo test check docs docs-serve reference orchestrators faults migration mutants bench bench-scoring \
+	bench-training bench-spark bench-ray format clean
 
 demo: $(STAMP)
 	$(BIN)/torchlake demo
@@ -18,13 +19,33 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
 
 check: $(STAMP)
-	$(BIN)/ruff format --check src tests bench examples notebooks
-	$(BIN)/ruff check src tests bench examples notebooks
+	$(BIN)/ruff format --check src tests tools bench examples notebooks
+	$(BIN)/ruff check src tests tools bench examples notebooks
 	$(BIN)/mypy --strict src
+
+# The site, in site/. A link to a page or a heading that does not exist is an error.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt zensical
+	$(BIN)/zensical build --clean --strict
+
+docs-serve: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt zensical
+	$(BIN)/zensical serve
+
+# The pages of docs/reference that are written from the code.
+reference: $(STAMP)
+	$(BIN)/python tools/reference.py
+
+# The examples of docs/how-to/orchestrators.md, with Airflow and Dagster in environments of their own.
+orchestrators: $(STAMP)
+	for name in airflow dagster; do \
+	  test -x .bench/$$name/bin/$$name || { $(PYTHON) -m venv .bench/$$name && .bench/$$name/bin/pip install --quiet \
+	  $$(grep -o "^$$name==.*\|^apache-$$name==.*" constraints.txt) || exit 1; }; done
+	$(BIN)/python -m pytest tests/documents/test_orchestrators.py
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
-	$(BIN)/python -m pytest -m slow tests/unit tests/examples tests/notebooks
+	$(BIN)/python -m pytest -m slow tests/unit tests/documents tests/examples tests/notebooks
 
 # The scripts of examples/migration before and after. Petastorm needs older libraries, so it has its own environment.
 migration: $(STAMP)
@@ -59,11 +80,11 @@ bench-ray: $(STAMP)
 	$(BIN)/python bench/ray_generation.py
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests bench examples notebooks
-	$(BIN)/ruff check --fix src tests bench examples notebooks
+	$(BIN)/ruff format src tests tools bench examples notebooks
+	$(BIN)/ruff check --fix src tests tools bench examples notebooks
 
 clean:
-	rm -rf $(VENV) .bench .hypothesis .mypy_cache .pytest_cache .ruff_cache demo runs
+	rm -rf $(VENV) .bench site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache demo runs
 
 # torch comes first, so that its version is settled before anything that would take another one. The demo's model
 # comes without its dependencies: the library that it names for loading is not used here.

@@ -1,4 +1,4 @@
-"""Draw docs/scoring.png from bench/results/scoring.json: rows a second as bars, agreement with `eager` beside them.
+"""Draw docs/images/scoring.png from bench/results/scoring.json: rows/s as bars, agreement with `eager` beside them.
 
 Needs matplotlib, which nothing else here does: pip install matplotlib.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from _common import RESULTS
 
-PICTURE = Path(__file__).parent.parent / "docs" / "scoring.png"
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "scoring.png"
 COLOURS = {"seed": "#8c8c8c", "peer": "#4477aa", "torchlake": "#cc6633"}
 LABELS = {"seed": "the seed's baseline", "peer": "what users pick instead", "torchlake": "torchlake"}
 

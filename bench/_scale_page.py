@@ -1,11 +1,11 @@
-"""The tables of docs/scale.md, from the rows of bench/scale.py: what was measured, and what follows for 10^9 rows."""
+"""The tables of docs/explanation/scale.md from the rows of bench/scale.py: measurements, estimates for 10^9 rows."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "scale.md"
 BEGIN, END = "<!-- written by bench/scale.py: begin -->", "<!-- written by bench/scale.py: end -->"
 ROWS, CHUNK_ROWS = 1_000_000_000, 32_768
 ROW_BYTES = 120

@@ -3,7 +3,7 @@
 Chunks of one row each through torchlake's own functions, so that nothing but their number counts: planning, beginning
 a write, running the chunks on every engine with a worker that does nothing, committing, the same command again. Then
 as many files instead of chunks, more processes, and what depends on bytes and rows. Every measurement is a process of
-its own; memory is its peak over what it held before. At full size the tables of docs/scale.md are replaced.
+its own; memory is its peak over what it held before. At full size the tables of docs/explanation/scale.md are replaced.
 """
 
 import os
@@ -192,7 +192,7 @@ def hashing(mib: int) -> dict[str, Any]:
 def main() -> None:
     options_parser = parser(__doc__, most=SIZES[-1], rows=10_000_000)
     options_parser.add_argument("--engines", nargs="*", default=["local", "spark", "ray"], help="default: all three")
-    options_parser.add_argument("--markdown", action="store_true", help="print the tables of docs/scale.md")
+    options_parser.add_argument("--markdown", action="store_true", help="print the tables of docs/explanation/scale.md")
     options = options_parser.parse_args()
     shutil.rmtree(HOME, ignore_errors=True)
     HOME.mkdir(parents=True)

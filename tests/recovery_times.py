@@ -17,7 +17,7 @@ from torchlake.runs import metrics_log
 POLL_S = 0.005
 
 Watch = Callable[[Path, int], None]
-"Called with the run folder that a failpoint is about to break, and the number of the case in docs/faults.md."
+"Called with the run folder that a failpoint is about to break, and the number of the case in docs/explanation/."
 
 
 @dataclass(frozen=True)

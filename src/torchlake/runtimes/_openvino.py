@@ -26,7 +26,7 @@ TELEMETRY = "openvino_telemetry"
 KEYS_ORDER = [0, 2, 3, 1]
 "Axis order that transposes keys from (B, L, heads, D) to (B, heads, D, L)."
 SHORT = {"bf16": 250, "f32": 40}
-"Row length up to which unfused attention is faster, by precision (measured; docs/decisions.md)."
+"Row length up to which unfused attention is faster, by precision (measured; docs/explanation/decisions/int8.md)."
 
 
 def library() -> ModuleType:

@@ -1,0 +1,152 @@
+"""Every code block of the README and of docs/ runs, with tiny models and tables in the place of real ones.
+
+The blocks of a page run in one process and one folder (`code_blocks.py`). `NOT_RUN` lists all blocks that no test runs.
+"""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+import s3_server
+import tiny
+from code_blocks import ROOT, Block, check_block, read_blocks, run_block
+from torchlake.cli.main import main
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES if read_blocks(page)]
+ORCHESTRATORS = "their libraries need an environment of their own: `make orchestrators` runs it"
+NOT_RUN = {
+    ("docs/tutorial.md", "python -m venv .venv"): "a test installs nothing",
+    ("docs/how-to/object-storage.md", "export AWS_ACCESS_KEY_ID=..."): "placeholders; the test sets its own",
+    ("docs/how-to/orchestrators.md", "# dags/reviews.py"): ORCHESTRATORS,
+    ("docs/how-to/orchestrators.md", "# assets.py"): ORCHESTRATORS,
+}
+"Page and beginning of the block: why it is not run."
+ON_SPARK = {"docs/how-to/spark.md"}
+ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
+ON_S3 = {"docs/how-to/object-storage.md"}
+QUICK = {"docs/how-to/regression.md", "docs/reference/labels.md", "docs/reference/python.md"}
+"Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
+SCORED = {"docs/how-to/scoring.md"}
+"Pages that begin with a model that the reader has from another page."
+FINISHED = {"docs/how-to/troubleshooting.md"}
+"Pages that begin with a finished run and its output."
+JOB = """\
+data: {train: reviews.parquet, validation: {fraction: 0.2}, text: text, label: label}
+model: {base: roberta-base}
+train: {epochs: 1, batch_size: 32}
+"""
+SCRIPT = "import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\n"
+
+
+def runs(block: Block) -> bool:
+    return not any(block.page == page and block.head.startswith(head) for page, head in NOT_RUN)
+
+
+def test_the_list_of_blocks_that_are_not_run_is_short_and_true() -> None:
+    blocks = [block for page in PAGES for block in read_blocks(page)]
+    for (page, head), reason in NOT_RUN.items():
+        assert len([block for block in blocks if block.page == page and block.head.startswith(head)]) == 1, (page, head)
+        assert reason
+    assert len(NOT_RUN) < 8
+    assert len(blocks) > 40
+    assert {*ON_SPARK, *ON_RAY, *ON_S3, *QUICK, *SCORED, *FINISHED} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block_can_be_read(name: str) -> None:
+    """Quick: commands and their options exist, Python compiles, jobs are valid."""
+    for block in read_blocks(ROOT / name):
+        check_block(block)
+
+
+def write_tables(folder: Path) -> None:
+    """The tables that the pages name, with some of the reviews' stars and topics."""
+    for seed, name in enumerate(("reviews", "new", "test", "export")):
+        table = tiny.reviews(160 if name == "reviews" else 40, seed=seed)
+        stars = [5 if label == "good" else 1 + row % 2 for row, label in enumerate(table["label"].to_pylist())]
+        table = table.append_column("stars", pa.array(stars))
+        pq.write_table(table, folder / f"{name}.parquet")
+        pa.csv.write_csv(table, folder / f"{name}.csv", pa.csv.WriteOptions(delimiter=";" if name == "export" else ","))
+    pq.write_table(tiny.reviews(160).select(["text"]), folder / "lines.parquet")
+    pq.write_table(pa.table({"text": ["a good", "the bad film"]}), folder / "prompts.parquet")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, tiny_gpt2: Path) -> Path:
+    """The current folder, with models under the names that the pages use."""
+    for name in ("roberta-base", "roberta-large"):
+        shutil.copytree(tiny_roberta, tmp_path / name)
+    shutil.copytree(tiny_gpt2, tmp_path / "gpt2")
+    write_tables(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_page(name: str, namespace: dict[str, Any] | None = None, places: dict[str, str] | None = None) -> None:
+    names = {"__name__": "__main__", **(namespace or {})}
+    for block in read_blocks(ROOT / name):
+        if runs(block):
+            run_block(block, names, places or {})
+
+
+def local_pages() -> list[Any]:
+    slow = pytest.mark.slow  # several trainings each
+    names = [name for name in NAMES if name not in ON_SPARK | ON_RAY | ON_S3]
+    return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
+
+
+@pytest.mark.parametrize("name", local_pages())
+def test_the_blocks_of_a_page_run(name: str, folder: Path, tiny_model: Path) -> None:
+    if name in SCORED:
+        shutil.copytree(tiny_model, folder / "runs" / "reviews" / "model")
+    if name in FINISHED:
+        assert main(["train", "job.yaml"]) == main(["predict", "runs/job/model", "new.parquet", "scored"]) == 0
+    run_page(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ON_S3))
+def test_the_blocks_run_on_s3(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server.serving() as server:
+        for variable, value in server.environment.items():
+            monkeypatch.setenv(variable, value)
+        server.put("reviews/train.parquet", (folder / "reviews.parquet").read_bytes())
+        server.put("reviews/new-1.parquet", (folder / "new.parquet").read_bytes())
+        run_page(name)
+        assert any(key.endswith(".parquet") for key in server.keys("scored"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ON_SPARK))
+def test_the_blocks_run_on_spark(name: str, folder: Path, tiny_model: Path, spark: "SparkSession") -> None:
+    shutil.copytree(tiny_model, folder / "shared" / "models" / "reviews")
+    shutil.copy(folder / "new.parquet", folder / "shared" / "new.parquet")
+    frame = spark.read.parquet(str(folder / "new.parquet"))
+    frame.createOrReplaceTempView("reviews")
+    run_page(name, {"spark": spark}, {"/mnt/shared": str(folder / "shared"), "main.reviews": "reviews"})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize("name", sorted(ON_RAY))
+def test_the_blocks_run_on_ray(name: str, folder: Path, tiny_model: Path, spark: "SparkSession") -> None:
+    import ray.data
+
+    shutil.copytree(tiny_model, folder / "shared" / "models" / "reviews")
+    shutil.copy(folder / "new.parquet", folder / "shared" / "new.parquet")
+    frame = spark.read.parquet(str(folder / "reviews.parquet"))
+    frame.createOrReplaceTempView("reviews")
+    dataset = ray.data.read_parquet(str(folder / "new.parquet"))
+    namespace = {"spark": spark, "spark_df": frame, "ray_dataset": dataset}
+    run_page(name, namespace, {"/mnt/shared": str(folder / "shared")})

@@ -1,0 +1,26 @@
+"""The reference pages are what `make reference` writes from the code."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import reference  # noqa: E402
+
+
+@pytest.mark.parametrize("name", sorted(reference.PAGES))
+def test_the_page_agrees_with_the_code(name: str) -> None:
+    written = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+    assert written == reference.page(name, reference.PAGES[name]), "run `make reference`"
+
+
+def test_a_missing_meaning_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"without a meaning \['b'\], not in the code \['c'\]"):
+        reference.described({"a", "b"}, {"a": "A.", "c": "C."}, "COLUMNS")
+
+
+def test_error_reasons_are_found() -> None:
+    assert {"null_input", "bad_csv", "killed_process", "timeout"} <= set(reference.error_reasons())

@@ -1,0 +1,119 @@
+"""The words of the reference pages that are not in the code; `reference.py` checks that none is missing or unused."""
+
+from typing import Any
+
+TYPES = {
+    "Fraction": "`{fraction: number > 0, < 1}`",
+}
+KINDS = {
+    "train.checkpoint_every": "interval",
+    "train.validate_every": "interval",
+    "engine.name": "plug-ins engines",
+    "engine.processes": "integer ≥ 1, or [fewest, most]",
+    "model.task": "plug-ins tasks",
+    "train.strategy": "plug-ins strategies",
+    "train.collective_timeout": "time",
+}
+INTERVALS = """\
+An interval is a time (`"30s"`, `"10min"`, `"1h"`), a number of steps (`"200steps"`) or `"epoch"`. A time may
+also be a number of seconds."""
+
+OUTPUT = """\
+What `torchlake predict` writes, and what `tl.predict` adds to a frame. Every input row is one output row.
+`--prefix` is put in front of the names of the prediction columns, but not of `truncated` and `error`."""
+ALWAYS = {"row_id": "string", "truncated": "bool", "error": "string"}
+OUTPUTS: list[tuple[str, Any, tuple[str, ...], bool]] = [
+    ("text_classification", "single_label", ("a", "b"), True),
+    ("text_classification", "multi_label", ("a", "b"), True),
+    ("text_classification", "regression", (), False),
+    ("text_generation", "next_token", (), False),
+]
+"Task, problem, classes, and whether all probabilities are asked for."
+COLUMNS = {
+    "row_id": "`file:row` of the input. Replaced by the column of `--key`, in its own type. Not added to frames.",
+    "truncated": "Whether the text was longer than the model's limit and was cut.",
+    "error": "Null, or the reason why the row has no prediction.",
+    "label": "The predicted class, in the type of the training labels; with several labels, those of at least 0.5.",
+    "score": "Probability of the most probable class.",
+    "prob_CLASS": "Probability of each class; with `--all-probabilities` only.",
+    "prediction": "The predicted number, in the units of the training labels.",
+    "generated_text": "The text after the prompt.",
+    "generated_tokens": "Number of generated tokens.",
+    "finish_reason": "`stop` (end token or stop text) or `length` (`--max-new-tokens` reached).",
+}
+ERRORS = """\
+A row with an error has null in its prediction columns. The text before the first colon is the reason, by
+which `predict` and `evaluate` count failed rows. Any other reason is the name of an exception that the row
+raised, such as `ValueError`."""
+REASONS = {
+    "null_input": "has no text. `--null score` scores it as the empty text.",
+    "bad_utf8": "has bytes that are not UTF-8.",
+    "bad_csv": "is a malformed line of a CSV file.",
+    "bad_json": "is a malformed line of a JSON lines file, or has a value of another type than its column.",
+    "bad_chat": "is not a conversation, or the chat template refused it.",
+    "bad_label": "has a label that the model does not know; in `evaluate` only.",
+    "chat_limit": "exceeded the time, memory or length that rendering a chat template may take.",
+    "prompt_too_long": "has a prompt that leaves no room for `--max-new-tokens`.",
+    "unknown_token": "has a token for which the model has no embedding.",
+    "non_finite": "gave NaN or infinity.",
+    "out_of_memory": "did not fit into memory, alone in its batch.",
+    "killed_process": "killed its process twice.",
+    "timeout": "took longer than `--row-timeout`, twice.",
+}
+
+EXIT_CODES = """\
+The exit code of `torchlake`, and `error.exit_code` of the exception in Python. All exceptions are in
+`torchlake.errors` and subclasses of `TorchlakeError`, which is a `ValueError`. With `--json` an error is
+printed as `{"error": {...}}`. A scheduler may retry 70, 74 and 75; after 130 and 143 the same command
+continues."""
+
+ENVIRONMENT = """\
+Settings of a job are not read from the environment. These variables are read by torchlake itself; PyTorch,
+Spark, Ray and the storages have their own (for example `AWS_ENDPOINT_URL`)."""
+_RANK = "Set for each rank by an engine or `torchrun`."
+_TEST = "Makes a process fail at a given point, for tests ([faults](../explanation/faults.md))."
+_INTERNAL = "Set by torchlake for its own child processes; do not set it."
+VARIABLES = {
+    "TORCHLAKE_PROGRESS": "`0`: no progress bar.",
+    "HF_HUB_OFFLINE": "`1`: no request to the Hugging Face Hub; models are folders or already in its cache.",
+    "CUDA_VISIBLE_DEVICES": "The GPUs that may be used.",
+    "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
+    "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes.",
+    "RAY_ADDRESS": "The Ray cluster to join if `engine.ray.address` is not set.",
+    "PYSPARK_GATEWAY_PORT": "Set by `spark-submit`: the session takes its master from there.",
+    "TERM": "`dumb` or `unknown`: progress as lines, not as a bar.",
+    "RANK": _RANK,
+    "WORLD_SIZE": _RANK,
+    "LOCAL_RANK": _RANK,
+    "LOCAL_WORLD_SIZE": _RANK,
+    "MASTER_ADDR": _RANK,
+    "MASTER_PORT": _RANK,
+    "TORCHELASTIC_RESTART_COUNT": _RANK,
+    "TORCHELASTIC_USE_AGENT_STORE": _RANK,
+    "TORCHLAKE_FAILPOINT": _TEST,
+    "TORCHLAKE_FAILPOINT_LOG": _TEST,
+    "TORCHLAKE_FAILPOINT_ONCE": _TEST,
+    "TORCHLAKE_LANE": _INTERNAL,
+    "TORCHLAKE_LOG": _INTERNAL,
+    "TORCHLAKE_MASTER_FD": _INTERNAL,
+}
+
+PYTHON = """\
+```python
+import torchlake as tl
+```
+
+Names are imported on first use. `Runtime` is a module-level function like a runtime's `load`. What the
+functions return: [Python results](python-results.md). What they raise: [exit codes](exit-codes.md)."""
+
+
+def results() -> list[Any]:
+    """The classes of what the functions return."""
+    from torchlake.evaluation.evaluate import Evaluation
+    from torchlake.optimization.optimize import Optimized
+    from torchlake.scoring.predict import Scored
+    from torchlake.tables.output.verify import Verification
+    from torchlake.training.train import Run
+    from torchlake.tuning.tune import Tuning
+
+    return [Run, Scored, Evaluation, Optimized, Tuning, Verification]
