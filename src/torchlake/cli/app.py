@@ -85,11 +85,14 @@ def tune(
     run: o.TuningFolder = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
+    seed: o.TuningSeed = 0,
+    no_prune: o.NoPrune = False,
     as_json: o.Json = False,
 ) -> Work:
     """Search for the settings that train the best model. Run the same command again to continue."""
     settings = _settings(overrides, processes, engine)
-    return lambda: commands.tune(job, space, trials, settings, run, as_json=as_json)
+    options = {"trials": trials, "run": run, "seed": seed, "prune": not no_prune}
+    return lambda: commands.tune(job, space, settings, options, as_json=as_json)
 
 
 @_command("plan job.yaml --gpu-memory 80GiB", epilog=SETTINGS)
@@ -174,12 +177,15 @@ def optimize(
     min_agreement: o.MinAgreement = None,
     budget: o.Budget = None,
     runtimes: o.Runtimes = None,
+    rows: o.SampleSize = None,
+    engine: o.EngineName = None,
     processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
     as_json: o.Json = False,
 ) -> Work:
     """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it."""
-    options = _given(locals(), "model", "sample", "processes", "as_json")
-    return lambda: commands.optimize(model, sample, make_engine(None, processes, as_json=as_json), options)
+    options = _given(locals(), "model", "sample", "engine", "processes", "overrides", "as_json")
+    return lambda: commands.optimize(model, sample, make_engine(engine, processes, overrides, as_json=as_json), options)
 
 
 @_command("launch train.py --processes 2 -- --lr 0.1")
@@ -260,5 +266,5 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
         for name, value in values.items()
         if name not in without and value is not None and value is not False and value != []
     }
-    lists = {"columns", "runtimes"} & given.keys()  # written "a, b"
-    return given | {name: [word.strip() for word in given[name].split(",")] for name in lists}
+    lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
+    return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}

@@ -29,6 +29,7 @@ def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json
 
     done = train(job, run=run, engine=engine_of_job(job, overrides, as_json=as_json), overrides=overrides)
     values = {
+        "path": done.path,
         "run": done.path,
         "model": done.model,
         "steps": done.steps,
@@ -58,12 +59,12 @@ def plan(job: str | None, overrides: Sequence[str], options: Mapping[str, Any]) 
     return Outcome(values=plain(done), lines=[*lines, *(f"  {remedy}" for remedy in done.remedies)])
 
 
-def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str | None, *, as_json: bool) -> Outcome:
+def tune(job: str, space: str, overrides: Sequence[str], options: Mapping[str, Any], *, as_json: bool) -> Outcome:
     """Search for the best settings of a job, or continue a search."""
     from torchlake.tuning.tune import shown, tune
 
     engine = engine_of_job(job, overrides, as_json=as_json)
-    done = tune(job, space=space, trials=trials, run=run, engine=engine, overrides=overrides)
+    done = tune(job, space=space, engine=engine, overrides=overrides, **options)
     searched = list(done.best.settings)
     rows = [
         [
@@ -77,10 +78,11 @@ def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str |
         for one in done.trials
     ]
     lines = grid([["trial", "", done.metric, "steps", *searched, ""], *rows], left=(1, len(searched) + 4))
-    facts = {"best run": done.best.folder, "model": done.model, "its job": done.folder / "job.yaml"}
-    values = {name: getattr(done, name) for name in ("folder", "model", "metric", "best", "trials")}
+    facts = {"best run": done.best.path, "model": done.model, "its job": done.path / "job.yaml"}
+    values = {name: getattr(done, name) for name in ("path", "model", "metric", "best", "trials")}
     return Outcome(
-        values={**values, "job": redacted(done.job.model_dump(mode="json"))}, lines=[*lines, "", *fact_lines(facts)]
+        values={**values, "folder": done.path, "job": redacted(done.job.model_dump(mode="json"))},
+        lines=[*lines, "", *fact_lines(facts)],
     )
 
 
@@ -90,10 +92,10 @@ def predict(model: str, table: str, output: str, engine: "Engine | None", option
     from torchlake.tables.failures import format_reasons
 
     done = predict(model, table, output, engine=engine, **options)
-    names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "output")
-    values = {name: getattr(done, name) for name in names}
+    names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "path")
+    values = {**{name: getattr(done, name) for name in names}, "output": done.path}
     shown = {
-        "output": done.output,
+        "output": done.path,
         "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error",
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
@@ -228,7 +230,7 @@ def demo(where: str, rows: int) -> Outcome:
     measured = evaluate(run.model, test_table)
     verified = verify(folder / "scored")
     page = report(folder / "run")
-    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.output, "report": page}
+    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.path, "report": page}
     counts = f"{verified.rows_in:,} rows in, {verified.rows_out:,} out, {verified.rows_failed:,} failed"
     counts += "; " + ("; ".join(verified.problems) or "checksums and keys verified")
     values = {

@@ -89,6 +89,8 @@ TensorBoard = Annotated[
     bool, _tracking("--tensorboard", None, "Also write event files to tensorboard/ in the run folder.")
 ]
 Space = Annotated[str, _search("--space", "FILE", "Search space: a range or a list of choices per setting.")]
+TuningSeed = Annotated[int, _search("--seed", "N", "Random seed of the suggested settings (default: 0).", min=0)]
+NoPrune = Annotated[bool, _search("--no-prune", None, "Train every trial to its end, however it compares.")]
 Trials = Annotated[int, _search("--trials", "N", "Total number of trials, with those of earlier calls.", min=1)]
 
 # plan
@@ -123,7 +125,9 @@ Sample = Annotated[str, _input("--sample", "TABLE", "Table of typical rows; labe
 
 # output
 Key = Annotated[str | None, _output("--key", "COLUMN", "Column of unique, non-null values that identify rows.")]
-Columns = Annotated[str | None, _output("--columns", "A,B", "Additional input columns to copy to the output.")]
+Columns = Annotated[
+    list[str] | None, _output("--columns", "A,B", "Additional input columns to copy to the output; repeatable.")
+]
 AllProbabilities = Annotated[
     bool, _output("--all-probabilities", None, "Add a column with the probability of each class.")
 ]
@@ -163,8 +167,10 @@ MinAgreement = Annotated[
 ]
 Budget = Annotated[str | None, _selection("--budget", "TIME", "Time for all measurements (default: 5min).")]
 Runtimes = Annotated[
-    str | None, _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run).")
+    list[str] | None,
+    _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run); repeatable."),
 ]
+SampleSize = Annotated[int | None, _selection("--rows", "N", "Rows of the table to measure on (default: 1000).", min=1)]
 
 # demo
 Folder = Annotated[str, _demo("--folder", "FOLDER", "Folder for all files (default: demo).")]

@@ -161,11 +161,11 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def frames_to_paths(sections: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def frames_to_paths(sections: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The frames in data.train and data.validation, and the sections with the paths where they will be stored."""
     data = sections.get("data")
     if not isinstance(data, Mapping):
-        return {}, sections
+        return {}, {**sections}
     frames = {
         name: data[name] for name in ("train", "validation") if is_frame(data.get(name)) or engine_of(data.get(name))
     }

@@ -28,9 +28,10 @@ from torchlake.scoring.worker import make_reading_worker, make_table_worker, mak
 
 if TYPE_CHECKING:
     import pandas as pd
-    from pyspark.sql import SparkSession
+    import ray.data
+    from pyspark.sql import Column, SparkSession
 
-Stage = Callable[[Any], Any]
+Stage = Callable[["ray.data.Dataset"], "ray.data.Dataset"]
 
 
 def spark_udf(
@@ -42,7 +43,7 @@ def spark_udf(
     runtime: Runtime | None = None,
     null: Literal["error", "score"] = "error",
     batch_tokens: int | None = None,
-) -> Any:
+) -> "Callable[[str | Column], Column]":
     """The model as a function of one text column, whose value is a struct of the prediction columns.
 
         classify = tl.spark_udf("runs/reviews/model", name="classify")

@@ -9,19 +9,21 @@ import logging
 import os
 import platform
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchlake.config.arguments import FrameT, StoredTable
 from torchlake.config.task_spec import TaskSpec
-from torchlake.engines import Engine, make_engine
+from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TooManyErrors, UsageError
 from torchlake.processes.interrupts import announce_interrupt
@@ -61,7 +63,8 @@ KEPT = "Stopping. Finished chunks are kept; run the same command again to resume
 class Scored:
     """What `predict` wrote: `rows_out` always equals `rows_in`; `rows_failed` of them carry an `error`."""
 
-    output: Path
+    path: Path
+    "The output folder."
     rows_in: int
     rows_out: int
     rows_failed: int
@@ -77,6 +80,39 @@ class Scored:
     example: str | None
     "File and row of the first failed row, and its error."
 
+    @property
+    def output(self) -> Path:
+        """The earlier name of `path`."""
+        warnings.warn("Scored.output is now Scored.path.", DeprecationWarning, stacklevel=2)
+        return self.path
+
+
+@overload
+def predict(
+    model: str | Path,
+    table: StoredTable,
+    output: str | Path,
+    *,
+    text: str | None = None,
+    key: str | None = None,
+    columns: Sequence[str] = (),
+    runtime: Runtime | None = None,
+    engine: Engine | str | None = None,
+    **options: Unpack[PredictOptions],
+) -> Scored: ...
+
+
+@overload
+def predict(
+    model: str | Path,
+    table: FrameT,
+    *,
+    text: str | None = None,
+    runtime: Runtime | None = None,
+    engine: Engine | str | None = None,
+    **options: Unpack[PredictOptions],
+) -> FrameT: ...
+
 
 def predict(
     model: str | Path,
@@ -87,7 +123,7 @@ def predict(
     key: str | None = None,
     columns: Sequence[str] = (),
     runtime: Runtime | None = None,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     **options: Unpack[PredictOptions],
 ) -> Any:
     """Score `table` with the model folder `model`.
@@ -127,7 +163,7 @@ def predict(
     settings, spec, choice = scoring_settings(
         model, runtime, generation, text=text, key=key, columns=columns, **scoring
     )
-    native = engine_of(table)
+    native, engine = engine_of(table), as_engine(engine)
     if native is not None:
         engine = engine or make_engine(native, None)
         if type(engine).__name__.lower() != native:
@@ -144,8 +180,8 @@ def predict(
         return _predict_frame(table, settings, spec, engine, output_options.max_error_rate)
     if output is None:
         raise UsageError(
-            "predict: a stored table needs an output folder: predict(model, table, output). Texts in memory are given "
-            f'as a frame, and come back as one: predict(model, pyarrow.table({{"{settings.text}": [...]}})).'
+            "predict: a stored table needs an output folder: predict(model, table, output). For texts in memory: "
+            "torchlake.load(model)([...])."
         )
     return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
 
@@ -219,7 +255,7 @@ def _predict_table(
             record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
     seconds = time.perf_counter() - began
     return Scored(
-        output=output,
+        path=output,
         rows_in=out.plan.rows,
         rows_out=record["rows"],
         rows_failed=record["failed"],
