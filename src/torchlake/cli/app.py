@@ -56,6 +56,20 @@ def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], No
     return register
 
 
+@_command("init reviews.parquet --label stars")
+def init(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
+    text: o.InitText = None,
+    label: o.InitLabel = None,
+    model: o.InitModel = None,
+    output: o.JobOutput = "job.yaml",
+    force: o.Force = False,
+) -> Work:
+    """Write a job file for a table. Guesses the columns, and shows classes, lengths and problems."""
+    options = _given(locals(), "table")
+    return lambda: commands.init(table, options)
+
+
 @_command("train job.yaml --processes 2", epilog=SETTINGS)
 def train(
     job: o.OptionalJob = None,
@@ -224,6 +238,12 @@ def report(
 ) -> Work:
     """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine."""
     return lambda: commands.report(run)
+
+
+@_command("schema > torchlake.schema.json")
+def schema() -> Work:
+    """Print the JSON Schema of a job file. Editors check and complete job files with it."""
+    return commands.schema
 
 
 @_command("doctor")

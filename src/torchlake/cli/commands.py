@@ -4,12 +4,22 @@ Commands print nothing to standard output; `main.py` prints the outcome and turn
 Libraries that are slow to load are imported inside the functions.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlake.cli.display import Outcome, candidate_lines, fact_lines, grid, metric_lines, metric_values, plain
+from torchlake.cli.display import (
+    Outcome,
+    candidate_lines,
+    fact_lines,
+    grid,
+    metric_lines,
+    metric_values,
+    plain,
+    wrapped,
+)
 from torchlake.cli.engine import engine_of_job
 from torchlake.config.redaction import redacted
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError
@@ -20,6 +30,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LABELS_SHOWN = 10
+
+
+def init(table: str, options: Mapping[str, Any]) -> Outcome:
+    """Write a job file for a table."""
+    from torchlake.preparation.first_job import write_first_job
+
+    done = write_first_job(table, **options)
+    lengths = done.characters
+    facts = {
+        "rows": f"{done.rows:,}" + ("" if done.sampled == done.rows else f"; {done.sampled:,} of them were looked at"),
+        "text": done.text,
+        "length": f"median {lengths['median']:,} characters, 95 % at most {lengths['p95']:,}, longest "
+        f"{lengths['longest']:,}",
+        "label": f"{done.label}: {done.kind}",
+    }
+    total = max(1, sum(done.classes.values()))
+    shown = list(done.classes.items())[:LABELS_SHOWN]
+    lines = [*fact_lines(facts)]
+    if shown:
+        lines += ["", *grid([["class", "rows", "share"], *([name, f"{n:,}", f"{n / total:.1%}"] for name, n in shown)])]
+    if len(done.classes) > len(shown):
+        lines.append(f"and {len(done.classes) - len(shown):,} more classes")
+    lines += ["", *(f"warning: {warning}" for warning in done.warnings), *[""][: len(done.warnings)]]
+    lines += [f"wrote {done.path}, and {done.schema.name} for editors", f"next: torchlake train {done.path}"]
+    return Outcome(values=plain(done), lines=wrapped(lines))
+
+
+def schema() -> Outcome:
+    """Show the JSON Schema of a job file."""
+    from torchlake.config.schema import job_schema
+
+    found = job_schema()
+    return Outcome(values=found, lines=json.dumps(found, indent=2, ensure_ascii=False).splitlines())
 
 
 def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json: bool) -> Outcome:

@@ -47,6 +47,15 @@ OptionalJob = Annotated[
     str | None, typer.Argument(metavar="JOB.yaml", help="Job file; optional if --set gives the required settings.")
 ]
 
+# init
+InitText = Annotated[str | None, _input("--text", "COLUMN", "Text column (default: guessed).")]
+InitLabel = Annotated[str | None, _input("--label", "COLUMN", "Label column (default: guessed).")]
+InitModel = Annotated[
+    str | None, _job("--model", "MODEL", "Model to fine-tune: a folder, or a name on the Hub (default: roberta-base).")
+]
+JobOutput = Annotated[str, _output("--output", "FILE", "Job file to write (default: job.yaml).")]
+Force = Annotated[bool, _output("--force", None, "Replace an existing file.")]
+
 # execution
 EngineName = Annotated[
     str | None, _execution("--engine", "NAME", f"Where to run: {_names('engines')} (default: local).")
@@ -80,7 +89,14 @@ RowTimeout = Annotated[
 Settings = Annotated[
     list[str] | None, _job("--set", "KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.")
 ]
-RunFolder = Annotated[str | None, _job("--run", "FOLDER", "Run folder (default: runs/ and the name of the job file).")]
+RunFolder = Annotated[
+    str | None,
+    _job(
+        "--run",
+        "FOLDER",
+        "Run folder (default: runs/ and the name of the job file); auto: a new one for a changed job.",
+    ),
+]
 TuningFolder = Annotated[
     str | None, _job("--run", "FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).")
 ]

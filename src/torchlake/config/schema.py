@@ -14,13 +14,10 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def job_schema() -> dict[str, Any]:
     """Return the JSON Schema of a job file, with a description of every setting."""
     schema = _tidied(Job.model_json_schema())
-    for name, section in schema["properties"].items():
-        if name not in schema["required"]:
-            # YAML reads a section whose keys are all commented out as null.
-            schema["properties"][name] = {
-                "description": section.pop("description"),
-                "anyOf": [section, {"type": "null"}],
-            }
+    for name, field in Job.model_fields.items():
+        # YAML reads a section whose keys are all commented out as null.
+        choices = [schema["properties"][name]] + ([] if field.is_required() else [{"type": "null"}])
+        schema["properties"][name] = {"description": field.description, "anyOf": choices}
     return {"$schema": DIALECT, "title": "torchlake job", **schema}
 
 

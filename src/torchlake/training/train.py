@@ -74,8 +74,8 @@ def train(
     or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
     `data.train` and `data.validation` may
     be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, Spark and Ray frames
-    by their own engine, once per run. `run` is the run folder, by default runs/ and the job file's name. The same call
-    again resumes an interrupted run, and returns a finished one.
+    by their own engine, once per run. `run` is the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to
+    that name if the folder holds another job. The same call again resumes an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
@@ -84,9 +84,11 @@ def train(
     all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
-    folder = run_folder.find(job, run)
-    frames, stored = run_folder.frames_to_paths(sections, folder)
-    wanted = load_job(job, overrides, **stored, **named_engine(engine))
+    for folder in run_folder.candidates(job, run):
+        frames, stored = run_folder.frames_to_paths(sections, folder)
+        wanted = load_job(job, overrides, **stored, **named_engine(engine))
+        if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
+            break
     tracking.check(wanted.track)
     if wanted.model.lora is not None:
         lora.check_installed()
