@@ -8,6 +8,8 @@ from typing import Any
 
 from torchlake.config.job import Job
 
+# pydantic leaves these keywords as they are where a checked number may also be null.
+BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -31,7 +33,7 @@ def _tidied(value: Any) -> Any:
         return value
     whole_section = "$ref" in value
     kept = {
-        key: _tidied(item)
+        BOUNDS.get(key, key): _tidied(item)
         for key, item in value.items()
         if not (key == "title" and isinstance(item, str)) and not (key == "default" and whole_section)
     }

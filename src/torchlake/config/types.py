@@ -136,8 +136,9 @@ def _plugin_names(kind: plugins.Kind, *besides: str) -> tuple[AfterValidator, Wi
 _RANKS = {"type": "integer", "minimum": 1}
 _TIMES = {"type": "string", "pattern": _whole(f"{EPOCH}|{STEPS}|{TIME}")}
 
-Int = Annotated[int, BeforeValidator(_number), _AlsoText(NUMBER)]
-Float = Annotated[float, BeforeValidator(_number), _AlsoText(NUMBER)]
+CHECKED_NUMBER = BeforeValidator(_number)
+Int = Annotated[int, CHECKED_NUMBER, _AlsoText(NUMBER)]
+Float = Annotated[float, CHECKED_NUMBER, _AlsoText(NUMBER)]
 Bool = Annotated[bool, Strict()]
 Ranks = Annotated[
     int | tuple[int, int],

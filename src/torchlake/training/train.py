@@ -72,10 +72,10 @@ def train(
     Sections are the mappings `data`, `model`, `train` and `track` (`config/arguments.py` has their keys), or models of
     `config/job.py`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
     or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
-    `data.train` and `data.validation` may
-    be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, Spark and Ray frames
-    by their own engine, once per run. `run` is the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to
-    that name if the folder holds another job. The same call again resumes an interrupted run, and returns a finished one.
+    `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the
+    run folder first, Spark and Ray frames by their own engine, once per run. `run` is the run folder, by default runs/
+    and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds another job. The same call again
+    resumes an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
