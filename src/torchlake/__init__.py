@@ -13,31 +13,45 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchlake import errors
     from torchlake.config.job import Job
+    from torchlake.engines import Engine
     from torchlake.engines.local import Local
     from torchlake.engines.ray import Ray
     from torchlake.engines.spark import Spark
     from torchlake.errors import TorchlakeError
-    from torchlake.evaluation.evaluate import evaluate
-    from torchlake.optimization.optimize import optimize
-    from torchlake.planning.plan import plan
-    from torchlake.reporting.doctor import doctor
+    from torchlake.evaluation.evaluate import Evaluation, evaluate
+    from torchlake.metrics import Metric
+    from torchlake.optimization.optimize import Optimized, optimize
+    from torchlake.planning.plan import Plan, plan
+    from torchlake.reporting.doctor import Diagnosis, doctor
     from torchlake.reporting.report import report
     from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.in_process import load
-    from torchlake.scoring.predict import predict
-    from torchlake.tables.output.verify import verify
+    from torchlake.scoring.predict import Scored, predict
+    from torchlake.tables.output.verify import Verification, verify
     from torchlake.training.launch import launch
-    from torchlake.training.train import train
-    from torchlake.tuning.tune import tune
+    from torchlake.training.train import Run, train
+    from torchlake.tuning.study import Trial
+    from torchlake.tuning.tune import Tuning, tune
 
     __version__: str
 
 __all__ = [
+    "Diagnosis",
+    "Engine",
+    "Evaluation",
     "Job",
     "Local",
+    "Metric",
+    "Optimized",
+    "Plan",
     "Ray",
+    "Run",
+    "Scored",
     "Spark",
     "TorchlakeError",
+    "Trial",
+    "Tuning",
+    "Verification",
     "__version__",
     "doctor",
     "errors",
@@ -56,11 +70,22 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Diagnosis": "reporting.doctor",
+    "Engine": "engines",
+    "Evaluation": "evaluation.evaluate",
     "Job": "config.job",
     "Local": "engines.local",
+    "Metric": "metrics",
+    "Optimized": "optimization.optimize",
+    "Plan": "planning.plan",
     "Ray": "engines.ray",
+    "Run": "training.train",
+    "Scored": "scoring.predict",
     "Spark": "engines.spark",
     "TorchlakeError": "errors",
+    "Trial": "tuning.study",
+    "Tuning": "tuning.tune",
+    "Verification": "tables.output.verify",
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
     "launch": "training.launch",

@@ -54,6 +54,10 @@ class Metric:
     undefined: int = 0
     "Resamples in which the metric is undefined; they are left out of the interval."
 
+    def __float__(self) -> float:
+        """The value."""
+        return self.value
+
 
 def evaluate_metrics(
     probabilities: np.ndarray,

@@ -10,11 +10,22 @@ import pytest
 import torchlake
 
 PUBLIC = {
+    "Diagnosis",
+    "Engine",
+    "Evaluation",
     "Job",
     "Local",
+    "Metric",
+    "Optimized",
+    "Plan",
     "Ray",
+    "Run",
+    "Scored",
     "Spark",
     "TorchlakeError",
+    "Trial",
+    "Tuning",
+    "Verification",
     "__version__",
     "doctor",
     "errors",

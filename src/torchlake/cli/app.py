@@ -56,6 +56,20 @@ def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], No
     return register
 
 
+@_command("init reviews.parquet --label stars")
+def init(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
+    text: o.InitText = None,
+    label: o.InitLabel = None,
+    model: o.InitModel = None,
+    output: o.JobOutput = "job.yaml",
+    force: o.Force = False,
+) -> Work:
+    """Write a job file for a table. Guesses the columns, and shows classes, lengths and problems."""
+    options = _given(locals(), "table")
+    return lambda: commands.init(table, options)
+
+
 @_command("train job.yaml --processes 2", epilog=SETTINGS)
 def train(
     job: o.OptionalJob = None,
@@ -85,11 +99,14 @@ def tune(
     run: o.TuningFolder = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
+    seed: o.TuningSeed = 0,
+    no_prune: o.NoPrune = False,
     as_json: o.Json = False,
 ) -> Work:
     """Search for the settings that train the best model. Run the same command again to continue."""
     settings = _settings(overrides, processes, engine)
-    return lambda: commands.tune(job, space, trials, settings, run, as_json=as_json)
+    options = {"trials": trials, "run": run, "seed": seed, "prune": not no_prune}
+    return lambda: commands.tune(job, space, settings, options, as_json=as_json)
 
 
 @_command("plan job.yaml --gpu-memory 80GiB", epilog=SETTINGS)
@@ -175,12 +192,15 @@ def optimize(
     min_agreement: o.MinAgreement = None,
     budget: o.Budget = None,
     runtimes: o.Runtimes = None,
+    rows: o.SampleSize = None,
+    engine: o.EngineName = None,
     processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
     as_json: o.Json = False,
 ) -> Work:
     """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it."""
-    options = _given(locals(), "model", "sample", "processes", "as_json")
-    return lambda: commands.optimize(model, sample, make_engine(None, processes, as_json=as_json), options)
+    options = _given(locals(), "model", "sample", "engine", "processes", "overrides", "as_json")
+    return lambda: commands.optimize(model, sample, make_engine(engine, processes, overrides, as_json=as_json), options)
 
 
 @_command("launch train.py --processes 2 -- --lr 0.1")
@@ -219,6 +239,12 @@ def report(
 ) -> Work:
     """Write report.html and report.json of a run. Shows curves, data, metrics, checkpoints and machine."""
     return lambda: commands.report(run)
+
+
+@_command("schema > torchlake.schema.json")
+def schema() -> Work:
+    """Print the JSON Schema of a job file. Editors check and complete job files with it."""
+    return commands.schema
 
 
 @_command("doctor")
@@ -261,5 +287,5 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
         for name, value in values.items()
         if name not in without and value is not None and value is not False and value != []
     }
-    lists = {"columns", "runtimes"} & given.keys()  # written "a, b"
-    return given | {name: [word.strip() for word in given[name].split(",")] for name in lists}
+    lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
+    return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}

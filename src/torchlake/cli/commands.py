@@ -4,13 +4,23 @@ Commands print nothing to standard output; `main.py` prints the outcome and turn
 Libraries that are slow to load are imported inside the functions.
 """
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlake.cli.display import Outcome, candidate_lines, fact_lines, grid, metric_lines, metric_values, plain
+from torchlake.cli.display import (
+    Outcome,
+    candidate_lines,
+    fact_lines,
+    grid,
+    metric_lines,
+    metric_values,
+    plain,
+    wrapped,
+)
 from torchlake.cli.engine import engine_of_job
 from torchlake.config.redaction import redacted
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError
@@ -23,6 +33,39 @@ log = logging.getLogger(__name__)
 LABELS_SHOWN = 10
 
 
+def init(table: str, options: Mapping[str, Any]) -> Outcome:
+    """Write a job file for a table."""
+    from torchlake.preparation.first_job import write_first_job
+
+    done = write_first_job(table, **options)
+    lengths = done.characters
+    facts = {
+        "rows": f"{done.rows:,}" + ("" if done.sampled == done.rows else f"; {done.sampled:,} of them were looked at"),
+        "text": done.text,
+        "length": f"median {lengths['median']:,} characters, 95 % at most {lengths['p95']:,}, longest "
+        f"{lengths['longest']:,}",
+        "label": f"{done.label}: {done.kind}",
+    }
+    total = max(1, sum(done.classes.values()))
+    shown = list(done.classes.items())[:LABELS_SHOWN]
+    lines = [*fact_lines(facts)]
+    if shown:
+        lines += ["", *grid([["class", "rows", "share"], *([name, f"{n:,}", f"{n / total:.1%}"] for name, n in shown)])]
+    if len(done.classes) > len(shown):
+        lines.append(f"and {len(done.classes) - len(shown):,} more classes")
+    lines += ["", *(f"warning: {warning}" for warning in done.warnings), *[""][: len(done.warnings)]]
+    lines += [f"wrote {done.path}, and {done.schema.name} for editors", f"next: torchlake train {done.path}"]
+    return Outcome(values=plain(done), lines=wrapped(lines))
+
+
+def schema() -> Outcome:
+    """Show the JSON Schema of a job file."""
+    from torchlake.config.schema import job_schema
+
+    found = job_schema()
+    return Outcome(values=found, lines=json.dumps(found, indent=2, ensure_ascii=False).splitlines())
+
+
 def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json: bool) -> Outcome:
     """Train, or continue a run."""
     _check_job(job, overrides, "train")
@@ -30,6 +73,7 @@ def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json
 
     done = train(job, run=run, engine=engine_of_job(job, overrides, as_json=as_json), overrides=overrides)
     values = {
+        "path": done.path,
         "run": done.path,
         "model": done.model,
         "steps": done.steps,
@@ -59,12 +103,12 @@ def plan(job: str | None, overrides: Sequence[str], options: Mapping[str, Any]) 
     return Outcome(values=plain(done), lines=[*lines, *(f"  {remedy}" for remedy in done.remedies)])
 
 
-def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str | None, *, as_json: bool) -> Outcome:
+def tune(job: str, space: str, overrides: Sequence[str], options: Mapping[str, Any], *, as_json: bool) -> Outcome:
     """Search for the best settings of a job, or continue a search."""
     from torchlake.tuning.tune import shown, tune
 
     engine = engine_of_job(job, overrides, as_json=as_json)
-    done = tune(job, space=space, trials=trials, run=run, engine=engine, overrides=overrides)
+    done = tune(job, space=space, engine=engine, overrides=overrides, **options)
     searched = list(done.best.settings)
     rows = [
         [
@@ -78,10 +122,11 @@ def tune(job: str, space: str, trials: int, overrides: Sequence[str], run: str |
         for one in done.trials
     ]
     lines = grid([["trial", "", done.metric, "steps", *searched, ""], *rows], left=(1, len(searched) + 4))
-    facts = {"best run": done.best.folder, "model": done.model, "its job": done.folder / "job.yaml"}
-    values = {name: getattr(done, name) for name in ("folder", "model", "metric", "best", "trials")}
+    facts = {"best run": done.best.path, "model": done.model, "its job": done.path / "job.yaml"}
+    values = {name: getattr(done, name) for name in ("path", "model", "metric", "best", "trials")}
     return Outcome(
-        values={**values, "job": redacted(done.job.model_dump(mode="json"))}, lines=[*lines, "", *fact_lines(facts)]
+        values={**values, "folder": done.path, "job": redacted(done.job.model_dump(mode="json"))},
+        lines=[*lines, "", *fact_lines(facts)],
     )
 
 
@@ -94,10 +139,10 @@ def predict(
 
     started = _seconds_running()
     done = predict(model, table, output, engine=engine, **options)
-    names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "output")
-    values = {name: getattr(done, name) for name in names}
+    names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "path")
+    values = {**{name: getattr(done, name) for name in names}, "output": done.path}
     shown = {
-        "output": done.output,
+        "output": done.path,
         "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error",
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
@@ -235,7 +280,7 @@ def demo(where: str, rows: int) -> Outcome:
     measured = evaluate(run.model, test_table)
     verified = verify(folder / "scored")
     page = report(folder / "run")
-    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.output, "report": page}
+    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.path, "report": page}
     counts = f"{verified.rows_in:,} rows in, {verified.rows_out:,} out, {verified.rows_failed:,} failed"
     counts += "; " + ("; ".join(verified.problems) or "checksums and keys verified")
     values = {

@@ -1,9 +1,14 @@
 """What a command returns, and how its values become lines of text or strict JSON."""
 
 import math
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
+
+WIDEST = 80
+"Columns of running text."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,13 @@ def grid(rows: Sequence[Sequence[Any]], left: Sequence[int] = (0,)) -> list[str]
         for row in rows
     )
     return ["  ".join(row).rstrip() for row in aligned]
+
+
+def wrapped(lines: Sequence[str]) -> list[str]:
+    """The lines, broken between words to fit the terminal and at most 80 columns; continued lines are indented."""
+    width = min(shutil.get_terminal_size().columns, WIDEST) - 1
+    fitted = (textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return [piece for pieces in fitted for piece in pieces or [""]]
 
 
 def fact_lines(facts: Mapping[str, Any]) -> list[str]:

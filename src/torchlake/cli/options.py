@@ -47,6 +47,15 @@ OptionalJob = Annotated[
     str | None, typer.Argument(metavar="JOB.yaml", help="Job file; optional if --set gives the required settings.")
 ]
 
+# init
+InitText = Annotated[str | None, _input("--text", "COLUMN", "Text column (default: guessed).")]
+InitLabel = Annotated[str | None, _input("--label", "COLUMN", "Label column (default: guessed).")]
+InitModel = Annotated[
+    str | None, _job("--model", "MODEL", "Model to fine-tune: a folder, or a name on the Hub (default: roberta-base).")
+]
+JobOutput = Annotated[str, _output("--output", "FILE", "Job file to write (default: job.yaml).")]
+Force = Annotated[bool, _output("--force", None, "Replace an existing file.")]
+
 # execution
 EngineName = Annotated[
     str | None, _execution("--engine", "NAME", f"Where to run: {_names('engines')} (default: local).")
@@ -82,7 +91,14 @@ RowTimeout = Annotated[
 Settings = Annotated[
     list[str] | None, _job("--set", "KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.")
 ]
-RunFolder = Annotated[str | None, _job("--run", "FOLDER", "Run folder (default: runs/ and the name of the job file).")]
+RunFolder = Annotated[
+    str | None,
+    _job(
+        "--run",
+        "FOLDER",
+        "Run folder (default: runs/ and the name of the job file); auto: a new one for a changed job.",
+    ),
+]
 TuningFolder = Annotated[
     str | None, _job("--run", "FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).")
 ]
@@ -91,6 +107,8 @@ TensorBoard = Annotated[
     bool, _tracking("--tensorboard", None, "Also write event files to tensorboard/ in the run folder.")
 ]
 Space = Annotated[str, _search("--space", "FILE", "Search space: a range or a list of choices per setting.")]
+TuningSeed = Annotated[int, _search("--seed", "N", "Random seed of the suggested settings (default: 0).", min=0)]
+NoPrune = Annotated[bool, _search("--no-prune", None, "Train every trial to its end, however it compares.")]
 Trials = Annotated[int, _search("--trials", "N", "Total number of trials, with those of earlier calls.", min=1)]
 
 # plan
@@ -125,7 +143,9 @@ Sample = Annotated[str, _input("--sample", "TABLE", "Table of typical rows; labe
 
 # output
 Key = Annotated[str | None, _output("--key", "COLUMN", "Column of unique, non-null values that identify rows.")]
-Columns = Annotated[str | None, _output("--columns", "A,B", "Additional input columns to copy to the output.")]
+Columns = Annotated[
+    list[str] | None, _output("--columns", "A,B", "Additional input columns to copy to the output; repeatable.")
+]
 AllProbabilities = Annotated[
     bool, _output("--all-probabilities", None, "Add a column with the probability of each class.")
 ]
@@ -167,8 +187,10 @@ MinAgreement = Annotated[
 ]
 Budget = Annotated[str | None, _selection("--budget", "TIME", "Time for all measurements (default: 5min).")]
 Runtimes = Annotated[
-    str | None, _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run).")
+    list[str] | None,
+    _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run); repeatable."),
 ]
+SampleSize = Annotated[int | None, _selection("--rows", "N", "Rows of the table to measure on (default: 1000).", min=1)]
 
 # demo
 Folder = Annotated[str, _demo("--folder", "FOLDER", "Folder for all files (default: demo).")]

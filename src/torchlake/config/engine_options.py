@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from torchlake.config.types import STRICT, EngineName, Float, Int, Name, Ranks
+from torchlake.config.types import STRICT, Bool, EngineName, Float, Int, Name, Ranks
 
 
 class SparkOptions(BaseModel):
@@ -16,7 +16,7 @@ class SparkOptions(BaseModel):
     """Master of a new session; null: the running session, else a new one on this machine's cores."""
     conf: dict[str, str] = {}
     """Spark configuration of a new session."""
-    local_mode: bool = False
+    local_mode: Bool = False
     """Launch ranks on the driver's machine instead of on executors."""
     launcher: Literal["barrier", "torch_distributor"] = "barrier"
     """What starts ranks: a barrier stage, or pyspark's TorchDistributor."""
@@ -56,7 +56,9 @@ class EngineConfig(BaseModel):
     """Number of processes; null: chosen by the engine for scoring, and for training 1, or one per GPU with the local
     engine. [2, 8]: training runs on as many as fit, within this range, and scoring on up to the larger number."""
     spark: SparkOptions = SparkOptions()
+    """Options of the engine spark."""
     ray: RayOptions = RayOptions()
+    """Options of the engine ray."""
 
     @property
     def options(self) -> dict[str, Any]:

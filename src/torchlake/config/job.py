@@ -28,7 +28,7 @@ from torchlake.config.engine_options import EngineConfig
 from torchlake.config.messages import sentence
 from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
 from torchlake.config.task_spec import label_name
-from torchlake.config.types import STRICT, Every, Float, Int, Interval, Name, Seconds, StrategyName, TaskName
+from torchlake.config.types import STRICT, Bool, Every, Float, Int, Interval, Name, Seconds, StrategyName, TaskName
 from torchlake.config.yaml import Location, read_text, read_yaml, shape
 from torchlake.errors import ConfigError
 
@@ -141,10 +141,10 @@ class TrainConfig(BaseModel):
     """Maximum tokens, including padding, that a rank processes at once; limits memory, does not change results."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the forward pass; auto: bf16 if the hardware supports it."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Bool = False
     """Recompute each layer's activations in the backward pass instead of keeping them: a third slower, far less
     memory."""
-    compile: bool = False
+    compile: Bool = False
     """Compile the model with torch.compile: takes minutes at the start, faster steps on GPUs."""
     strategy: StrategyName = "auto"
     """How ranks share the model: a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
@@ -156,15 +156,15 @@ class TrainConfig(BaseModel):
     """Options of the strategy deepspeed."""
     seed: Int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, dropout and the order of rows."""
-    checkpoint_every: Interval = Every(seconds=600.0)
+    checkpoint_every: Interval = Field(default="10min", validate_default=True)
     """Interval between checkpoints: "10min", "200steps" or "epoch"."""
-    checkpoint_in_background: bool = True
+    checkpoint_in_background: Bool = True
     """Continue training while a checkpoint is written; needs main memory for a copy of it."""
     checkpoint_folder: Name | None = None
     """Where checkpoints are kept: a folder or URL such as s3://bucket/reviews, one per run; null: the run folder."""
     keep_checkpoints: Int = Field(default=2, ge=1)
     """Number of checkpoints to keep."""
-    validate_every: Interval = Every(epochs=1)
+    validate_every: Interval = Field(default="epoch", validate_default=True)
     """Interval between validations: "epoch" or "200steps"."""
     metric: Name | None = None
     """Validation metric that selects the best model; null: the default of the task."""
@@ -193,7 +193,7 @@ class TrackConfig(BaseModel):
 
     mlflow: Name | None = None
     """MLflow store, sqlite:///FILE or a folder; null: no MLflow."""
-    tensorboard: bool = False
+    tensorboard: Bool = False
     """Write event files to tensorboard/ in the run folder."""
 
 
@@ -203,10 +203,15 @@ class Job(BaseModel):
     model_config = STRICT
 
     data: DataConfig
+    """The training and validation tables, and their columns."""
     model: ModelConfig
+    """The model to fine-tune, and its task."""
     train: TrainConfig = TrainConfig()
+    """The settings of the training run."""
     engine: EngineConfig = EngineConfig()
+    """Where the job runs."""
     track: TrackConfig = TrackConfig()
+    """Where parameters and metrics are logged besides metrics.jsonl."""
 
 
 class _EngineAlone(BaseModel):

@@ -69,6 +69,8 @@ def _explanation(problem: Any, location: Location, sections: Mapping[str, type[B
         return f"a whole number is expected, given {shown}"
     if kind.startswith(("float_", "finite_")):
         return f"a number is expected, given {shown}"
+    if kind == "bool_type":
+        return f"true or false is expected, given {shown}"
     if kind in ("string_type", "string_too_short"):
         return f"a text is expected, given {shown}{' (put it in quotes)' if isinstance(given, int | float) else ''}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):

@@ -1,10 +1,10 @@
 """Options of the strategies, and of LoRA."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from torchlake.config.types import STRICT, Float, Int, Name
+from torchlake.config.types import CHECKED_NUMBER, STRICT, Bool, Float, Int, Name
 
 
 class DdpOptions(BaseModel):
@@ -23,11 +23,11 @@ class FsdpOptions(BaseModel):
 
     model_config = STRICT
 
-    reshard: bool = True
+    reshard: Bool = True
     """Free gathered weights after a layer's forward pass (ZeRO-3); false: keep them for the backward pass (ZeRO-2)."""
     shard_ranks: Int | None = Field(default=None, ge=2)
     """Number of adjacent ranks that share one copy of the model, such as those of one machine; null: all ranks."""
-    cpu_offload: bool = False
+    cpu_offload: Bool = False
     """Keep weights, gradients and moments in main memory; needs GPUs."""
 
 
@@ -36,11 +36,11 @@ class DeepSpeedOptions(BaseModel):
 
     model_config = STRICT
 
-    stage: Literal[1, 2, 3] = 2
+    stage: Annotated[Literal[1, 2, 3], CHECKED_NUMBER] = 2
     """What is sharded: 1 the optimizer's moments, 2 also gradients, 3 also weights."""
-    offload_optimizer: bool = False
+    offload_optimizer: Bool = False
     """Keep the moments in main memory and step there; needs GPUs."""
-    offload_parameters: bool = False
+    offload_parameters: Bool = False
     """Keep the weights in main memory; needs GPUs and stage 3."""
     config: Name | None = None
     """A DeepSpeed JSON file; it may not contradict the job. null: none."""

@@ -1,4 +1,8 @@
-"""The types of a job's fields: numbers that are not booleans, durations, intervals, names of plug-ins."""
+"""The types of a job's fields: numbers that are not booleans, durations, intervals, names of plug-ins.
+
+Each type also has its JSON Schema, for editors. It accepts every value that the type accepts in a job file, so it has
+the same patterns; it may accept more, for example a text that is a number out of range.
+"""
 
 import re
 from dataclasses import dataclass
@@ -6,11 +10,28 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    PlainValidator,
+    Strict,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema
 
 from torchlake import plugins
 
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+# Both Python and ECMAScript read these patterns, without flags: hence no \d (any digit of Unicode) and both cases.
+UNIT = "([sS]|[sS][eE][cC]|[mM][iI][nN]|[hH])"
+TIME = rf"([0-9]{{1,12}}(?:\.[0-9]{{1,6}})?)\s*{UNIT}"
+STEPS = r"([0-9]{1,12})\s*[sS][tT][eE][pP][sS]?"
+EPOCH = "[eE][pP][oO][cC][hH]"
+NUMBER = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +54,14 @@ def parse_every(value: Any) -> Every:
     """ "200steps", "10min" or "epoch" as an Every. Raises ValueError with the allowed forms."""
     if isinstance(value, Every):
         return value
-    text = str(value).strip().lower()
-    if text == "epoch":
+    text = value.strip() if isinstance(value, str) else ""
+    if re.fullmatch(EPOCH, text):
         return Every(epochs=1)
-    steps = re.fullmatch(r"(\d{1,12})\s*steps?", text)
+    steps = re.fullmatch(STEPS, text)
     if steps and int(steps[1]) > 0:
         return Every(steps=int(steps[1]))
     try:
-        return Every(seconds=parse_seconds(text if isinstance(value, str) else None))
+        return Every(seconds=parse_seconds(text))
     except ValueError:
         raise ValueError(f'{value!r} is no interval; write "30s", "10min", "1h", "200steps" or "epoch"') from None
 
@@ -49,17 +70,19 @@ def parse_seconds(value: Any) -> float:
     """ "30s", "10min", "1h" or a number, in seconds > 0. Raises ValueError with the allowed forms."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
-    text = value.strip().lower() if isinstance(value, str) else ""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*(s|sec|min|h)", text)
+    match = re.fullmatch(TIME, value.strip()) if isinstance(value, str) else None
     if match is None or float(match[1]) <= 0:
         raise ValueError(f'{value!r} is no length of time; write "30s", "10min" or "1h"')
-    return float(match[1]) * SECONDS[match[2]]
+    return float(match[1]) * SECONDS[match[2].lower()]
 
 
 def _number(value: Any) -> Any:
     # YAML reads `yes` as true, and Python counts True as 1.
     if isinstance(value, bool):
         raise ValueError(f"a number is expected, given {str(value).lower()}")
+    # YAML 1.1 reads 1e-4 as a text.
+    if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
+        raise ValueError(f"a number is expected, given {value!r}")
     return value
 
 
@@ -90,13 +113,45 @@ def _plugin(kind: plugins.Kind, besides: tuple[str, ...], name: str) -> str:
     return name
 
 
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number)]
-Ranks = Annotated[int | tuple[int, int], PlainValidator(parse_ranks), PlainSerializer(_plain_ranks)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds)]
-Interval = Annotated[Every, BeforeValidator(parse_every), PlainSerializer(str)]
+@dataclass(frozen=True)
+class _AlsoText:
+    """Adds texts of a pattern to the JSON Schema of a number; `minimum` and the like apply to numbers only."""
+
+    pattern: str
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(core)
+        return {**found, "type": [found["type"], "string"], "pattern": _whole(self.pattern)}
+
+
+def _whole(pattern: str) -> str:
+    return rf"^\s*({pattern})\s*$"
+
+
+def _plugin_names(kind: plugins.Kind, *besides: str) -> tuple[AfterValidator, WithJsonSchema]:
+    choices = {"type": "string", "enum": [*besides, *plugins.names(kind)]}
+    return AfterValidator(partial(_plugin, kind, besides)), WithJsonSchema(choices)
+
+
+_RANKS = {"type": "integer", "minimum": 1}
+_TIMES = {"type": "string", "pattern": _whole(f"{EPOCH}|{STEPS}|{TIME}")}
+
+CHECKED_NUMBER = BeforeValidator(_number)
+Int = Annotated[int, CHECKED_NUMBER, _AlsoText(NUMBER)]
+Float = Annotated[float, CHECKED_NUMBER, _AlsoText(NUMBER)]
+Bool = Annotated[bool, Strict()]
+Ranks = Annotated[
+    int | tuple[int, int],
+    PlainValidator(parse_ranks),
+    PlainSerializer(_plain_ranks),
+    WithJsonSchema({"anyOf": [_RANKS, {"type": "array", "items": _RANKS, "minItems": 1, "maxItems": 2}]}),
+]
+Seconds = Annotated[float, Field(gt=0), BeforeValidator(parse_seconds), _AlsoText(TIME)]
+Interval = Annotated[Every, BeforeValidator(parse_every), PlainSerializer(str), WithJsonSchema(_TIMES)]
 Name = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
-EngineName = Annotated[Name, AfterValidator(partial(_plugin, "engines", ()))]
-TaskName = Annotated[Name, AfterValidator(partial(_plugin, "tasks", ()))]
-StrategyName = Annotated[Name, AfterValidator(partial(_plugin, "strategies", ("auto",)))]
-STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+EngineName = Annotated[Name, *_plugin_names("engines")]
+TaskName = Annotated[Name, *_plugin_names("tasks")]
+StrategyName = Annotated[Name, *_plugin_names("strategies", "auto")]
+STRICT = ConfigDict(
+    extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True, use_attribute_docstrings=True
+)

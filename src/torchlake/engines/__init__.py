@@ -147,6 +147,21 @@ def process_bounds(processes: ProcessRange) -> tuple[int, int]:
     return at_least_one(fewest), most
 
 
+def as_engine(engine: Engine | str | None) -> Engine | None:
+    """Return an engine given as itself or by name ("local", "spark", "ray") with its default options; None for None.
+
+    Raises UsageError for an unknown name and for another object, such as a Spark session.
+    """
+    if engine is None or isinstance(engine, Engine):
+        return engine
+    if isinstance(engine, str):
+        return make_engine(engine, None)
+    raise UsageError(
+        f"engine is a {type(engine).__name__}; give a name ({', '.join(plugins.names('engines'))}), or an engine such "
+        "as torchlake.Spark(session)."
+    )
+
+
 def make_engine(name: str, processes: ProcessRange | None, **options: Any) -> Engine:
     """Return an engine by name: the class in its file with the same name. Raises UsageError for an unknown name."""
     engine: Engine = getattr(plugins.load("engines", name), name.title())(processes=processes, **options)

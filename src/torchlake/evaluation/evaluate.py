@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import plugins
-from torchlake.engines import Engine
+from torchlake.config.arguments import Frame, StoredTable
+from torchlake.engines import Engine, as_engine
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.metrics import Metric, evaluate_metrics
@@ -71,11 +72,11 @@ class Evaluation:
 
 def evaluate(
     model: str | Path,
-    table: Any,
+    table: StoredTable | Frame,
     *,
     text: str | None = None,
     label: str | None = None,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     runtime: Runtime | None = None,
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
@@ -91,7 +92,7 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
-    spec = load_spec(model)
+    spec, engine = load_spec(model), as_engine(engine)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts alone; leave it out.")
@@ -113,7 +114,7 @@ def evaluate(
             targets, reasons = _frame_targets(frame, spec)
             scored = predict(frame.select([spec.text]))
         else:
-            targets, reasons = _stored_targets(table, spec)
+            targets, reasons = _stored_targets(cast(StoredTable, table), spec)
             output = Path(folder, "scored")
             predict(table, output)
             scored = _read_scored(committed_files(output), spec)

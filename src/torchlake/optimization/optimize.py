@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from torchlake import plugins
+from torchlake.config.arguments import Frame, StoredTable
 from torchlake.config.types import parse_seconds
-from torchlake.engines import Engine
+from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
 from torchlake.models import folders
@@ -77,7 +78,7 @@ class Optimized:
 
 def optimize(
     model: str | Path,
-    sample: Any,
+    sample: StoredTable | Frame,
     *,
     text: str | None = None,
     label: str | None = None,
@@ -85,7 +86,7 @@ def optimize(
     min_agreement: float = 0.99,
     budget: str | float = "5min",
     runtimes: Sequence[Runtime] | None = None,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     rows: int = 1000,
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
@@ -108,6 +109,7 @@ def optimize(
         until = time.monotonic() + parse_seconds(budget)
     except ValueError as error:
         raise UsageError(f"budget: {error}") from None
+    runs_on = as_engine(engine) or Local()
     folder = _own_folder(model)
     spec = load_spec(folder)
     if spec.label is None:
@@ -129,7 +131,7 @@ def optimize(
     )
     with tempfile.TemporaryDirectory(prefix="torchlake-optimize-", ignore_cleanup_errors=True) as scratch:
         bench = Bench(
-            engine=engine or Local(),
+            engine=runs_on,
             settings=settings,
             spec=spec,
             sample=drawn,

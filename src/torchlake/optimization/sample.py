@@ -25,6 +25,7 @@ from torchlake.errors import DataError
 from torchlake.scoring.rows import check_text
 from torchlake.tables.chunks import Chunk, plan_chunks
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
+from torchlake.tables.sampling import evenly_spaced
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
 from torchlake.tables.text_columns import is_blank, string_column
@@ -85,12 +86,12 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> 
     lengths = pc.utf8_length(texts).to_numpy(zero_copy_only=False)
     order = np.lexsort((lengths, _strata(numbers, len(texts))))
     held_out = min(CALIBRATION_ROWS, max(len(order) // 5, int(len(order) > 1)))
-    places = _every(len(order), min(rows, len(order) - held_out))
+    places = evenly_spaced(len(order), min(rows, len(order) - held_out))
     others = np.delete(order, places)
     return Sample(
         texts=texts.take(pa.array(order[places])),
         targets=None if numbers is None else numbers[order[places]],
-        calibration=texts.take(pa.array(others[_every(len(others), held_out)])),
+        calibration=texts.take(pa.array(others[evenly_spaced(len(others), held_out)])),
     )
 
 
@@ -119,7 +120,7 @@ def _frame_pool(frame: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray
     table = to_arrow(frame)
     check_text(table.schema, text, "the frame")
     columns = [text, label] if label in table.column_names and label != text else [text]
-    pool = table.select(columns).take(pa.array(_every(len(table), min(len(table), POOL_ROWS))))
+    pool = table.select(columns).take(pa.array(evenly_spaced(len(table), min(len(table), POOL_ROWS))))
     pool, unreadable = isolate_bad_text(pool)
     return pool, ~np.isin(np.arange(len(pool)), list(unreadable))
 
@@ -130,11 +131,6 @@ def _spread(chunks: tuple[Chunk, ...]) -> list[Chunk]:
     places = np.argsort((np.arange(len(chunks)) * GOLDEN) % 1, kind="stable") if len(chunks) else np.arange(0)
     rows = np.cumsum([chunks[place].rows for place in places])
     return [chunks[place] for place in sorted(places[: int(np.searchsorted(rows, POOL_ROWS)) + 1])]
-
-
-def _every(rows: int, wanted: int) -> np.ndarray:
-    """`wanted` positions spread evenly over `rows`, the middles of as many equal stretches."""
-    return ((np.arange(wanted) + 0.5) * rows / max(1, wanted)).astype(np.int64)
 
 
 def _numbers(targets: pa.Array, spec: TaskSpec) -> np.ndarray:

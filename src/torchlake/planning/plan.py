@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from torchlake import plugins
+from torchlake.config.arguments import Sections
 from torchlake.config.job import Fraction, Job, load_job
 from torchlake.config.strategy_options import LoraOptions
 from torchlake.engines import process_bounds
@@ -125,7 +126,7 @@ def plan(
     latency: float | None = None,
     flops: str | float | None = None,
     sample_rows: int = 2000,
-    **sections: Any,
+    **sections: Unpack[Sections],
 ) -> Plan:
     """Estimate what training `job` needs; job, `overrides` and sections are as in `train`.
 
@@ -143,8 +144,8 @@ def plan(
     bytes_s = None if bandwidth is None else size_in_bytes(bandwidth, "bandwidth")
     flops_s = None if flops is None else operations(flops, "flops")
     with tempfile.TemporaryDirectory(prefix="torchlake-plan-") as folder:
-        frames, sections = frames_to_paths(sections, Path(folder))
-        wanted = load_job(job, overrides, **sections)
+        frames, stored = frames_to_paths(sections, Path(folder))
+        wanted = load_job(job, overrides, **stored)
         for name, frame in frames.items():
             store_frame(frame, Path(folder, "input", f"{name}.parquet"))
         base = model_folder(wanted.model.base)

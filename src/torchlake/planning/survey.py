@@ -25,16 +25,15 @@ from torchlake.errors import DataError, UsageError
 from torchlake.models.load import check_folder, load_config, load_tokenizer, max_length
 from torchlake.planning.costs import Parameters, Shape
 from torchlake.scoring.rows import check_text
-from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.chunks import Chunk
 from torchlake.tables.reading import ChunkReader
+from torchlake.tables.sampling import evenly_spaced, sample_rows
 from torchlake.tables.table import open_table
 from torchlake.tables.text_columns import is_blank, string_column
 
 if TYPE_CHECKING:
     from torch import nn
 
-CHUNK_ROWS = 1_024
-CHUNKS_READ = 32
 ONCE_PER_ROW = frozenset({"AutoModel", "AutoModelForSequenceClassification", "AutoModelForImageClassification"})
 "Auto classes with one output per row instead of per token."
 
@@ -77,12 +76,8 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     columns = (data.text, data.label)
     table = open_table(data.train, columns=columns)
     check_text(table.schema, data.text, table.source)
-    plan = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False)
-    reader = ChunkReader(columns)
-    picked = [plan.chunks[place] for place in _every(len(plan.chunks), min(len(plan.chunks), CHUNKS_READ))]
-    pool = pa.concat_tables([reader.read(chunk)[0] for chunk in picked]) if picked else plan.schema.empty_table()
-    reader.close()
-    pool = pool.take(pa.array(_every(len(pool), min(len(pool), rows))))
+    pool, plan = sample_rows(table, columns)
+    pool = pool.take(pa.array(evenly_spaced(len(pool), min(len(pool), rows))))
     texts = string_column(pool[data.text])
     usable = pc.and_(pc.invert(is_blank(texts)), _labeled(pool[data.label]))
     if not pc.any(usable).as_py():
@@ -271,8 +266,3 @@ def _labeled(labels: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         return pc.fill_null(pc.not_equal(array, ""), False)  # an empty cell of a CSV file is no label
     return pc.is_valid(array)
-
-
-def _every(rows: int, wanted: int) -> np.ndarray:
-    """Return `wanted` positions spread evenly over `rows`."""
-    return ((np.arange(wanted) + 0.5) * rows / max(1, wanted)).astype(np.int64)

@@ -76,7 +76,7 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
     rows, tokens = facts["rows"], facts["tokens"]
     first = str(facts["problem"])
     if classes := facts.get("classes"):
-        first += f", {len(classes):,} class{'es' * (len(classes) != 1)}: {_classes(classes, rows['training'])}"
+        first += f", {len(classes):,} class{'es' * (len(classes) != 1)}: {describe_classes(classes, rows['training'])}"
     elif "mean" in facts:
         first += f": mean {facts['mean']:.4g}, standard deviation {facts['deviation']:.4g}"
     validated = "no validation" if rows["validation"] is None else f"{rows['validation']:,} to validate on"
@@ -102,7 +102,8 @@ def describe_truncation(cut: Mapping[str, int]) -> str:
     )
 
 
-def _classes(classes: Mapping[str, int], rows: int) -> str:
+def describe_classes(classes: Mapping[str, int], rows: int) -> str:
+    """The 10 largest classes with their rows and shares."""
     ranked = sorted(classes.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = ", ".join(f"{name} {number:,} ({number / max(1, rows):.0%})" for name, number in ranked[:SHOWN_CLASSES])
     rest = ranked[SHOWN_CLASSES:]

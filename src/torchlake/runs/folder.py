@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 RESULT = "result.json"
+AUTO = "auto"
+"As a run folder: the default one, or the next one that is new or holds the same job."
 STOP = "stop"
 "A file with this name stops a training as SIGTERM does, on any machine; the next attempt removes it."
 MORE_ROOM = "more_room"
@@ -74,6 +77,21 @@ def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
     return Path("runs") / ("job" if job is None or isinstance(job, Job) else Path(job).stem)
 
 
+def candidates(job: str | Path | Job | None, run: str | Path | None) -> Iterator[Path]:
+    """The folders to try for a run: that of `find`; with run="auto" the default one and then NAME-2, NAME-3, ..."""
+    if run != AUTO:
+        yield find(job, run)
+        return
+    first = find(job, None)
+    yield first
+    yield from (first.with_name(f"{first.name}-{number}") for number in count(2))
+
+
+def accepts(folder: Path, job: Job) -> bool:
+    """Whether `job` can be trained, or continued, in the folder."""
+    return not folder.exists() or _conflict(folder, job) is None
+
+
 @contextmanager
 def run_lease(folder: Path) -> Iterator[tuple[str, str]]:
     """Hold the lease of the run folder; yields the lease's folder and token, for the ranks to check.
@@ -92,26 +110,44 @@ def claim(folder: Path, job: Job) -> None:
     """Store the job in the run folder. Raises FingerprintError when it holds the training of another job, or other
     files.
     """
+    conflict = _conflict(folder, job)
+    if conflict is not None:
+        raise FingerprintError(conflict)
     path = folder / JOB_FILE
-    if path.exists():
-        differing = differences(*(each.model_dump(mode="json") for each in (load_job(path), job)))
-        if differing and not is_trained(folder, load_job(path)):
-            atomic_io.remove([folder / name for name in (TASK_FILE, metrics_log.METRICS, "prepared", "cache")])
-        elif differing:
-            raise FingerprintError(
-                f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\nGive another "
-                f"run folder, or delete this one to start again. Free to change: {', '.join(MAY_CHANGE)}."
-            )
-    elif foreign := sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")):
-        raise FingerprintError(
-            f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
-            "Give a new folder."
-        )
+    if path.exists() and _differences(load_job(path), job):
+        atomic_io.remove([folder / name for name in (TASK_FILE, metrics_log.METRICS, "prepared", "cache")])
     # Left by a killed run; its writer held the lease that this process holds now.
     left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
     atomic_io.remove(entry for entry in left if HALF_WRITTEN.fullmatch(entry.name))
     atomic_io.remove([folder / STOP])
     atomic_io.write_bytes(path, job_to_yaml(job).encode(), site="run.job")
+
+
+def _conflict(folder: Path, job: Job) -> str | None:
+    """Why the folder cannot hold the job: another job that has begun training, or foreign files; None if it can."""
+    path = folder / JOB_FILE
+    if path.exists():
+        before = load_job(path)
+        differing = _differences(before, job)
+        if not differing or not is_trained(folder, before):
+            return None
+        return (
+            f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\n"
+            "To train the changed job, name another run folder (--run FOLDER), or let one be chosen (--run auto). "
+            "To start again in this one, delete it. "
+            f"A run may continue with other values of: {', '.join(MAY_CHANGE)}."
+        )
+    foreign = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    if not foreign:
+        return None
+    return (
+        f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
+        "Name a new folder (--run FOLDER)."
+    )
+
+
+def _differences(before: Job, now: Job) -> list[str]:
+    return differences(*(job.model_dump(mode="json") for job in (before, now)))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -161,11 +197,11 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def frames_to_paths(sections: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def frames_to_paths(sections: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The frames in data.train and data.validation, and the sections with the paths where they will be stored."""
     data = sections.get("data")
     if not isinstance(data, Mapping):
-        return {}, sections
+        return {}, {**sections}
     frames = {
         name: data[name] for name in ("train", "validation") if is_frame(data.get(name)) or engine_of(data.get(name))
     }

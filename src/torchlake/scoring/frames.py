@@ -31,9 +31,10 @@ from torchlake.tables.sources.frames import to_arrow, to_original_frame
 
 if TYPE_CHECKING:
     import pandas as pd
-    from pyspark.sql import SparkSession
+    import ray.data
+    from pyspark.sql import Column, SparkSession
 
-Stage = Callable[[Any], Any]
+Stage = Callable[["ray.data.Dataset"], "ray.data.Dataset"]
 
 
 def predict_frame(frame: Any, settings: ScoringSettings, spec: TaskSpec, engine: Engine, max_error_rate: float) -> Any:
@@ -65,7 +66,7 @@ def spark_udf(
     runtime: Runtime | None = None,
     null: Literal["error", "score"] = "error",
     batch_tokens: int | None = None,
-) -> Any:
+) -> "Callable[[str | Column], Column]":
     """Return the model as a function of one text column; its value is a struct of the prediction columns.
 
         classify = tl.spark_udf("runs/reviews/model", name="classify")
@@ -94,7 +95,7 @@ def spark_udf(
     import pandas as pd
 
     predictions.__annotations__ = {"texts": Iterator[pd.Series], "return": Iterator[pd.DataFrame]}
-    udf = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
+    udf: Callable[[str | Column], Column] = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
     if name is not None:
         (session or SparkSession.getActiveSession() or engine.session.get()).udf.register(name, udf)
     return udf

@@ -9,15 +9,17 @@ import logging
 import os
 import platform
 import time
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
+from torchlake.config.arguments import FrameT, StoredTable
 from torchlake.config.task_spec import TaskSpec
-from torchlake.engines import Engine, make_engine
+from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.interrupts import announce_interrupt
@@ -57,7 +59,8 @@ KEPT = "Stopping. Finished chunks are kept; run the same command again to resume
 class Scored:
     """The output of `predict`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
 
-    output: Path
+    path: Path
+    "The output folder."
     rows_in: int
     rows_out: int
     rows_failed: int
@@ -75,6 +78,39 @@ class Scored:
     example: str | None
     "File and row of the first failed row, and its error."
 
+    @property
+    def output(self) -> Path:
+        """The earlier name of `path`."""
+        warnings.warn("Scored.output is now Scored.path.", DeprecationWarning, stacklevel=2)
+        return self.path
+
+
+@overload
+def predict(
+    model: str | Path,
+    table: StoredTable,
+    output: str | Path,
+    *,
+    text: str | None = None,
+    key: str | None = None,
+    columns: Sequence[str] = (),
+    runtime: Runtime | None = None,
+    engine: Engine | str | None = None,
+    **options: Unpack[PredictOptions],
+) -> Scored: ...
+
+
+@overload
+def predict(
+    model: str | Path,
+    table: FrameT,
+    *,
+    text: str | None = None,
+    runtime: Runtime | None = None,
+    engine: Engine | str | None = None,
+    **options: Unpack[PredictOptions],
+) -> FrameT: ...
+
 
 def predict(
     model: str | Path,
@@ -85,7 +121,7 @@ def predict(
     key: str | None = None,
     columns: Sequence[str] = (),
     runtime: Runtime | None = None,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     **options: Unpack[PredictOptions],
 ) -> Any:
     """Score `table` with the model folder `model`.
@@ -134,7 +170,7 @@ def predict(
         recorded=recorded_fingerprint(output).get("runtime") if stored and output is not None else None,
         **scoring,
     )
-    native = engine_of(table)
+    native, engine = engine_of(table), as_engine(engine)
     if native is not None:
         engine = engine or make_engine(native, None)
         if type(engine).__name__.lower() != native:
@@ -211,7 +247,7 @@ def _predict_table(
             profile = _profile(made, began, planned, scored)
     seconds = time.perf_counter() - began
     return Scored(
-        output=output,
+        path=output,
         rows_in=out.plan.rows,
         rows_out=record["rows"],
         rows_failed=record["failed"],

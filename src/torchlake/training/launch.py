@@ -21,31 +21,36 @@ from difflib import get_close_matches
 from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from torchlake.engines import Engine, ProcessRange
+from torchlake.engines import Engine, ProcessRange, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.serialization import find_spec
 
+Value = TypeVar("Value")
+
 
 def launch(
-    target: Callable[..., Any],
+    target: Callable[..., Value],
     *args: Any,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     processes: ProcessRange | None = None,
     gpus_per_process: int = 0,
-) -> Any:
+) -> Value:
     """Run `target(*args)` as `processes` ranks at the same time and return rank 0's value.
 
-    `processes` may be a range (fewest, most): as many ranks start as there is capacity for.
+    `engine` is an engine or its name ("spark"); by default local. `processes` may be a range (fewest, most): as many
+    ranks start as there is capacity for.
 
     Raises, as `Engine.launch` documents: RankFailed with the first failing rank's traceback, a rank's own
     TorchlakeError, Interrupted, UsageError.
     """
     if not callable(target):
         raise UsageError(f"launch takes a function, not {target!r}; for a script or a name, use launch_script.")
-    return (engine or Local()).launch(target, *args, processes=processes, gpus_per_process=gpus_per_process)
+    running = as_engine(engine) or Local()
+    value: Value = running.launch(target, *args, processes=processes, gpus_per_process=gpus_per_process)
+    return value
 
 
 def launch_script(

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
+from torchlake.config.arguments import Sections
 from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
-from torchlake.engines import Engine, make_engine, process_bounds
+from torchlake.engines import Engine, as_engine, make_engine, process_bounds
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.models.load import model_folder
 from torchlake.preparation import summary
@@ -62,16 +63,19 @@ def train(
     job: str | Path | Job | None = None,
     *,
     run: str | Path | None = None,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
-    **sections: Any,
+    **sections: Unpack[Sections],
 ) -> Run:
-    """Fine-tune a model as `job` says: a job file, a Job, or sections (`data={...}`, `model={...}`, `train={...}`).
+    """Fine-tune a model as described by `job` (a job file or a Job), by sections, or by both.
 
-    Sections and then `overrides` ("train.epochs=5") replace values of the job. `data.train` and `data.validation` may
-    be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the run folder first, Spark and Ray frames
-    by their own engine, once per run. `run` is the run folder, by default runs/ and the job file's name. The same call
-    again resumes an interrupted run, and returns a finished one.
+    Sections are the mappings `data`, `model`, `train` and `track` (`config/arguments.py` has their keys), or models of
+    `config/job.py`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
+    or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
+    `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the
+    run folder first, Spark and Ray frames by their own engine, once per run. `run` is the run folder, by default runs/
+    and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds another job. The same call again
+    resumes an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
@@ -80,14 +84,15 @@ def train(
     all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
-    folder = run_folder.find(job, run)
-    frames, sections = run_folder.frames_to_paths(sections, folder)
-    wanted = load_job(job, overrides, **sections)
+    for folder in run_folder.candidates(job, run):
+        frames, stored = run_folder.frames_to_paths(sections, folder)
+        wanted = load_job(job, overrides, **stored, **named_engine(engine))
+        if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
+            break
     tracking.check(wanted.track)
     if wanted.model.lora is not None:
         lora.check_installed()
-    if engine is None:
-        engine = make_engine(wanted.engine.name, wanted.engine.processes, **wanted.engine.options)
+    engine = _engine_of(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
     for number in process_bounds(processes):
         choose_strategy(wanted, number)
@@ -134,6 +139,17 @@ def train(
 
     report.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def named_engine(engine: Engine | str | None) -> dict[str, Any]:
+    """The sections of a job that the argument `engine` stands for: a name is that of the section `engine`."""
+    return {"engine": {"name": engine}} if isinstance(engine, str) else {}
+
+
+def _engine_of(job: Job, engine: Engine | str | None) -> Engine:
+    """The engine given as an object, else that of the job."""
+    given = None if isinstance(engine, str) else as_engine(engine)
+    return given or make_engine(job.engine.name, job.engine.processes, **job.engine.options)
 
 
 def _store_frame(frame: Any, path: Path, engine: Engine) -> None:

@@ -4,6 +4,7 @@ Each trial's sampler is seeded from the tuning's seed and the trial's number, so
 settings. Cost: some tens of milliseconds per trial; importing Optuna takes a second.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,10 +45,16 @@ class Trial:
     "The searched settings, by dotted name."
     steps: int
     "Its optimizer steps."
-    folder: Path
+    path: Path
     "Its run folder."
     why: str
     "Why it failed; else empty."
+
+    @property
+    def folder(self) -> Path:
+        """The earlier name of `path`."""
+        warnings.warn("Trial.folder is now Trial.path.", DeprecationWarning, stacklevel=2)
+        return self.path
 
 
 def load_optuna() -> ModuleType:
@@ -123,7 +130,7 @@ def ended_trials(study: "optuna.Study", folder: Path) -> tuple[Trial, ...]:
                     value=one.value,
                     settings=dict(one.params),
                     steps=max(steps, default=0),
-                    folder=path,
+                    path=path,
                     why=one.user_attrs.get(WHY, ""),
                 )
             )

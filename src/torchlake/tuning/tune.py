@@ -12,6 +12,7 @@ deleted; logs and metrics stay.
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -34,7 +35,7 @@ from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
 from torchlake.tables.sources.versions import content_id
 from torchlake.tables.table import open_table
-from torchlake.training.train import choose_metric, train
+from torchlake.training.train import choose_metric, named_engine, train
 from torchlake.tuning.search_space import Range, Space, read_space
 from torchlake.tuning.study import (
     WHY,
@@ -61,15 +62,22 @@ LARGE_FOLDERS = ("checkpoints", "model", "prepared", "cache", "input")
 class Tuning:
     """The result of `tune`."""
 
-    folder: Path
+    path: Path
+    "The folder of the tuning."
     model: Path
     "The best trial's model folder."
     job: Job
-    "The best trial's job; also stored as job.yaml in `folder`."
+    "The best trial's job; also stored as job.yaml in `path`."
     metric: str
     best: Trial
     trials: tuple[Trial, ...]
     "In order."
+
+    @property
+    def folder(self) -> Path:
+        """The earlier name of `path`."""
+        warnings.warn("Tuning.folder is now Tuning.path.", DeprecationWarning, stacklevel=2)
+        return self.path
 
 
 def tune(
@@ -78,7 +86,7 @@ def tune(
     space: str | Path | Mapping[str, Any],
     trials: int,
     run: str | Path | None = None,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
     seed: int = 0,
     prune: bool = True,
@@ -87,9 +95,9 @@ def tune(
 
     `space` is a file, or an equivalent mapping: `{"train.epochs": {"low": 2, "high": 5}, "train.batch_size":
     {"choices": [32, 64]}}`. The best run is chosen by the metric that chooses a run's best model (train.metric, else
-    the task's default). `run` is the tuning's folder, by default runs/ and the job file's name with _tuning. The same
-    call again resumes an interrupted tuning and its trial; with more `trials` it continues. With `prune`, a trial whose
-    validations are worse than the median of the others' is stopped.
+    the task's default). `run` is the tuning's folder, by default runs/ and the job file's name with _tuning; `engine`
+    is as in `train`. The same call again resumes an interrupted tuning and its trial; with more `trials` it continues.
+    With `prune`, a trial whose validations are worse than the median of the others' is stopped.
 
     Raises ConfigError for a wrong job or space, before any training; FingerprintError when the folder holds another
     tuning; Locked when another process tunes in it; MissingExtra without optuna; TorchlakeError when every trial
@@ -98,7 +106,7 @@ def tune(
     load_optuna()
     if trials < 1:
         raise UsageError(f"trials is {trials}; it has to be 1 or more.")
-    wanted = load_job(job, overrides)
+    wanted = load_job(job, overrides, **named_engine(engine))
     if wanted.data.validation is None:
         raise ConfigError("a tuning compares validations; data.validation is null")
     if wanted.train.checkpoint_folder is not None:
@@ -131,9 +139,9 @@ def tune(
         if best is None:
             reasons = "\n".join(f"  trial {one.number}: {one.why}" for one in done)
             raise TorchlakeError(f"{folder}: no trial succeeded:\n{reasons}")
-        path = best.folder / JOB_FILE
+        path = best.path / JOB_FILE
         atomic_io.write_bytes(folder / JOB_FILE, path.read_bytes(), site="tuning.job")
-    return Tuning(folder=folder, model=best.folder / "model", job=load_job(path), metric=metric, best=best, trials=done)
+    return Tuning(path=folder, model=best.path / "model", job=load_job(path), metric=metric, best=best, trials=done)
 
 
 @contextmanager
@@ -176,7 +184,7 @@ def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
 
 
 def _train(
-    trial: "optuna.trial.Trial", wanted: Job, folder: Path, metric: str, engine: Engine | None, *, prune: bool
+    trial: "optuna.trial.Trial", wanted: Job, folder: Path, metric: str, engine: Engine | str | None, *, prune: bool
 ) -> "tuple[optuna.trial.TrialState, float | None, str]":
     """Train one trial; its state, its value, and why it failed."""
     states = load_optuna().trial.TrialState
@@ -221,7 +229,7 @@ def _delete_others(best: Trial | None, ended: Sequence[Trial]) -> None:
     """Delete the weights and tables of all finished trials but the best."""
     for one in ended:
         if one is not best:
-            atomic_io.remove(one.folder / name for name in LARGE_FOLDERS)
+            atomic_io.remove(one.path / name for name in LARGE_FOLDERS)
 
 
 def _log_trial(last: Trial, metric: str, trials: int) -> None:

@@ -196,13 +196,15 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
     def predict(*args: Any, **options: Any) -> SimpleNamespace:
         seen.update(options, args=args)
         counts = {"rows_in": 5, "rows_out": 5, "rows_failed": 1, "seconds": 2.0, "rows_per_s": 2.5}
-        return SimpleNamespace(output=Path("o"), errors={"null_text": 1}, example="i row 3: null_text", **counts)
+        return SimpleNamespace(path=Path("o"), errors={"null_text": 1}, example="i row 3: null_text", **counts)
 
     module = ModuleType("torchlake.scoring.predict")
     module.predict = predict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchlake.scoring.predict", module)
-    assert main(["predict", "m", "i", "o", "--columns", "a, b", "--max-error-rate", "0", "--json"]) == 0
-    assert seen == {"args": ("m", "i", "o"), "engine": None, "columns": ["a", "b"], "max_error_rate": 0.0}
+    assert (
+        main(["predict", "m", "i", "o", "--columns", "a, b", "--columns", "c", "--max-error-rate", "0", "--json"]) == 0
+    )
+    assert seen == {"args": ("m", "i", "o"), "engine": None, "columns": ["a", "b", "c"], "max_error_rate": 0.0}
     assert json.loads(capfd.readouterr().out) == {
         "rows_in": 5,
         "rows_out": 5,
@@ -211,6 +213,7 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
         "example": "i row 3: null_text",
         "seconds": 2.0,
         "rows_per_s": 2.5,
+        "path": "o",
         "output": "o",
     }
     assert main(["predict", "m", "i", "o", "--processes", "2"]) == 0

@@ -63,7 +63,7 @@ def test_a_url_that_became_a_path_is_refused(url: str) -> None:
 def test_file_urls_are_paths(model: Path, here: Path) -> None:
     out = here / "some where" / "out"
     scored = tl.predict(model, "t.parquet", out.as_uri(), key="id", engine=tiny.Here())
-    assert scored.output == out
+    assert scored.path == out
     assert tl.verify(out.as_uri()).problems == []
     for url in (out.as_uri(), f"file://{out}", f"file:{out}", f"file://localhost{out}"):
         assert run_folder.find(None, url) == local_output(url) == out

@@ -79,7 +79,7 @@ def test_numbers_of_any_size_are_learned_and_come_back_in_their_own(tmp_path: Pa
     scored = tl.predict(
         tmp_path / "run_large" / "model", tmp_path / "large.parquet", tmp_path / "scored", engine=runs.Inline()
     )
-    assert 950 < np.mean(pq.read_table(scored.output)["prediction"]) < 1300
+    assert 950 < np.mean(pq.read_table(scored.path)["prediction"]) < 1300
 
 
 @pytest.mark.parametrize("runtime", ["eager", "varlen", "int8"])

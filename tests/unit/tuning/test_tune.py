@@ -147,11 +147,11 @@ def test_the_best_of_the_trials_is_kept_and_more_may_be_added(tmp_path: Path, se
     for one in done.trials:
         searched = one.settings
         assert searched.keys() == SPACE.keys()
-        job = load_job(one.folder / "job.yaml").train
+        job = load_job(one.path / "job.yaml").train
         assert (job.learning_rate, job.batch_size, job.epochs) == tuple(searched.values())
         assert one.steps == job.epochs * -(-72 // job.batch_size)
-        assert (one.folder / "metrics.jsonl").is_file()
-        assert (one.folder / "model").exists() == (one.folder / "checkpoints").exists() == (one is done.best)
+        assert (one.path / "metrics.jsonl").is_file()
+        assert (one.path / "model").exists() == (one.path / "checkpoints").exists() == (one is done.best)
     again = tune(run, sections)
     assert again == done, "nothing was left to do"
     more = tune(run, sections, trials=4)
@@ -181,9 +181,9 @@ def test_a_bad_trial_is_stopped_early_and_loses_its_checkpoints(
     assert (good.state, good.steps) == ("complete", 108)
     assert bad.state == "pruned"
     assert 9 <= bad.steps < 108
-    assert (bad.folder / "job.yaml").is_file()
-    assert not (bad.folder / "checkpoints").exists()
-    assert (good.folder / "checkpoints").exists()
+    assert (bad.path / "job.yaml").is_file()
+    assert not (bad.path / "checkpoints").exists()
+    assert (good.path / "checkpoints").exists()
 
 
 def test_what_diverges_is_recorded_and_the_tuning_goes_on(tmp_path: Path, sections: dict[str, Any]) -> None:

@@ -1,0 +1,136 @@
+"""The types of what Python callers pass: tables, frames, and a job's sections as mappings.
+
+A type checker and an editor know from these the keys of `train(data={...}, train={...})`. They have the fields of the
+models in `job.py`, which check the values and describe each field; a test compares the two.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
+
+from torchlake.config.job import DataConfig, ModelConfig, TrackConfig, TrainConfig
+from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
+
+StoredTable = str | Path | Sequence[str | Path]
+"A file, folder, glob or URL, or a list of them."
+
+
+class Frame(Protocol):
+    """A pyarrow, pandas, polars or Spark frame, or a Ray Dataset: what has columns. Paths do not."""
+
+    @property
+    def columns(self) -> Any:
+        """The columns, or their names."""
+
+
+FrameT = TypeVar("FrameT", bound=Frame)
+
+
+class FractionSection(TypedDict):
+    """A share of the training rows."""
+
+    fraction: float
+
+
+class DataSection(TypedDict, total=False):
+    """The section `data`. `train` and `validation` may also be frames."""
+
+    train: StoredTable | Frame
+    validation: StoredTable | Frame | FractionSection | None
+    text: str
+    label: str
+    problem: Literal["single_label", "multi_label", "regression"] | None
+    learn: Literal["all", "assistant"]
+    key: str | None
+    bad_rows: Literal["error", "drop"]
+
+
+class LoraSection(TypedDict, total=False):
+    """The mapping `model.lora`."""
+
+    rank: int
+    alpha: int
+    dropout: float
+    targets: Sequence[str] | None
+
+
+class ModelSection(TypedDict, total=False):
+    """The section `model`."""
+
+    base: str | Path
+    task: str
+    max_length: int | None
+    lora: LoraOptions | LoraSection | None
+
+
+class DdpSection(TypedDict, total=False):
+    """The mapping `train.ddp`."""
+
+    bucket_mib: float
+    compress: Literal["none", "fp16", "bf16"]
+
+
+class FsdpSection(TypedDict, total=False):
+    """The mapping `train.fsdp`."""
+
+    reshard: bool
+    shard_ranks: int | None
+    cpu_offload: bool
+
+
+class DeepSpeedSection(TypedDict, total=False):
+    """The mapping `train.deepspeed`."""
+
+    stage: Literal[1, 2, 3]
+    offload_optimizer: bool
+    offload_parameters: bool
+    config: str | Path | None
+
+
+class TrainSection(TypedDict, total=False):
+    """The section `train`."""
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+    warmup: float
+    schedule: Literal["linear", "cosine", "constant"]
+    class_weights: Literal["balanced"] | Mapping[Any, float] | None
+    label_smoothing: float
+    clip_norm: float | None
+    micro_batch_tokens: int
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    activation_checkpointing: bool
+    compile: bool
+    strategy: str
+    ddp: DdpOptions | DdpSection
+    fsdp: FsdpOptions | FsdpSection
+    deepspeed: DeepSpeedOptions | DeepSpeedSection
+    seed: int
+    checkpoint_every: str
+    checkpoint_in_background: bool
+    checkpoint_folder: str | Path | None
+    keep_checkpoints: int
+    validate_every: str
+    metric: str | None
+    patience: int | None
+    max_restarts: int
+    collective_timeout: float | str
+    max_steps: int | None
+
+
+class TrackSection(TypedDict, total=False):
+    """The section `track`."""
+
+    mlflow: str | Path | None
+    tensorboard: bool
+
+
+class Sections(TypedDict, total=False):
+    """The sections of a job that `train` and `plan` accept as arguments; `engine` is an argument of its own."""
+
+    data: DataConfig | DataSection
+    model: ModelConfig | ModelSection
+    train: TrainConfig | TrainSection
+    track: TrackConfig | TrackSection

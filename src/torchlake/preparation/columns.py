@@ -1,0 +1,173 @@
+"""Guess which columns of a table are the text and the label, from a sample of its rows.
+
+    text     strings of several words; the column `text`, or the one that is much longer than the others
+    label    what the task's `find_labels` accepts, except identifiers; a column with a usual name, or the only one
+
+The rules for labels are those of training. A guess that is not clear is an error that lists the choices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake.config.job import DataConfig
+from torchlake.config.task_spec import LabelColumn
+from torchlake.errors import DataError, UsageError
+from torchlake.preparation.labels import check_classes
+from torchlake.tables.sampling import sample_rows
+from torchlake.tables.table import Table, missing_column
+from torchlake.tables.text_columns import is_blank, string_column
+
+TEXT, LABEL = (DataConfig.model_fields[name].default for name in ("text", "label"))
+LABEL_NAMES = (LABEL, "labels", "class", "category", "target", "sentiment", "stars", "rating")
+"Usual names of label columns; the first of them that a table has is taken."
+MUCH_LONGER = 2.0
+"How many times as long as the others a text without the usual name has to be."
+# A letter, a space and more; or a letter of a script without spaces: Thai, kana, Chinese.
+WORDS = r"\pL\s+\S|[\x{0E00}-\x{0E7F}\x{3040}-\x{30FF}\x{3400}-\x{9FFF}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """What a sample of a column holds."""
+
+    name: str
+    type: pa.DataType
+    lengths: np.ndarray | None
+    "(N,) characters of each string that is not blank; None for other types."
+    has_words: bool
+    "Whether most of the strings have several words."
+    empty: int
+    "Rows that are null or blank."
+    is_key: bool
+    "Whether each row has another value: a whole number, or a string of one word."
+    label: LabelColumn | None
+    "What it holds as a label; None if it cannot be one."
+    refusal: str
+    "Why it cannot be a label; else empty."
+
+    @property
+    def mean_length(self) -> float:
+        """The mean of `lengths`; 0 without any."""
+        return 0.0 if self.lengths is None or not len(self.lengths) else float(self.lengths.mean())
+
+
+def survey_columns(table: Table, task: ModuleType) -> tuple[list[Column], int, int]:
+    """Return the columns that can be a text or a label, the rows of the table, and how many of them were read."""
+    names = [field.name for field in table.schema if _is_plain(field.type)]
+    sample, plan = sample_rows(table, names)
+    return [_survey(name, sample[name], task) for name in names], plan.rows, len(sample)
+
+
+def choose_text(table: Table, columns: Sequence[Column], given: str | None) -> Column:
+    """Return the text column. Raises UsageError listing the choices if it is not clear, or if `given` has no text."""
+    if given is not None:
+        column = _named(table, columns, given)
+        if column is None or column.lengths is None:
+            raise UsageError(f"--text {given}: holds {table.schema.field(given).type}, not text.")
+        return column
+    texts = sorted((one for one in columns if one.has_words), key=lambda one: -one.mean_length)
+    usual = [one for one in texts if one.name.lower() == TEXT]
+    if usual or texts:
+        best = (usual or texts)[0]
+        if usual or len(texts) == 1 or best.mean_length >= MUCH_LONGER * texts[1].mean_length:
+            return best
+        found = "\n".join(f"  {one.name}: {one.mean_length:.0f} characters on average" for one in texts)
+        raise UsageError(
+            f"{table.source}: several columns hold texts. Name one of them, for example --text {best.name}\n{found}"
+        )
+    raise UsageError(
+        f"{table.source}: no column holds texts of several words. Name the column of the texts with --text. "
+        f"It has: {_listed(table)}."
+    )
+
+
+def choose_label(table: Table, columns: Sequence[Column], text: str, given: str | None) -> Column:
+    """Return the label column. Raises UsageError listing the choices if it is not clear, or if `given` is the text."""
+    if given is not None:
+        column = _named(table, columns, given)
+        if column is None:
+            raise UsageError(f"--label {given}: holds {table.schema.field(given).type}, which cannot be a label.")
+        if given == text:
+            raise UsageError(f"{given!r} cannot be both the text and the label. Name them with --text and --label.")
+        return column
+    others = [one for one in columns if one.name != text]
+    labels = [one for one in others if one.label is not None]
+    usual = sorted(
+        (one for one in labels if one.name.lower() in LABEL_NAMES), key=lambda one: LABEL_NAMES.index(one.name.lower())
+    )
+    if usual or len(labels) == 1:
+        return (usual or labels)[0]
+    if labels:
+        found = "\n".join(f"  {one.name}: {describe_label(one.label)}" for one in labels if one.label is not None)
+        raise UsageError(
+            f"{table.source}: several columns can be the label. Name one of them, for example --label "
+            f"{labels[0].name}\n{found}"
+        )
+    why = "".join(f"\n  {one.name}: {one.refusal}" for one in others)
+    raise UsageError(
+        f"{table.source}: no column can be the label. Name one with --label, or add one to the table.{why}"
+    )
+
+
+def describe_label(found: LabelColumn) -> str:
+    """A label column in a few words."""
+    if found.problem == "regression":
+        return f"regression, mean {found.mean:.4g}, standard deviation {found.deviation:.4g}"
+    return f"{found.problem}, {len(found.labels):,} class{'es' * (len(found.labels) != 1)}"
+
+
+def _survey(name: str, values: pa.ChunkedArray, task: ModuleType) -> Column:
+    lengths, has_words, empty, label, refusal = None, False, values.null_count, None, ""
+    is_text = _is_text(values.type)
+    if is_text:
+        texts = string_column(values)
+        texts = texts.filter(pc.invert(is_blank(texts)))
+        lengths, empty = pc.utf8_length(texts).to_numpy(zero_copy_only=False), len(values) - len(texts)
+        has_words = 2 * (pc.sum(pc.match_substring_regex(texts, WORDS)).as_py() or 0) > len(texts)
+    try:
+        label = task.find_labels(iter([values]), drop_bad=True)
+        check_classes(label)
+    except DataError as error:
+        label, refusal = None, str(error)
+    distinct = pc.count_distinct(values).as_py() if is_text or pa.types.is_integer(values.type) else 0
+    is_key = not has_words and not empty and 1 < distinct == len(values)
+    return Column(
+        name=name,
+        type=values.type,
+        lengths=lengths,
+        has_words=has_words,
+        empty=empty,
+        is_key=is_key,
+        label=label,
+        refusal=refusal,
+    )
+
+
+def _named(table: Table, columns: Sequence[Column], name: str) -> Column | None:
+    """The column of that name; None if its type was not read. Raises TableError if the table has no such column."""
+    if name not in table.schema.names:
+        raise missing_column(table.source, name, table.schema)
+    return next((one for one in columns if one.name == name), None)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether values of the type may be texts or labels. Images and other large values are not worth reading."""
+    types = pa.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_text(kind.value_type)
+    number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    return number or types.is_boolean(kind) or types.is_null(kind) or _is_text(kind)
+
+
+def _listed(table: Table) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in table.schema)

@@ -1,0 +1,184 @@
+"""Write a first job file for a table: its columns guessed, its comments what was found in it.
+
+    open the table -> a sample of its rows -> text and label column -> one pass over the labels -> job.yaml
+
+The JSON Schema is written beside it, so that an editor can check and complete the file without a network.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from torchlake import atomic_io, plugins
+from torchlake.config.job import DataConfig, TrainConfig, load_job
+from torchlake.config.schema import job_schema
+from torchlake.config.task_spec import LabelColumn, label_name
+from torchlake.errors import UsageError
+from torchlake.preparation.columns import Column, choose_label, choose_text, describe_label, survey_columns
+from torchlake.preparation.labels import label_warnings, read_labels
+from torchlake.preparation.summary import describe_classes
+from torchlake.tables.record import local_output
+from torchlake.tables.table import open_table
+
+TASK = "text_classification"
+MODEL = "roberta-base"
+SCHEMA = "torchlake.schema.json"
+FEW_ROWS = 10
+"Rows of a class below which it is rare."
+SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstJob:
+    """What `write_first_job` found and wrote."""
+
+    path: Path
+    "The job file."
+    schema: Path
+    rows: int
+    "Of the table."
+    sampled: int
+    "Rows of which the texts were read."
+    text: str
+    characters: dict[str, int]
+    "Median, 95 % quantile (p95) and maximum (longest) of the sampled texts."
+    label: str
+    kind: str
+    "The label in words: its problem, and its number of classes or its mean."
+    classes: dict[str, int]
+    "Rows of each class, the largest first; empty for regression."
+    warnings: tuple[str, ...]
+
+
+def write_first_job(
+    table: str,
+    *,
+    text: str | None = None,
+    label: str | None = None,
+    output: str | Path = "job.yaml",
+    model: str = MODEL,
+    force: bool = False,
+) -> FirstJob:
+    """Write a job file that trains a classifier (or a regression) on `table`, and return what was found.
+
+    `text` and `label` name the columns; by default they are guessed. `force` replaces an existing file. Raises
+    UsageError if the columns are not clear or the file exists, TableError for a table that cannot be read, DataError
+    for a label column that cannot be learned.
+    """
+    path = local_output(output)
+    if path.exists() and not force:
+        raise UsageError(f"{path}: exists. Replace it with --force, or name another file with --output.")
+    source, task = open_table(table), plugins.load("tasks", TASK)
+    columns, rows, sampled = survey_columns(source, task)
+    texts = choose_text(source, columns, text)
+    labels = choose_label(source, columns, texts.name, label)
+    data = DataConfig(train=table, text=texts.name, label=labels.name, bad_rows="drop")
+    found = read_labels(data, task)
+    counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
+    done = FirstJob(
+        path=path,
+        schema=path.with_name(SCHEMA),
+        rows=rows,
+        sampled=sampled,
+        text=texts.name,
+        characters=_quantiles(texts),
+        label=labels.name,
+        kind=describe_label(found),
+        classes=dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))),
+        warnings=tuple(_warnings(found, texts, columns, rows=rows, sampled=sampled)),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_io.write_json(done.schema, job_schema(), site="init.schema")
+    content = _job_text(done, data, model, found, drop=bool(texts.empty) or found.rows < rows)
+    atomic_io.write_bytes(path, content.encode(), site="init.job")
+    load_job(path)
+    return done
+
+
+def _warnings(found: LabelColumn, texts: Column, columns: list[Column], *, rows: int, sampled: int) -> list[str]:
+    rare = [(label, count) for label, count in zip(found.labels, found.counts, strict=True) if 1 < count < FEW_ROWS]
+    shown = ", ".join(f"{label!r} {count}" for label, count in rare[:SHOWN]) + (" ..." if len(rare) > SHOWN else "")
+    keys = [one.name for one in columns if one.is_key and one is not texts]
+    lines = label_warnings(found)
+    if rare:
+        lines.append(
+            f"{len(rare):,} of {len(found.labels):,} classes have fewer than {FEW_ROWS} rows ({shown}); "
+            "train.class_weights: balanced gives them more weight"
+        )
+    if rows > found.rows:
+        lines.append(
+            f"{rows - found.rows:,} of {rows:,} rows have no usable label; data.bad_rows: drop leaves them out"
+        )
+    if texts.empty:
+        lines.append(f"{texts.empty:,} of {sampled:,} rows have no text; data.bad_rows: drop leaves them out")
+    if keys:
+        lines.append(f"{keys[0]} identifies rows: copy it to predictions with predict --key {keys[0]}")
+    return lines
+
+
+def _quantiles(texts: Column) -> dict[str, int]:
+    assert texts.lengths is not None
+    lengths = texts.lengths if len(texts.lengths) else np.zeros(1)
+    median, often = np.quantile(lengths, [0.5, 0.95], method="higher")
+    return {"median": int(median), "p95": int(often), "longest": int(lengths.max())}
+
+
+def _job_text(done: FirstJob, data: DataConfig, model: str, found: LabelColumn, *, drop: bool) -> str:
+    """The job file. Comments hold what was found, and the settings that a user is likely to change next."""
+    characters, train, note = done.characters, TrainConfig(), found.note
+    numbers = len(found.labels) > 2 and all(type(label) is int for label in found.labels)
+    classes = f": {describe_classes(done.classes, sum(done.classes.values()))}" if done.classes else ""
+    problem = ""
+    if note:
+        problem = f"  # {_comment(note)}\n  problem: {done.kind.partition(',')[0]}\n"
+    elif numbers:
+        problem = "  # To predict a number instead of a class:\n  # problem: regression\n"
+    return f"""\
+# yaml-language-server: $schema={SCHEMA}
+# The line above lets an editor check and complete this file. All settings: torchlake schema
+# To train: torchlake train {_comment(str(done.path))}
+
+data:
+  # {done.rows:,} rows
+  train: {_scalar(data.train)}
+  # A share of the rows, or another table.
+  validation: {{fraction: 0.1}}
+  # Characters per text: median {characters["median"]:,}, 95 % at most {characters["p95"]:,}, \
+longest {characters["longest"]:,}.
+  text: {_scalar(done.text)}
+  # {_comment(done.kind + classes)}
+  label: {_scalar(done.label)}
+{problem}\
+  # Leave out rows without a text or a label; by default they stop the job.
+  {"" if drop else "# "}bad_rows: drop
+
+model:
+  # A model folder, or a name on the Hugging Face Hub.
+  base: {_scalar(model)}
+  task: {TASK}
+
+train:
+  epochs: {train.epochs}
+  batch_size: {train.batch_size}
+  learning_rate: {train.learning_rate}
+  # More weight for rare classes:
+  # class_weights: balanced
+"""
+
+
+def _comment(text: str) -> str:
+    """A text on one line of printable characters, at most 200 of them."""
+    plain = "".join(letter if letter.isprintable() else " " for letter in text)
+    return plain if len(plain) <= 200 else f"{plain[:197]}..."
+
+
+def _scalar(value: Any) -> str:
+    """A value in YAML, on one line."""
+    # PyYAML writes some line breaks unescaped and reads them back as spaces.
+    strange = not str(value).isprintable()
+    text = yaml.safe_dump(value, allow_unicode=not strange, width=2**31, default_flow_style=True)
+    return re.sub(r"\n(\.\.\.\n)?$", "", text)

@@ -1,0 +1,65 @@
+"""The label column of a training table: read as the task reads it, and checked for what cannot be learned.
+
+Cost: one pass over the column. Does not import torch.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+from torchlake.config.job import DataConfig
+from torchlake.config.task_spec import Label, LabelColumn
+from torchlake.errors import DataError
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.reading import ChunkReader
+from torchlake.tables.table import open_table
+
+MAX_SINGLETON_CLASSES = 10
+"Classes with one row that are accepted in a table of any size."
+
+
+def read_labels(data: DataConfig, task: ModuleType) -> LabelColumn:
+    """Return the content of the label column. Raises DataError naming the column."""
+    table = open_table(data.train, columns=(data.text, data.label))
+    reader = ChunkReader((data.label,))
+    chunks = plan_chunks(table, columns=(data.label,)).chunks
+    try:
+        pieces = (reader.read(chunk)[0][data.label] for chunk in chunks)
+        found: LabelColumn = task.find_labels(pieces, data.problem, drop_bad=data.bad_rows == "drop")
+        check_classes(found)
+    except DataError as error:
+        raise DataError(f"{table.source}, column {data.label!r}: {error}") from error
+    finally:
+        reader.close()
+    return found
+
+
+def check_classes(found: LabelColumn) -> None:
+    """Raise DataError if most labels occur once, as in a column of identifiers."""
+    single = _single_labels(found)
+    if len(single) <= max(MAX_SINGLETON_CLASSES, found.rows // 2):
+        return
+    number = "" if isinstance(single[0], str) else " If it is a number to predict, set data.problem to regression."
+    raise DataError(
+        f"{len(single):,} of {found.rows:,} rows have a label that no other row has ({_first(single)}): it identifies "
+        f"rows and cannot be learned. Name the column of the classes with data.label.{number}"
+    )
+
+
+def label_warnings(found: LabelColumn) -> list[str]:
+    """Return what a user should know about a label column: another way to read it, classes with a single row."""
+    single = _single_labels(found)
+    rare = (
+        f"{len(single):,} of {len(found.labels):,} classes have a single row ({_first(single)}): such classes are hard "
+        "to learn, and are not in the validation rows taken from the training table"
+    )
+    return [*([] if found.note is None else [found.note]), *([rare] if single else [])]
+
+
+def _single_labels(found: LabelColumn) -> list[Label]:
+    if found.problem != "single_label":
+        return []
+    return [label for label, rows in zip(found.labels, found.counts, strict=True) if rows == 1]
+
+
+def _first(labels: Sequence[Label]) -> str:
+    return ", ".join(map(repr, labels[:3])) + (" ..." if len(labels) > 3 else "")
