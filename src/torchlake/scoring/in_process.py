@@ -1,7 +1,7 @@
 """Scoring in the calling process: `load`, which returns a model as a function of texts, and small stored tables.
 
-A new process costs a second Python start and the same imports again, which is most of the time for a few rows. The
-price is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a file in the
+A new process imports torch and torchlake again, which takes a second, most of the time for a few rows. The price of
+doing without is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a file in the
 staging folder while it runs; if the next run finds it, the process died, and child processes score the table.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MARKER = "in_process"
 SMALL_ROWS = 100
-"Up to here one process with all cores takes no more time than starting others."
+"Above, child processes take as little time, and isolate crashes."
 
 Text = str | None | Sequence[Mapping[str, str]]
 "A text, None, or (text generation) a conversation: messages with `role` and `content`."
