@@ -99,6 +99,17 @@ def test_every_library_has_a_page_and_two_scripts(name: str) -> None:
     assert sorted(path.name for path in EXAMPLES.iterdir()) == FROM
 
 
+@pytest.mark.parametrize("name", FROM)
+def test_the_changes_on_a_page_are_those_of_the_scripts(name: str) -> None:
+    page = (ROOT / "docs" / "migration" / f"{name}.md").read_text(encoding="utf-8")
+    (diff,) = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    for sign, script in (("-", "before"), ("+", "after")):
+        lines = [line[1:] for line in diff.splitlines() if line.startswith(sign)]
+        code = [line.partition("  #")[0] for line in (EXAMPLES / name / f"{script}.py").read_text().splitlines()]
+        assert lines
+        assert [line for line in lines if line not in code] == []
+
+
 def test_the_page_names_every_call_of_horovod() -> None:
     page = (ROOT / "docs" / "migration" / "horovod.md").read_text(encoding="utf-8")
     assert [name for name in HOROVOD.split() if not re.search(rf"\b{name}\b", page)] == []

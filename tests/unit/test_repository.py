@@ -25,7 +25,7 @@ def parsed(path: Path) -> Any:
 
 def make_targets(text: str) -> set[str]:
     """The targets of calls of make in a shell script or a document."""
-    calls = re.findall(r"(?:^|[`\s])make((?: +[a-z][\w-]*)+)", text, re.MULTILINE)
+    calls = re.findall(r"(?:^|[`\s])make((?: +[a-z][\w-]*)+)", re.sub(r"#.*", "", text), re.MULTILINE)
     return {target for call in calls for target in call.split()}
 
 
