@@ -1,4 +1,4 @@
-"""The types of what Python callers pass: tables, frames, and a job's sections as mappings.
+"""The types of a job's sections as mappings, as Python callers pass them.
 
 A type checker and an editor know from these the keys of `train(data={...}, train={...})`. They have the fields of the
 models in `job.py`, which check the values and describe each field; a test compares the two.
@@ -6,24 +6,11 @@ models in `job.py`, which check the values and describe each field; a test compa
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 from torchlake.config.job import DataConfig, ModelConfig, TrackConfig, TrainConfig
 from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
-
-StoredTable = str | Path | Sequence[str | Path]
-"A file, folder, glob or URL, or a list of them."
-
-
-class Frame(Protocol):
-    """A pyarrow, pandas, polars or Spark frame, or a Ray Dataset: what has columns. Paths do not."""
-
-    @property
-    def columns(self) -> Any:
-        """The columns, or their names."""
-
-
-FrameT = TypeVar("FrameT", bound=Frame)
+from torchlake.config.tables import Frame, StoredTable
 
 
 class FractionSection(TypedDict):

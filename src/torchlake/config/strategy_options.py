@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from torchlake.config.types import CHECKED_NUMBER, STRICT, Bool, Float, Int, Name
+from torchlake.config.types import CHECKED_INT, STRICT, Bool, Float, Int, Name
 
 
 class DdpOptions(BaseModel):
@@ -36,7 +36,7 @@ class DeepSpeedOptions(BaseModel):
 
     model_config = STRICT
 
-    stage: Annotated[Literal[1, 2, 3], CHECKED_NUMBER] = 2
+    stage: Annotated[Literal[1, 2, 3], CHECKED_INT] = 2
     """What is sharded: 1 the optimizer's moments, 2 also gradients, 3 also weights."""
     offload_optimizer: Bool = False
     """Keep the moments in main memory and step there; needs GPUs."""

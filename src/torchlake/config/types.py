@@ -76,13 +76,13 @@ def parse_seconds(value: Any) -> float:
     return float(match[1]) * SECONDS[match[2].lower()]
 
 
-def _number(value: Any) -> Any:
+def _number(kind: str, value: Any) -> Any:
     # YAML reads `yes` as true, and Python counts True as 1.
     if isinstance(value, bool):
-        raise ValueError(f"a number is expected, given {str(value).lower()}")
+        raise ValueError(f"{kind} is expected, given {str(value).lower()}")
     # YAML 1.1 reads 1e-4 as a text.
     if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
-        raise ValueError(f"a number is expected, given {value!r}")
+        raise ValueError(f"{kind} is expected, given {value!r}")
     return value
 
 
@@ -136,9 +136,9 @@ def _plugin_names(kind: plugins.Kind, *besides: str) -> tuple[AfterValidator, Wi
 _RANKS = {"type": "integer", "minimum": 1}
 _TIMES = {"type": "string", "pattern": _whole(f"{EPOCH}|{STEPS}|{TIME}")}
 
-CHECKED_NUMBER = BeforeValidator(_number)
-Int = Annotated[int, CHECKED_NUMBER, _AlsoText(NUMBER)]
-Float = Annotated[float, CHECKED_NUMBER, _AlsoText(NUMBER)]
+CHECKED_INT = BeforeValidator(partial(_number, "a whole number"))
+Int = Annotated[int, CHECKED_INT, _AlsoText(NUMBER)]
+Float = Annotated[float, BeforeValidator(partial(_number, "a number")), _AlsoText(NUMBER)]
 Bool = Annotated[bool, Strict()]
 Ranks = Annotated[
     int | tuple[int, int],

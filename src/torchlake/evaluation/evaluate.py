@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import plugins
-from torchlake.config.arguments import Frame, StoredTable
+from torchlake.config.tables import Frame, StoredTable
 from torchlake.engines import Engine, as_engine
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.perplexity import measure_texts

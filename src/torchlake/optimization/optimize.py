@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from torchlake import plugins
-from torchlake.config.arguments import Frame, StoredTable
+from torchlake.config.tables import Frame, StoredTable
 from torchlake.config.types import parse_seconds
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local

@@ -1,8 +1,8 @@
 """Scoring in the calling process: `load`, which returns a model as a function of texts, and small stored tables.
 
 A new process imports torch and torchlake again, which takes a second, most of the time for a few rows. The price of
-doing without is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a file in the
-staging folder while it runs; if the next run finds it, the process died, and child processes score the table.
+doing without is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a file in
+the staging folder while it runs; if the next run finds it, the process died, and child processes score the table.
 """
 
 import logging

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack, overload
 
-from torchlake.config.arguments import FrameT, StoredTable
+from torchlake.config.tables import FrameT, StoredTable
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local

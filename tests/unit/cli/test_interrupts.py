@@ -36,7 +36,8 @@ with announce_interrupt("Saving; press Ctrl-C again to abort."):
 
 
 def test_on_a_terminal_the_first_one_is_answered_and_the_second_aborts() -> None:
-    keys = [("working", CTRL_C), ("asked to stop", CTRL_C)]
+    # Ctrl-C discards what the terminal has not shown yet, so whole lines are awaited.
+    keys = [("working\r\n", CTRL_C), ("asked to stop\r\n", CTRL_C)]
     code, shown = on_terminal([sys.executable, "-c", SCRIPT], columns=80, keys=keys)
     assert code == 0
     lines = [line for line in shown.replace("^C", "").split() if line]

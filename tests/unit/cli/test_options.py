@@ -11,8 +11,10 @@ from torchlake.cli.main import main
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
 OPTIONS = {
+    "init": frozenset({"--text", "--label", "--model", "--output", "--force"}),
+    "schema": frozenset(set()),
     "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}),
-    "tune": frozenset({"--space", "--trials", "--set", "--processes", "--engine", "--run"}),
+    "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"}),
     "predict": frozenset(
         {
             "--profile",
@@ -53,7 +55,10 @@ OPTIONS = {
             "--min-agreement",
             "--budget",
             "--runtimes",
+            "--rows",
+            "--engine",
             "--processes",
+            "--set",
         }
     ),
     "plan": frozenset(
@@ -75,6 +80,7 @@ OPTIONS = {
     "version": frozenset(set()),
 }
 ARGUMENTS = {
+    "init": ["table"],
     "train": ["job"],
     "tune": ["job"],
     "predict": ["model", "table", "output"],

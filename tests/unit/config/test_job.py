@@ -68,7 +68,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
         "job.yaml:1: data.train: the list is empty; name at least one",
         "job.yaml:1: data.validation.fraction: must be less than 1.0, given 2",
         "job.yaml:2: model.base: missing; it has no default",
-        "job.yaml:2: model.max_length: a number is expected, given true",
+        "job.yaml:2: model.max_length: a whole number is expected, given true",
         "job.yaml:4: train.epochs: a whole number is expected, given 'three'",
         "job.yaml:5: train.schedule: must be 'linear', 'cosine' or 'constant', given 'lin'; did you mean linear?",
     ]
