@@ -284,15 +284,20 @@ def variables_read() -> Iterator[str]:
 
 
 def python_page() -> Iterator[str]:
-    """The public names: signatures and docstrings."""
+    """The public functions: signatures and docstrings."""
     yield from ("# Python API", "", meanings.PYTHON)
-    public = {name: getattr(tl, name) for name in tl.__all__}
-    functions = {name: one for name, one in public.items() if inspect.isfunction(one)}
-    classes = {name: one for name, one in public.items() if inspect.isclass(one) and not _is_result(one)}
-    classes.pop("TorchlakeError")  # on the page of the exit codes
-    for name, one in {**functions, **classes}.items():
-        yield from _entry(f"tl.{name}", one)
-    yield from _result(PredictOptions)
+    for name in tl.__all__:
+        if inspect.isfunction(getattr(tl, name)):
+            yield from _entry(f"tl.{name}", getattr(tl, name))
+
+
+def classes_page() -> Iterator[str]:
+    """The public classes that people create: engines and jobs. Exceptions are on the page of the exit codes."""
+    yield from ("# Python engines and jobs", "", "The classes that the [Python API](python.md) accepts.")
+    for name in tl.__all__:
+        one = getattr(tl, name)
+        if inspect.isclass(one) and not _is_result(one) and one is not errors.TorchlakeError:
+            yield from _entry(f"tl.{name}", one)
 
 
 def results_page() -> Iterator[str]:
@@ -372,6 +377,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "exit-codes.md": exit_codes_page,
     "environment.md": environment_page,
     "python.md": python_page,
+    "python-classes.md": classes_page,
     "python-results.md": results_page,
 }
 

@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import plugins
-from torchlake.config.tables import Frame, StoredTable
 from torchlake.engines import Engine, as_engine
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.perplexity import measure_texts
@@ -33,7 +32,8 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.failures import count_reasons
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
-from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
+from torchlake.tables.sources.files import StoredTable
+from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
 from torchlake.tables.table import open_table
 
 PREFIX = "predicted_"

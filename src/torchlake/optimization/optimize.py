@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from torchlake import plugins
-from torchlake.config.tables import Frame, StoredTable
 from torchlake.config.types import parse_seconds
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
@@ -48,6 +47,8 @@ from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
+from torchlake.tables.sources.files import StoredTable
+from torchlake.tables.sources.frames import Frame
 
 log = logging.getLogger(__name__)
 

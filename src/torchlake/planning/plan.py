@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Unpack
 
 from torchlake import plugins
-from torchlake.config.arguments import Sections
 from torchlake.config.job import Fraction, Job, load_job
 from torchlake.config.strategy_options import LoraOptions
 from torchlake.engines import process_bounds
@@ -29,6 +28,7 @@ from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory
 from torchlake.planning.survey import TableSurvey, survey_model, survey_table
 from torchlake.planning.workload import Padding, Workload
 from torchlake.processes import hardware
+from torchlake.runs.arguments import Sections
 from torchlake.runs.folder import frames_to_paths, store_frame
 
 RANKS = (1, 8, 64, 512)

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack, overload
 
-from torchlake.config.tables import FrameT, StoredTable
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
@@ -47,7 +46,8 @@ from torchlake.tables.output.commit import WriteTransaction, write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs, recorded_fingerprint
 from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.record import local_output
-from torchlake.tables.sources.frames import engine_of, is_frame
+from torchlake.tables.sources.files import StoredTable
+from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.table import Table, open_table
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ import numpy as np
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
-from torchlake.config.arguments import Sections
 from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine, process_bounds
@@ -30,6 +29,7 @@ from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
+from torchlake.runs.arguments import Sections
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.compatibility import planned_inputs
@@ -69,7 +69,7 @@ def train(
 ) -> Run:
     """Fine-tune a model as described by `job` (a job file or a Job), by sections, or by both.
 
-    Sections are the mappings `data`, `model`, `train` and `track` (`config/arguments.py` has their keys), or models of
+    Sections are the mappings `data`, `model`, `train` and `track` (`runs/arguments.py` has their keys), or models of
     `config/job.py`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
     or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
     `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the

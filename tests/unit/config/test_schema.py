@@ -15,11 +15,11 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
 from torchlake.cli.main import main
-from torchlake.config import arguments
 from torchlake.config.job import SECTIONS, Job, load_job
 from torchlake.config.schema import job_schema
 from torchlake.config.yaml import read_yaml
 from torchlake.errors import TorchlakeError
+from torchlake.runs import arguments
 
 ROOT = Path(__file__).parents[3]
 GOOD: dict[str, Any] = {"data": {"train": "reviews.parquet"}, "model": {"base": "encoder"}}

@@ -23,6 +23,8 @@ from torchlake.tables.sources.urls import filesystem_of, is_url
 log = logging.getLogger(__name__)
 
 WILDCARDS = frozenset("*?[")
+StoredTable = str | Path | Sequence[str | Path]
+"A file, folder, glob or URL, or a list of them."
 
 
 class InputPath(NamedTuple):

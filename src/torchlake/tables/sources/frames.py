@@ -4,11 +4,22 @@ pandas and polars are recognized without importing them: whoever passes such a f
 """
 
 import sys
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
 from torchlake.errors import TableError
+
+
+class Frame(Protocol):
+    """A pyarrow, pandas, polars or Spark frame, or a Ray Dataset: what has columns. Paths do not."""
+
+    @property
+    def columns(self) -> Any:
+        """The columns, or their names."""
+
+
+FrameT = TypeVar("FrameT", bound=Frame)
 
 
 def is_frame(value: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypedDict
 
 from torchlake.config.job import DataConfig, ModelConfig, TrackConfig, TrainConfig
 from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
-from torchlake.config.tables import Frame, StoredTable
+from torchlake.tables.sources.files import StoredTable
+from torchlake.tables.sources.frames import Frame
 
 
 class FractionSection(TypedDict):
