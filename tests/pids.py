@@ -13,7 +13,7 @@ def note(folder: Path, name: str) -> None:
     temporary.rename(folder / f"{name}.pid")
 
 
-def wait_for(condition: Callable[[], object], *, seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], *, seconds: float = 120.0) -> None:
     """Poll until `condition()` holds; fails after `seconds`."""
     until = time.monotonic() + seconds
     while not condition():
@@ -21,7 +21,7 @@ def wait_for(condition: Callable[[], object], *, seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def pid(folder: Path, name: str, *, seconds: float = 30.0) -> int:
+def pid(folder: Path, name: str, *, seconds: float = 120.0) -> int:
     """The pid that `name` left in `folder`, waiting for it."""
     path = folder / f"{name}.pid"
     wait_for(path.exists, seconds=seconds)

@@ -115,6 +115,14 @@ class Interrupted(TorchlakeError):
         self.exit_code = 128 + signum
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived. Raised by the command line's signal handler, at any line of the main thread.
+
+    It is no Exception, as Ctrl-C is none, so that code which turns a failure into another error or carries on without
+    a result (here and in libraries) does not take the signal for that failure.
+    """
+
+
 class StopAsked(Interrupted):
     """The file `stop` in the run folder stopped the job; the same command continues it."""
 

@@ -233,6 +233,7 @@ def test_a_killed_rank_is_named_and_the_others_end(launcher: Launcher) -> None:
     assert_gone(numbers)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_the_cause_not_its_peers_broken_connection(launcher: Launcher) -> None:
     launcher.start(
         """

@@ -219,7 +219,7 @@ def growing_cluster(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("ray")
-@pytest.mark.parametrize("job", ["chunks", "ranks"])
+@pytest.mark.parametrize("job", [pytest.param("chunks", marks=pytest.mark.slow), "ranks"])
 def test_an_interrupt_while_a_job_waits_for_room_leaves_nothing(job: str) -> None:
     holders = [ray_library.remote(num_cpus=1)(_Holder).remote() for _ in range(2)]
     ray_library.get([holder.ready.remote() for holder in holders])

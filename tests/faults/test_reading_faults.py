@@ -104,7 +104,8 @@ def test_a_chunk_whose_reading_kills_ends_the_job_and_costs_no_row_of_another(
     assert predicted(model, source, tmp_path / "out", engine).equals(whole)
 
 
-@pytest.mark.parametrize("step", ["tokenize", pytest.param("read", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["tokenize", "read"])
 def test_a_hang_is_a_death(model: Path, source: Path, whole: pa.Table, tmp_path: Path, step: str) -> None:
     engine = Crashing(step, "hang", 99, tmp_path / "log")
     job = partial(predicted, model, source, tmp_path / "out", engine, runtime=misbehave, row_timeout_s=1.0)
@@ -117,6 +118,7 @@ def test_a_hang_is_a_death(model: Path, source: Path, whole: pa.Table, tmp_path:
     assert but_the_bad_row(table).equals(but_the_bad_row(whole))
 
 
+@pytest.mark.slow
 def test_prepare_sets_a_row_aside_whose_tokenizing_kills(model: Path, source: Path, tmp_path: Path) -> None:
     kept = {"tokenizer": model, "spec": tiny.SPEC, "bad_rows": "drop"}
     prepare(source, tmp_path / "whole", engine=tl.Local(processes=1), **kept)

@@ -18,6 +18,7 @@ import pytest
 
 import training_runs as runs
 from recovery_times import Watch, mark
+from sweeps import sweep
 from torchlake.config.job import job_to_yaml, load_job
 
 LAST_STEP = 18
@@ -42,7 +43,7 @@ def assert_same_run(run: Path, expected: Path) -> None:
     assert not [path for path in run.rglob("*") if path.name.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("step", [1, 4, 9, 10, 18])
+@pytest.mark.parametrize("step", sweep([1, 4, 9, 10, 18], quick=[4, 9]))
 def test_a_kill_at_a_step_costs_no_result(
     tmp_path: Path, sections: dict[str, Any], whole: Path, step: int, recovery: Watch
 ) -> None:
@@ -74,17 +75,20 @@ def durable_sites(tmp_path_factory: pytest.TempPathFactory, sections: dict[str, 
 
 @pytest.mark.parametrize(
     "hit",
-    [
-        "checkpoint.model.write:1",
-        "checkpoint.rename:1",
-        "checkpoint.verify:1",
-        "checkpoint.model.done:4",
-        "checkpoint.state.rename:4",
-        "checkpoint.manifest.done:4",
-        "checkpoint.prune:2",
-        "best.rename:1",
-        "model.rename:1",
-    ],
+    sweep(
+        [
+            "checkpoint.model.write:1",
+            "checkpoint.rename:1",
+            "checkpoint.verify:1",
+            "checkpoint.model.done:4",
+            "checkpoint.state.rename:4",
+            "checkpoint.manifest.done:4",
+            "checkpoint.prune:2",
+            "best.rename:1",
+            "model.rename:1",
+        ],
+        quick=["checkpoint.rename:1", "checkpoint.manifest.done:4", "best.rename:1", "model.rename:1"],
+    ),
 )
 def test_a_kill_while_something_is_written(
     tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str, recovery: Watch
@@ -101,7 +105,11 @@ BESIDE = ("train.checkpoint_in_background=true",)
 
 
 @pytest.mark.parametrize(
-    "hit", ["checkpoint.model.write:1", "checkpoint.rename:1", "checkpoint.prune:1", "best.rename:1"]
+    "hit",
+    sweep(
+        ["checkpoint.model.write:1", "checkpoint.rename:1", "checkpoint.prune:1", "best.rename:1"],
+        quick=["checkpoint.rename:1"],
+    ),
 )
 def test_a_kill_while_something_is_written_beside_the_training(
     tmp_path: Path, sections: dict[str, Any], whole: Path, hit: str, recovery: Watch
@@ -114,7 +122,13 @@ def test_a_kill_while_something_is_written_beside_the_training(
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("hit", ["checkpoint.model.write:2", "checkpoint.note.rename:1", "checkpoint.verify:1"])
+@pytest.mark.parametrize(
+    "hit",
+    sweep(
+        ["checkpoint.model.write:2", "checkpoint.note.rename:1", "checkpoint.verify:1"],
+        quick=["checkpoint.note.rename:1"],
+    ),
+)
 def test_a_rank_killed_while_it_writes_its_share(
     tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, hit: str, recovery: Watch
 ) -> None:
@@ -148,15 +162,18 @@ def test_a_kill_at_every_durable_step(
 
 @pytest.mark.parametrize(
     ("where", "step"),
-    [
-        ("rank0.start:1", 0),
-        ("rank0.step:1", 1),
-        ("rank0.step:5", 5),
-        ("rank0.step:9", 9),
-        ("rank0.validate:1", 9),
-        ("checkpoint.state.write:2", 7),
-        ("best.model.write:1", 10),
-    ],
+    sweep(
+        [
+            ("rank0.start:1", 0),
+            ("rank0.step:1", 1),
+            ("rank0.step:5", 5),
+            ("rank0.step:9", 9),
+            ("rank0.validate:1", 9),
+            ("checkpoint.state.write:2", 7),
+            ("best.model.write:1", 10),
+        ],
+        quick=[("rank0.step:5", 5), ("rank0.validate:1", 9), ("checkpoint.state.write:2", 7)],
+    ),
 )
 def test_sigterm_saves_and_says_143(
     tmp_path: Path, sections: dict[str, Any], whole: Path, where: str, step: int, recovery: Watch
@@ -181,7 +198,7 @@ def test_sigterm_in_the_last_validation_leaves_only_that(tmp_path: Path, section
     assert runs.succeed(tmp_path / "run", sections).complete
 
 
-@pytest.mark.parametrize("where", ["rank1.step:5", "rank1.validate:1", "rank1.start:1"])
+@pytest.mark.parametrize("where", sweep(["rank1.step:5", "rank1.validate:1", "rank1.start:1"], quick=["rank1.step:5"]))
 def test_sigterm_at_any_rank_stops_all_at_the_same_step(
     tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, where: str, recovery: Watch
 ) -> None:
@@ -192,7 +209,7 @@ def test_sigterm_at_any_rank_stops_all_at_the_same_step(
     assert_same_run(tmp_path / "run", whole_on_two)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", sweep([0, 1], quick=[1]))
 def test_a_killed_rank_is_started_again(
     tmp_path: Path, sections: dict[str, Any], whole_on_two: Path, rank: int, recovery: Watch
 ) -> None:
@@ -204,7 +221,7 @@ def test_a_killed_rank_is_started_again(
     assert_same_run(tmp_path / "run", whole_on_two)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("first", "second"), sweep([(2, 1), (1, 2), (2, 3)], quick=[(2, 3)]))
 def test_resume_on_another_number_of_ranks(
     tmp_path: Path, tiny_bert: Path, first: int, second: int, recovery: Watch
 ) -> None:

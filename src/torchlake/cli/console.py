@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from torchlake.cli.display import Outcome
 from torchlake.config.redaction import redacted
-from torchlake.errors import Interrupted, RankFailed
+from torchlake.errors import RankFailed, Terminated
 
 
 def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: str = "") -> Outcome:
@@ -35,7 +35,7 @@ def resume_hint(words: Sequence[str]) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """The first SIGTERM in the block raises Interrupted; further ones do nothing."""
+    """The first SIGTERM in the block raises Terminated; further ones do nothing."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
@@ -63,7 +63,7 @@ def result_stream(as_json: bool) -> Iterator[TextIO]:
 def _terminated(signum: int, frame: FrameType | None) -> None:
     # A second SIGTERM must not interrupt the saving that the first one started.
     signal.signal(signal.SIGTERM, _already_stopping)
-    raise Interrupted("Stopped by SIGTERM.", signum=signum)
+    raise Terminated("Stopped by SIGTERM.")
 
 
 def _already_stopping(signum: int, frame: FrameType | None) -> None:

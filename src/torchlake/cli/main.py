@@ -20,7 +20,7 @@ from torchlake.cli.console import error_outcome, interruptible, result_stream, r
 from torchlake.cli.display import Outcome, plain
 from torchlake.cli.system_errors import explain_os_error
 from torchlake.config.redaction import redacted
-from torchlake.errors import Interrupted, TorchlakeError, UsageError
+from torchlake.errors import Interrupted, Terminated, TorchlakeError, UsageError
 from torchlake.logs import log_level
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,9 @@ def _run(words: list[str]) -> Outcome:
         log.debug("%s", type(error).__name__, exc_info=True)
         return error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
     except KeyboardInterrupt as error:
-        message = "Stopped by Ctrl-C."
-        return error_outcome(error, message, 128 + signal.SIGINT, shown=f"{message}\n{resume_hint(words)}")
+        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        stop = Interrupted(str(error) or "Stopped by Ctrl-C.", signum=number)
+        return error_outcome(stop, str(stop), stop.exit_code, shown=f"{stop}\n{resume_hint(words)}")
     except Exception as error:
         known = explain_os_error(error, words) if isinstance(error, OSError) else None
         if known is not None:

@@ -5,7 +5,6 @@ rank as plain values, so that the first one is found as in any launch. `UNSUPPOR
 Cost: Ray Train's own workers import torch and form a process group too, about 20 s for two workers on two cores.
 """
 
-import signal
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from torchlake.engines._ray_launch import RankJob
 from torchlake.errors import Interrupted, RankFailed, UsageError
 from torchlake.processes.children import Children
 from torchlake.processes.environment import rank_variables, thread_variables
-from torchlake.processes.ranks import exit_failure, is_crash
+from torchlake.processes.ranks import exit_failure, is_crash, to_interrupted
 from torchlake.processes.remote import Driver, rank_environment, reserve_node
 from torchlake.processes.serialization import Failure, to_exception, unpack
 
@@ -56,9 +55,10 @@ def launch_with_torch_trainer(job: RankJob) -> Any:
         )
         try:
             return unpack(trainer.fit().return_value)
-        except (KeyboardInterrupt, Interrupted, SystemExit) as stop:  # Ray Train calls sys.exit on SIGINT
-            signum = stop.exit_code - 128 if isinstance(stop, Interrupted) else int(signal.SIGINT)
-            raise Interrupted(f"stopped by {signal.Signals(signum).name}", signum=signum) from stop
+        except (KeyboardInterrupt, Interrupted) as stop:
+            raise to_interrupted(stop) from stop
+        except SystemExit as stop:  # Ray Train calls sys.exit on SIGINT
+            raise to_interrupted(KeyboardInterrupt()) from stop
         except TrainingFailedError as error:
             raise _first_of(error) from error
 

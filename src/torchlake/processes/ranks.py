@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from torchlake.errors import Interrupted, TorchlakeError
+from torchlake.errors import Interrupted, Terminated, TorchlakeError
 from torchlake.processes.serialization import LOST, Failure, describe_exit, signal_of, to_exception, unpack
 
 SETTLE_S = 0.2  # after a failure, for the report of a rank that failed earlier
@@ -119,5 +119,8 @@ def exit_failure(rank: int, code: int, node: str | None = None) -> Failure:
 
 def to_interrupted(stop: KeyboardInterrupt | Interrupted, message: str | None = None) -> Interrupted:
     """Return `stop` as Interrupted, with the `message` of a rank (what it saved, how to resume) if there is one."""
-    signum = stop.exit_code - 128 if isinstance(stop, Interrupted) else int(signal.SIGINT)
+    if isinstance(stop, Interrupted):
+        signum = stop.exit_code - 128
+    else:
+        signum = int(signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     return Interrupted(message or str(stop) or f"stopped by {signal.Signals(signum).name}", signum=signum)

@@ -8,6 +8,7 @@ parent may not have: they are sent as a `Failure`, and TorchlakeErrors are rebui
 import functools
 import os
 import pickle
+import reprlib
 import signal
 import sys
 import threading
@@ -50,8 +51,9 @@ def pack(*values: Any) -> bytes:
         try:
             return bytes(cloudpickle.dumps(values))
         except Exception as error:
+            name = getattr(values[0], "__qualname__", reprlib.repr(values[0]))
             raise UsageError(
-                f"{getattr(values[0], '__qualname__', repr(values[0]))} cannot be sent to another process: {error}. "
+                f"{name} cannot be sent to another process: {error}. "
                 "Pass plain values and file names, and open sessions, files and locks inside the function."
             ) from error
         finally:

@@ -18,6 +18,7 @@ from torchlake.cli import display
 from torchlake.cli import main as cli
 from torchlake.cli.main import main
 from torchlake.config.job import flat, load_job
+from torchlake.processes.serialization import pack
 
 HEAVY = ("torch", "transformers", "pyspark", "ray", "sklearn", "pandas")
 RUN = [sys.executable, "-c", "import sys; from torchlake.cli.main import main; sys.exit(main())"]
@@ -142,6 +143,17 @@ def test_ctrl_c_exits_130_with_the_command_that_resumes(raising: Any, capfd: pyt
     raising(KeyboardInterrupt())
     assert main(["verify", "scored table/"]) == 130
     assert "torchlake verify 'scored table/'" in capfd.readouterr().err
+
+
+def test_sigterm_is_no_failure_of_the_code_that_it_interrupts(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    class Sending:
+        def __reduce__(self) -> Any:
+            signal.raise_signal(signal.SIGTERM)  # as if it came while cloudpickle is at work
+            return (Sending, ())
+
+    raising(lambda: pack(Sending()))
+    assert main(["verify", "scored"]) == 143
+    assert "cannot be sent to another process" not in capfd.readouterr().err
 
 
 def test_sigterm_interrupts_once_and_exits_143(raising: Any, capfd: pytest.CaptureFixture[str]) -> None:
