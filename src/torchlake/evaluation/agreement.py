@@ -1,9 +1,8 @@
-"""How far a runtime's answers are from eager's: labels, probabilities, and what that costs on a labeled sample.
+"""Compares a runtime's predictions with eager's: labels, probabilities, and the metric on a labeled sample.
 
-Both have scored the same rows, so everything here is paired: the metric's change is of two sets of answers to the same
-questions, and its interval (95 %, percentile bootstrap over the rows) says how sure that change is, not how sure the
-metric is. It is much narrower than either metric's own. Cost: 1,000 resamples of accuracy in a moment; 200 of other
-metrics, each twice the task's metrics, in about 2 s.
+Both score the same rows, so the comparison is paired. The interval (95 %, percentile bootstrap over the rows) is that
+of the metric's change, which is much narrower than the interval of either metric. Cost: 1,000 resamples of accuracy
+take milliseconds; 200 resamples of other metrics take about 2 s.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.metrics import lower_is_better
 
 CLOSE = 1e-3
-"A probability that moved by less is the same answer; so small a difference flips labels only on the fence."
+"Probabilities that differ by less count as equal; only a label with a near tie can change."
 SAME_NUMBER = 0.05
 "Predicted numbers agree when they differ by no more than this many standard deviations of the target."
 RESAMPLES, RESAMPLES_OF_OTHERS = 1000, 200
@@ -24,17 +23,17 @@ THRESHOLD = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Answers held against eager's, on the rows that eager could score."""
+    """A runtime's predictions compared with eager's, on the rows that eager could score."""
 
     rows: int
     failed: int
     "Rows that this runtime could not score."
     agreement: float
-    "Share of the rows with eager's label (all labels, where there are several; about the same number, in regression)."
+    "Share of the rows with eager's label (several labels: all of them; regression: nearly the same number)."
     difference: float
-    "The largest one of a probability; in regression of a number, in standard deviations of the target. NaN: failed."
+    "The largest difference of a probability (regression: in standard deviations of the target). NaN: rows failed."
     metric: str | None = None
-    "What `change` is the change of; None without labels."
+    "The name of the metric that `change` refers to; None without labels."
     change: float | None = None
     "The metric's value minus its value with eager's answers."
     change_low: float | None = None
@@ -43,16 +42,16 @@ class Agreement:
     "The change for the worse; in regression in standard deviations of the target."
 
 
-def compare(ours: np.ndarray, eagers: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> Agreement:
-    """Hold answers (N, C), NaN where a row failed, against eager's (N, C); `targets` as the task encodes labels."""
-    scored = np.isfinite(eagers).all(axis=1)
-    ours, eagers = ours[scored].astype(np.float64), eagers[scored].astype(np.float64)
+def compare(ours: np.ndarray, reference: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> Agreement:
+    """Compare predictions (N, C), NaN where a row failed, with eager's (N, C); `targets` as the task encodes labels."""
+    scored = np.isfinite(reference).all(axis=1)
+    ours, reference = ours[scored].astype(np.float64), reference[scored].astype(np.float64)
     targets = None if targets is None else targets[scored]
     answered = np.isfinite(ours).all(axis=1)
-    spread = _spread(eagers[:, 0] if targets is None else targets) if spec.problem == "regression" else 1.0
+    spread = _spread(reference[:, 0] if targets is None else targets) if spec.problem == "regression" else 1.0
     same = np.zeros(len(ours), dtype=bool)
-    same[answered] = _same(ours[answered], eagers[answered], spec.problem, spread)
-    difference = float(np.abs(ours - eagers).max(initial=0.0)) / spread
+    same[answered] = _same(ours[answered], reference[answered], spec.problem, spread)
+    difference = float(np.abs(ours - reference).max(initial=0.0)) / spread
     found = Agreement(
         rows=len(ours),
         failed=int((~answered).sum()),
@@ -61,33 +60,33 @@ def compare(ours: np.ndarray, eagers: np.ndarray, targets: np.ndarray | None, sp
     )
     if targets is None or not answered.any():
         return found
-    return _with_metric(found, ours[answered], eagers[answered], targets[answered], spec, spread)
+    return _with_metric(found, ours[answered], reference[answered], targets[answered], spec, spread)
 
 
 def outside(found: Agreement, *, min_agreement: float, max_drop: float) -> str | None:
-    """Why these answers are outside the tolerance; None when they are inside. NaN is outside."""
+    """Return why these predictions are outside the tolerance, or None. NaN is outside."""
     if found.failed:
         return f"{found.failed:,} of {found.rows:,} rows failed"
     if found.difference <= CLOSE:
         return None
     if not found.agreement >= min_agreement:
-        return f"{found.agreement:.2%} of the answers agree"
+        return f"{found.agreement:.2%} of the predictions agree"
     if found.drop is not None and not found.drop <= max_drop:
         return f"{found.metric} is worse by {found.drop:.4f}"
     return None
 
 
-def _same(ours: np.ndarray, eagers: np.ndarray, problem: str, spread: float) -> np.ndarray:
+def _same(ours: np.ndarray, reference: np.ndarray, problem: str, spread: float) -> np.ndarray:
     """(N,) whether both give a row the same answer."""
     if problem == "single_label":
-        return np.asarray(ours.argmax(axis=1) == eagers.argmax(axis=1))
+        return np.asarray(ours.argmax(axis=1) == reference.argmax(axis=1))
     if problem == "multi_label":
-        return np.asarray(((ours >= THRESHOLD) == (eagers >= THRESHOLD)).all(axis=1))
-    return np.asarray(np.abs(ours - eagers)[:, 0] <= SAME_NUMBER * spread)
+        return np.asarray(((ours >= THRESHOLD) == (reference >= THRESHOLD)).all(axis=1))
+    return np.asarray(np.abs(ours - reference)[:, 0] <= SAME_NUMBER * spread)
 
 
 def _with_metric(
-    found: Agreement, ours: np.ndarray, eagers: np.ndarray, targets: np.ndarray, spec: TaskSpec, spread: float
+    found: Agreement, ours: np.ndarray, reference: np.ndarray, targets: np.ndarray, spec: TaskSpec, spread: float
 ) -> Agreement:
     task = plugins.load("tasks", spec.task)
     # How often it is right is what people ask of one class a row; the task's own metric there weighs rare classes up.
@@ -96,14 +95,14 @@ def _with_metric(
     number = RESAMPLES if metric == "accuracy" else RESAMPLES_OF_OTHERS
     draws = (generator.integers(0, len(targets), len(targets)) for _ in range(number))
     if metric == "accuracy":
-        gained = (ours.argmax(axis=1) == targets).astype(np.float64) - (eagers.argmax(axis=1) == targets)
+        gained = (ours.argmax(axis=1) == targets).astype(np.float64) - (reference.argmax(axis=1) == targets)
         change = float(gained.mean())
         drawn = np.array([gained[rows].mean() for rows in draws])
     else:
 
         def changed(rows: np.ndarray) -> float:
-            mine, reference = (task.metrics(one[rows], targets[rows], spec)[metric] for one in (ours, eagers))
-            return float(mine - reference)
+            new, old = (task.metrics(one[rows], targets[rows], spec)[metric] for one in (ours, reference))
+            return float(new - old)
 
         change = changed(np.arange(len(targets)))
         drawn = np.array([changed(rows) for rows in draws])

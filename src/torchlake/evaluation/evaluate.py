@@ -39,23 +39,23 @@ from torchlake.tables.table import open_table
 PREFIX = "predicted_"
 RESAMPLES = 1000
 RESAMPLED_NUMBERS = 100_000_000
-"Probabilities that all resamples together may draw, about a minute; a larger table is resampled less often."
+"Probabilities drawn by all resamples together, about a minute of work; larger tables get fewer resamples."
 RESAMPLE_PRICE = 4000
-"What a resample costs whatever its size, in rows: scikit-learn's checks of its input."
+"The fixed cost of a resample, in rows: scikit-learn's checks of its input."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What `evaluate` found. The metrics are over `rows - failed` rows."""
+    """The result of `evaluate`. The metrics are over `rows - failed` rows."""
 
     rows: int
     failed: int
     "Rows without a label or without a prediction."
     errors: dict[str, int]
-    "Why rows failed, and how many for each reason."
+    "The number of failed rows for each reason."
     metrics: dict[str, Metric]
     confusion: list[list[int]] | None
-    "Rows by true class, then by predicted class, in the order of `labels`; None where a row has not one class."
+    "Rows by true class, then by predicted class, in the order of `labels`; None unless each row has one class."
     labels: tuple[Label, ...]
     resamples: int
     "Bootstrap resamples behind each interval."
@@ -63,7 +63,7 @@ class Evaluation:
     "Tokens that a language model predicted; None for a task with labels."
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; a metric that does not exist on this table is null."""
+        """Plain values; a metric that is undefined on this table is null."""
         value = asdict(self)
         for metric in value["metrics"].values():
             metric.update({name: None for name, number in metric.items() if not math.isfinite(number)})
@@ -81,11 +81,11 @@ def evaluate(
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
 
-    `text` and `label` name the columns where they are not the training table's; `runtime` is as `predict` takes it.
-    A language model is measured on the texts alone (`perplexity.py`).
+    `text` and `label` name the columns if they differ from those of the training table; `runtime` is as in `predict`.
+    A language model is measured on the texts only (`perplexity.py`).
 
-    Raises DataError for a label that the model does not know and when no row could be used, TableError for a missing
-    column, and what `predict` raises.
+    Raises DataError for a label that the model does not know and for a table without usable rows, TableError for a
+    missing column, and the errors of `predict`.
     """
     if engine_of(table) is not None:
         raise UsageError(
@@ -95,7 +95,7 @@ def evaluate(
     spec, engine = load_spec(model), as_engine(engine)
     if spec.label is None:
         if label is not None:
-            raise UsageError(f"label: {spec.task} is measured on the texts alone; leave it out.")
+            raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")
         return _of_texts(model, table, replace(spec, text=text or spec.text), engine, runtime)
     spec = replace(spec, text=text or spec.text, label=label or spec.label)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
@@ -107,7 +107,7 @@ def evaluate(
             prefix=PREFIX,
             engine=engine,
             runtime=runtime,
-            max_error_rate=1.0,  # failed rows are counted here, and no row at all is refused below
+            max_error_rate=1.0,  # failed rows are counted here; a table without usable rows is refused below
         )
         if is_frame(table):
             frame = to_arrow(table)
@@ -145,7 +145,7 @@ def _frame_targets(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int,
 
 
 def _stored_targets(table: str | Path | Sequence[str | Path], spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
-    """The encoded labels of all rows, in the table's order, and why some could not be read."""
+    """Return the encoded labels of all rows, in the table's order, and the reasons of unreadable ones."""
     task = plugins.load("tasks", spec.task)
     assert spec.label is not None, "a task without labels is measured on its texts"
     source = open_table(table, columns=spec.columns)

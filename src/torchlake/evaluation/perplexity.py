@@ -1,12 +1,11 @@
-"""What `evaluate` does with a language model: the loss and the perplexity of a table's texts, with intervals.
+"""`evaluate` for a language model: the loss and the perplexity of a table's texts, with intervals.
 
     prepare into a temporary folder -> blocks in the table's order -> the engine's workers -> the loss of each block
 
-Blocks are those of a validation while training: the rows that can be read, end to end, in blocks of the length that the
-model was trained with; conversations of which answers alone are learned, one by one. So a table gives the number here
-that it gave there. Intervals come of drawing blocks with
-replacement; neighbors are not independent, so they are somewhat too narrow. Cost: the table's tokens on disk for the
-time being, and the logits of a batch, 4 bytes for every token and word of the vocabulary.
+The blocks are those of validation during training, so both give the same number: readable rows, concatenated and cut
+into blocks of the length that the model was trained with; conversations whose answers are learned, one per block.
+Intervals are a bootstrap over blocks. Neighboring blocks are not independent, so the intervals are somewhat too narrow.
+Cost: the table's tokens on disk until the end, and the logits of a batch, 4 bytes per token and vocabulary entry.
 """
 
 import tempfile
@@ -43,13 +42,13 @@ from torchlake.tables.sources.frames import is_frame, to_arrow
 
 RESAMPLES = 1000
 BLOCKS_AT_ONCE = 64
-"Blocks of one piece of work for an engine."
+"Blocks per work item of an engine."
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """What a worker needs to know; plain values."""
+    """The settings of a worker; plain values."""
 
     model: str
     runtime: Runtime
@@ -60,11 +59,11 @@ class LossSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TextLoss:
-    """What was measured."""
+    """The measured loss."""
 
     rows: int
     errors: dict[str, int]
-    "Why rows were left out, and how many for each reason."
+    "The number of rows that were left out, for each reason."
     tokens: int
     "Tokens that were predicted."
     metrics: dict[str, Metric]
@@ -74,9 +73,9 @@ class TextLoss:
 def measure_texts(
     model: str | Path, table: Any, spec: TaskSpec, *, engine: Engine | None, runtime: Runtime | None
 ) -> TextLoss:
-    """The loss of `model` over the texts of a stored table or a frame.
+    """Measure the loss of `model` over the texts of a stored table or a frame.
 
-    Raises DataError when no row can be used, UsageError for a runtime that cannot do it, and what `prepare` raises.
+    Raises DataError if no row is usable, UsageError for an unsuitable runtime, and the errors of `prepare`.
     """
     folder, engine = model_folder(model), engine or Local()
     choice = requested(folder, spec.task, runtime or REFERENCE)
@@ -102,7 +101,7 @@ def measure_texts(
 
 
 def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iterator[tuple[range, list[float]]]]:
-    """Load the model once; the worker then gives each block's summed loss for ranges of block numbers."""
+    """Load the model once. The returned worker yields the summed loss of each block, for ranges of block numbers."""
     import torch
 
     folder, spec, runtime, where = Path(settings.model), settings.spec, settings.runtime, device()
@@ -131,7 +130,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
 
 
 def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """The summed loss of every block (M,), and of how many tokens (M,) it is the sum."""
+    """Return the summed loss of every block (M,), and the number of its target tokens (M,)."""
     blocks = _blocks(settings)
     found = np.zeros(len(blocks))
     pieces = [range(first, min(first + BLOCKS_AT_ONCE, len(found))) for first in range(0, len(found), BLOCKS_AT_ONCE)]

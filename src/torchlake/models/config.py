@@ -75,7 +75,7 @@ def encoder_config(folder: Path) -> dict[str, Any] | None:
 
 
 def load_config(folder: Path) -> "PretrainedConfig":
-    """The configuration of a model folder that `check_folder` has let in. Raises DataError."""
+    """Return the configuration of a model folder that has passed `check_folder`. Raises DataError."""
     import transformers
 
     model_type = atomic_io.read_json(folder / "config.json").get("model_type")
@@ -155,10 +155,10 @@ def _fields(folder: Path, *names: str) -> dict[str, Any]:
 
 
 def pad_id(config: "PretrainedConfig") -> int | None:
-    """The padding token's id in a configuration; None where it has none.
+    """Return the padding token's id in a configuration, or None.
 
-    Decoders that classify read the answer at the last token that has another id, encoders of RoBERTa's kind count
-    positions from it, and encoder-decoders begin with it.
+    Decoders that classify use the last token with another id; encoders like RoBERTa count positions from it;
+    encoder-decoders start with it.
     """
     return _valid_id(getattr(config.get_text_config(), "pad_token_id", None))
 
@@ -169,10 +169,7 @@ def _valid_id(value: Any) -> int | None:
 
 
 def set_pad_id(config: "PretrainedConfig", token: int) -> None:
-    """Let `token` be the padding token, also what a decoder begins with where the configuration says nothing of that.
-
-    The latter is T5's convention.
-    """
+    """Set the padding token, also as the decoder's start token if the configuration has none (T5's convention)."""
     for each in (config, config.get_text_config()):
         each.pad_token_id = token
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
@@ -180,6 +177,6 @@ def set_pad_id(config: "PretrainedConfig", token: int) -> None:
 
 
 def in_words(error: Exception) -> str:
-    """The error's class and first line."""
+    """Return the error's class and first line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,11 +1,10 @@
-"""What a runtime made of a model once, an exported graph or a calibration, kept in the model's own folder.
+"""Exports of a model by runtimes (a graph, a calibration), stored in the model folder.
 
     <model>/runtimes/<runtime>/{its files, manifest.json}
 
-An export counts while its manifest is true: it names the hash of the weights it was made from, and the sha256 of every
-file. A model that was trained again, a file that was touched or half written make it as good as absent. It is no part
-of the model's own hash: the answers it gives differ, so it has an identity of its own, which goes into a scored table's
-fingerprint.
+An export is valid while its manifest is: it has the hash of the weights that were exported, and the sha256 of every
+file. After another training, or with a changed or incomplete file, the export counts as absent. It is not part of the
+model's hash. It has a separate hash, because its predictions differ; the fingerprint of a scored table includes it.
 """
 
 import errno
@@ -25,12 +24,12 @@ from torchlake.tables.output.staging import exchange
 
 FOLDER = "runtimes"
 FORMAT = 2
-"Raised when a runtime would compute older exports otherwise than they were measured; those count as absent."
+"Increased when runtimes would compute older exports differently than measured; those then count as absent."
 
 
 def current(folder: Path, name: str) -> Path | None:
-    """The folder of the runtime's export of the model in `folder`; None where there is none of these very weights
-    and of this format.
+    """Return the folder of the runtime's export of the model in `folder`; None if there is none of these weights and
+    this format.
 
     Cost: one read of its files.
     """
@@ -47,17 +46,17 @@ def current(folder: Path, name: str) -> Path | None:
 
 
 def identity(folder: Path, name: str) -> str | None:
-    """The sha256 that stands for the bytes of the runtime's export; None where there is none."""
+    """Return the sha256 over the runtime's export, or None if there is none."""
     place = folder / FOLDER / name / atomic_io.MANIFEST
     return atomic_io.fingerprint(atomic_io.read_json(place).get("files")) if place.is_file() else None
 
 
 @contextmanager
 def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -> Iterator[Path]:
-    """An empty folder to write an export into; it takes the place of an older one, whole, when the block is left.
+    """Yield an empty folder for an export, which atomically replaces an older one when the block ends.
 
-    `rows` is how many of the user's rows it was calibrated on, `versions` those of the libraries that made it. Of two
-    processes that make the same one at once both finish, and the later one's stays. Raises StorageError.
+    `rows` is the number of the user's rows that it was calibrated on, `versions` are those of the libraries. If two
+    processes write the same export at once, both finish and the later one stays. Raises StorageError.
     """
     parent = folder / FOLDER
     try:
@@ -65,8 +64,8 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
         temporary, lock = _begin(parent, name)
     except OSError as error:
         raise StorageError(
-            f"{parent}: {error.strerror}. The runtime {name!r} keeps what it makes of a model there: copy the model to "
-            "a folder that can be written, and name that."
+            f"{parent}: {error.strerror}. The runtime {name!r} stores its export of the model there: copy the model "
+            "to a folder that you can write to, and use the copy."
         ) from error
     try:
         yield temporary
@@ -90,10 +89,10 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
 
 
 def _begin(parent: Path, name: str) -> tuple[Path, int]:
-    """An empty folder of this process, and the descriptor that holds its lock; folders of killed ones are removed."""
+    """Return a new locked folder and the descriptor of its lock. Folders of killed processes are removed."""
     entrance = os.open(parent, os.O_RDONLY)
     try:
-        # Between making a folder and locking it, nobody may take it for an abandoned one.
+        # Until the folder is locked, another process would take it for an abandoned one.
         locks = _lock(entrance, wait=True)
         for left in parent.glob(f".{name}.*.tmp"):
             if locks and _is_abandoned(left):
@@ -108,7 +107,7 @@ def _begin(parent: Path, name: str) -> tuple[Path, int]:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock a folder; False where another process holds it, or the file system has no locks."""
+    """Lock a folder. Returns False if another process has locked it, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
@@ -128,18 +127,18 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _put_in_place(temporary: Path, place: Path) -> None:
-    """Rename to the final name; after that, an older export stands under the temporary one."""
+    """Rename to the final name; an older export then has the temporary name."""
     older = temporary / "older"
     while not _renamed(temporary, place) and not exchange(temporary, place):
-        # No exchange on this file system: between two renames there is a moment without an export.
-        with suppress(FileNotFoundError):  # another process that makes the same was quicker
+        # This file system cannot exchange names: between the two renames there is no export.
+        with suppress(FileNotFoundError):  # another process has just written the same export
             os.rename(place, older)
             shutil.rmtree(older)
     atomic_io.sync_folder(place.parent)
 
 
 def _renamed(temporary: Path, place: Path) -> bool:
-    """Whether the folder could have the name; it cannot where a full one has it."""
+    """Rename the folder. Returns False if a folder with content has that name."""
     try:
         os.rename(temporary, place)
     except OSError as error:

@@ -1,10 +1,9 @@
-"""Where a model's files are, and the hashes that stand for what is in them.
+"""Find a model's files, and hash their content.
 
-A model is named by its folder, by the folder of the run that trained it, or by its name on the Hugging Face hub
-(`name@revision` for a branch, tag or commit), whose snapshot is downloaded once. A path into a folder that is there is
-never looked for on the hub. The hashes are of the files that decide an answer or a token, not of cards and manifests.
-Cost: nothing is read where the manifest lists a file, which then is believed (`models.load_model` checks it); otherwise
-the file is read once.
+A model is given as its folder, the folder of the run that trained it, or its name on the Hugging Face hub
+(`name@revision` for a branch, tag or commit), whose snapshot is downloaded once. A path whose first folder exists is
+never looked up on the hub. Hashes cover the files that affect predictions or tokens, not cards and manifests.
+Cost: for files that the manifest lists, its hashes are used (`models.load_model` verifies them); others are read once.
 """
 
 import logging
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 JOB_FILE, TUNING_FILE = "job.yaml", "tuning.json"
-"What the folder of a run and of a tuning are known by; a finished tuning has both."
+"The files that identify the folder of a run and of a tuning; a finished tuning has both."
 CHAT_TEMPLATE = "chat_template.jinja"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@\w[\w./-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", CHAT_TEMPLATE)
@@ -39,14 +38,14 @@ TOKENIZER_FILES = (
     "*.model",
     CHAT_TEMPLATE,
 )
-# generation_config.json names the tokens that end a text.
+# generation_config.json contains the end tokens.
 DECIDING_FILES = ("config.json", "generation_config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES)
 
 
 def model_folder(model: str | Path) -> Path:
-    """The folder of a local model, of a run's model, or of a hub model's snapshot (downloaded when the cache lacks it).
+    """Return the folder of a local model, of a run's model, or of a hub model's snapshot (downloaded if not cached).
 
-    Raises DataError saying what was looked for, here and on the hub; or that the run has no model yet.
+    Raises DataError if there is no such model here and on the hub, or if the run has no model yet.
     """
     folder = Path(local_path(os.fspath(model))).expanduser()
     if _is_folder(folder):
@@ -69,7 +68,7 @@ def model_folder(model: str | Path) -> Path:
 
     log.info("%s: no such folder; looking on the Hugging Face hub", model)
     try:
-        # What the gate would refuse is not even downloaded.
+        # Files that `check_folder` would refuse are not downloaded.
         snapshot = snapshot_download(
             name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
         )
@@ -85,7 +84,7 @@ def model_folder(model: str | Path) -> Path:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether there is a folder; False where there is nothing. Raises DataError for a file, and for what is closed."""
+    """Return whether the folder exists. Raises DataError for a file and for a folder without permission."""
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,9 +97,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def _model_of_run(folder: Path) -> Path:
-    """The model folder that the folder of a run, its checkpoints or a tuning stands for; others as they are.
+    """Return the model folder for the folder of a run, of its checkpoints or of a tuning; other folders unchanged.
 
-    Raises DataError where there is no model yet, and for a single checkpoint.
+    Raises DataError if there is no model yet, and for a single checkpoint.
     """
     above = (folder, *folder.absolute().parents)
     at = next((place for place, one in enumerate(above) if one.name == CHECKPOINTS), -1)
@@ -124,8 +123,8 @@ def _model_of_run(folder: Path) -> Path:
 
 
 def _unfinished(run: Path) -> str:
-    """That a run has no model folder yet, and where its best model is so far."""
-    # Imported here because pydantic and object stores take longer to import than a small table takes to score.
+    """Return the error for a run without a model folder, with the location of its best model so far."""
+    # Imported here: importing pydantic and object stores takes longer than scoring a small table.
     from torchlake.checkpoints import location
     from torchlake.checkpoints.store import BEST
     from torchlake.config.job import load_job
@@ -143,7 +142,7 @@ def _unfinished(run: Path) -> str:
 
 
 def _nearest(folder: Path) -> str:
-    """A hint: of the first part of a path that is not there, the name that is most like it."""
+    """A hint: the name most similar to the first missing part of a path."""
     missing = next((part for part in [*reversed(folder.parents), folder] if not os.path.exists(part)), folder)
     try:
         names = [entry.name for entry in os.scandir(missing.parent) if os.path.isdir(entry)]
@@ -154,22 +153,22 @@ def _nearest(folder: Path) -> str:
 
 
 def model_hash(folder: str | Path) -> str:
-    """The sha256 that stands for everything deciding a model's answers: weights, configuration, tokenizer, task."""
+    """Return the sha256 over all that affects predictions: weights, configuration, tokenizer, task."""
     return _hash_files(model_folder(folder), DECIDING_FILES)
 
 
 def weight_bytes(folder: str | Path) -> int:
-    """The size of the weights on disk."""
+    """Return the bytes of the weights on disk."""
     return sum(path.stat().st_size for path in model_folder(folder).glob("*.safetensors"))
 
 
 def tokenizer_hash(folder: str | Path) -> str:
-    """The sha256 that stands for a tokenizer: two folders with the same one have the same."""
+    """Return the sha256 over the tokenizer's files; equal tokenizers have equal hashes."""
     return _hash_files(model_folder(folder), TOKENIZER_FILES)
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer in a folder can make a text of a conversation."""
+    """Return whether the tokenizer in a folder has a chat template."""
     config = folder / "tokenizer_config.json"
     named = atomic_io.read_json(config).get("chat_template") if config.exists() else None
     return named is not None or (folder / CHAT_TEMPLATE).exists()

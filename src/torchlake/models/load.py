@@ -1,14 +1,14 @@
-"""Model folders: reading and writing them, and giving an encoder the head that a task needs.
+"""Load models from their folders, with a new head if the task needs one.
 
-A model folder is Hugging Face's layout (config.json, model.safetensors, the tokenizer's files) plus
+A model folder has Hugging Face's layout (config.json, model.safetensors, the tokenizer's files) plus
 
-    task.json        the `TaskSpec`: what the model is asked, its classes in their own type, its columns
+    task.json        the `TaskSpec`: the task, its classes in their type, its columns
     README.md        the model card
     manifest.json    size and sha256 of every file, written last
 
-so `AutoModel*.from_pretrained` loads it, and torchlake loads any folder of transformers. Every road into a model goes
-through `safety.check_folder`, then through transformers with local files, safetensors and no remote code. Where there
-is a manifest it is verified first, which reads the weights once more.
+so `AutoModel*.from_pretrained` loads it, and torchlake loads any folder of transformers. Every model passes
+`safety.check_folder` and is then loaded by transformers with local files, safetensors and no remote code. If there is a
+manifest, it is verified first, which reads the weights once more.
 """
 
 import logging
@@ -50,7 +50,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 WRITERS = ("ForCausalLM", "LMHeadModel")
-"How transformers names the architectures that continue a text."
+"The suffix of causal language models in transformers."
 PROBLEM_TYPES: dict[Problem, Any] = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -59,9 +59,9 @@ PROBLEM_TYPES: dict[Problem, Any] = {
 
 
 def load_spec(folder: str | Path) -> TaskSpec:
-    """The task.json of a model folder; without one, what config.json says about a classifier or a language model.
+    """Return the task in task.json, or else of the classifier or language model in config.json.
 
-    Raises DataError when neither does.
+    Raises DataError if there is neither.
     """
     folder = model_folder(folder)
     check_folder(folder)
@@ -79,7 +79,7 @@ def load_spec(folder: str | Path) -> TaskSpec:
         )
     if not head.architecture.endswith("ForSequenceClassification"):
         raise DataError(
-            f"{folder}: config.json names the architecture {head.architecture}, which neither classifies nor continues "
+            f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
             f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model."
         )
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
@@ -101,10 +101,10 @@ def load_spec(folder: str | Path) -> TaskSpec:
 def load_model(
     folder: str | Path, spec: TaskSpec | None = None, *, auto_class: str, dtype: "torch.dtype | None" = None
 ) -> "PreTrainedModel":
-    """The fine-tuned model of a folder, in evaluation mode, in main memory, in fp32 unless `dtype` says otherwise.
+    """Load a fine-tuned model in evaluation mode into main memory, in `dtype` (default: fp32).
 
-    Raises UnsafeError as `check_folder` does; DataError when a file is not the one in the manifest, when weights are
-    missing (an encoder whose head was never trained would answer at random), or when the head does not fit `spec`.
+    Raises UnsafeError as `check_folder`; DataError if a file differs from the manifest, if weights are missing (an
+    encoder with an untrained head would predict at random), or if the head does not fit `spec`.
     """
     folder = model_folder(folder)
     check_folder(folder)
@@ -114,21 +114,21 @@ def load_model(
     lacking = sorted([*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])])
     if lacking:
         raise DataError(
-            f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned model of its kind "
-            f"({type(model).__name__}): its answers would be random. Fine-tune it first (torchlake train)."
+            f"{folder}: the weights lack {', '.join(lacking[:4])}. It is not a fine-tuned "
+            f"{type(model).__name__}: its predictions would be random. Fine-tune it first (torchlake train)."
         )
     if spec is not None and spec.problem not in GENERATIVE and model.config.num_labels != max(1, len(spec.labels)):
         raise DataError(
-            f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} names {len(spec.labels)} classes"
+            f"{folder}: the head has {model.config.num_labels} outputs, {TASK_FILE} has {len(spec.labels)} classes"
         )
     model.train(False)
     return model
 
 
 def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
-    """The tensors of a model folder by name, verified like `load_model`'s, in a memory map that processes share.
+    """Return the tensors of a model folder by name, verified as in `load_model`, in a memory map that processes share.
 
-    Raises UnsafeError as `check_folder` does, DataError for a file that is damaged.
+    Raises UnsafeError as `check_folder`, DataError for a damaged file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -149,11 +149,10 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
 
 
 def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrainedModel":
-    """The encoder `base` with a fresh head for `spec`, in fp32; torch's global generator decides the head's weights.
+    """Load the encoder `base` with a new head for `spec`, in fp32. The head is drawn from torch's global generator.
 
-    A language model keeps the head that it was trained with, and so does a classifier of the same classes, whose rows
-    are put into their order, and a regression in the same units.
-    Raises DataError when the architecture has no such head or the model's own weights are incomplete.
+    A language model keeps its head. So do a classifier with the same classes, whose rows are reordered, and a
+    regression in the same units. Raises DataError if the architecture has no such head or weights are missing.
     """
     import transformers
 
@@ -175,7 +174,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
     model, info = _from_pretrained(folder, auto_class, config=config)
     body = f"{model.base_model_prefix}."
     lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
-    # The pooler counts to the head: encoders that were pretrained without one come without its weights.
+    # The pooler is part of the head: some encoders were pretrained without one and lack its weights.
     torn = sorted(key for key in lacking if key.startswith(body) and not key.startswith(f"{body}pooler."))
     if torn:
         raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
@@ -193,7 +192,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrained
 
 
 def head_spec(folder: Path) -> TaskSpec | None:
-    """What the head of a model folder was trained for; None where there is none, or its classes have no names."""
+    """Return the task that the head of a model folder was trained for; None without a head or names of its classes."""
     check_folder(folder)
     if not read_head(folder).architecture.endswith("ForSequenceClassification"):
         return None
@@ -204,10 +203,10 @@ def head_spec(folder: Path) -> TaskSpec | None:
 
 
 def layers(model: "torch.nn.Module") -> "list[torch.nn.Module]":
-    """The model's transformer layers, in the order of its modules: of an encoder-decoder those of both.
+    """Return the model's transformer layers in the order of its modules, for an encoder-decoder those of both parts.
 
-    They are the members of its outermost lists of modules that hold matrices. A list of lists (Funnel's blocks) stands
-    for the lists in it, because it is never called itself. Empty for a model without such a list.
+    They are the members of the outermost module lists that contain matrices. For a list of lists (Funnel's blocks) the
+    inner lists are used, because a list is never called. Empty for a model without such a list.
     """
     from torch import nn
 
@@ -230,22 +229,22 @@ def _language_model(folder: Path, auto_class: str) -> "PreTrainedModel":
     config = load_config(folder)
     if type(config) not in getattr(transformers, auto_class)._model_mapping:
         raise DataError(
-            f"{folder}: the architecture {config.model_type!r} does not continue texts in transformers. Choose a "
+            f"{folder}: the architecture {config.model_type!r} has no causal language model in transformers. Choose a "
             "causal language model such as GPT-2, GPT-J, OPT, Llama, Qwen or Mistral."
         )
     model = load_model(folder, auto_class=auto_class)
     model.config.architectures = [type(model).__name__]
-    # Chat models name several end tokens, and not always in config.json, which is what training hands on.
+    # Chat models have several end tokens, often missing in config.json, the file that training passes on.
     if model.generation_config is not None and model.generation_config.eos_token_id is not None:
         model.config.eos_token_id = model.generation_config.eos_token_id
     return model
 
 
 def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
-    """A folder's configuration; of a classifier with the padding token that it needs.
+    """Return a folder's configuration, for a classifier with a padding token.
 
-    Decoders come without a padding token, and would refuse two rows at once. Raises DataError for a model that needs to
-    be told the language of its rows.
+    Decoders lack a padding token and would refuse batches. Raises DataError for a model that needs the language of its
+    rows.
     """
     config = load_config(folder)
     if getattr(config, "languages", None) and getattr(config, "default_language", None) is None:
@@ -255,7 +254,7 @@ def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
             f"with the adapter of a row's language. Set default_language to the language of your rows ({known}, ...)."
         )
     if auto_class.endswith("ForSequenceClassification"):
-        # Keys and values are kept for answers that are continued; here they would fill memory.
+        # Without generation, cached keys and values would only fill memory.
         config.get_text_config().use_cache = False
         token = load_tokenizer(folder).pad_token_id if has_tokenizer(folder) else None
         if isinstance(token, int):
@@ -266,7 +265,7 @@ def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
 def _from_pretrained(
     folder: Path, auto_class: str, *, config: "PretrainedConfig | None" = None, dtype: "torch.dtype | None" = None
 ) -> tuple["PreTrainedModel", dict[str, Any]]:
-    """The model, and what transformers reports about keys that are missing, mismatched or unexpected."""
+    """Return the model, and transformers' report on missing, mismatched and unexpected keys."""
     import torch
     import transformers
 
@@ -289,7 +288,7 @@ def _from_pretrained(
 
 
 def _rows_kept(trained: TaskSpec, spec: TaskSpec) -> list[int] | None:
-    """The row of a head trained for `trained` that is each output of `spec`; None where it means something else."""
+    """Return, for each output of `spec`, its row in a head trained for `trained`; None if they do not match."""
     before, now = ([label_name(label) for label in each.labels] for each in (trained, spec))
     same_units = (trained.mean, trained.deviation) == (spec.mean, spec.deviation)
     if trained.problem != spec.problem or sorted(before) != sorted(now) or not same_units:
@@ -298,8 +297,9 @@ def _rows_kept(trained: TaskSpec, spec: TaskSpec) -> list[int] | None:
 
 
 def _head(model: "PreTrainedModel") -> "list[torch.nn.Module]":
-    """The output layer: what has an output for each class and is not in the body; one module in every architecture
-    known, unless a layer before it is as narrow."""
+    """Return the output layer: outside the body, with one output per class. All known architectures have one such
+    module, unless an earlier layer has the same width.
+    """
     import torch
 
     body = getattr(model, model.base_model_prefix, None)
@@ -320,7 +320,7 @@ def _order_rows(head: "torch.nn.Module", rows: list[int]) -> None:
 
 
 def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
-    """Draw the output layer, also where the folder brought one of the same shape: it means other classes."""
+    """Draw the output layer again, also if the folder has one of the same shape: it is for other classes."""
     initialize: Any = model._init_weights
     for module in head:
         for tensor in module.parameters(recurse=False):

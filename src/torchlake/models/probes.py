@@ -1,9 +1,8 @@
-"""What a model does with a few short rows of its own tokenizer, looked at before it trains or scores.
+"""Test a model on a few short rows before it trains or scores.
 
-Some hundred architectures differ in ways that no configuration shows: which parameters a loss reaches, whether padding
-changes an answer, whether positions that begin again keep texts apart. A forward pass over two rows shows it, in
-milliseconds. Rows come from the tokenizer because models count on its special tokens: BART and T5 read a row's answer
-at its end token.
+Architectures differ in ways that no configuration shows: which parameters a loss depends on, whether padding changes a
+result, whether restarted positions separate texts. A forward pass over two rows shows it, in milliseconds. The rows
+come from the model's tokenizer because models rely on its special tokens: BART and T5 classify at the end token.
 """
 
 from collections.abc import Sequence
@@ -23,11 +22,11 @@ from torchlake.models.config import in_words
 # Funnel computes no row of 4 tokens or fewer.
 TEXTS = ("some words of a row", "all of this is a row, and there are some more words in it than in the other one.")
 AGREEMENT = 1e-4
-"Of the largest logit: far above rounding, far below what padding or another text gives."
+"Relative to the largest logit: far above rounding, far below the effect of padding or of another text."
 
 
 def rows(task: ModuleType, tokenizer: Any, spec: TaskSpec) -> list[np.ndarray]:
-    """A short and a longer row of token ids, each (L,) int64, as the task makes them of texts."""
+    """Return a short and a longer row of token ids, each (L,) int64, tokenized by the task."""
     made = (task.documents if task.PACKED else task.tokenize)(tokenizer, TEXTS, spec)
     values, offsets = made[0].astype(np.int64), made[1]
     return [values[first:last][: spec.max_length] for first, last in pairwise(offsets)]
@@ -36,9 +35,8 @@ def rows(task: ModuleType, tokenizer: Any, spec: TaskSpec) -> list[np.ndarray]:
 def freeze_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -> None:
     """Freeze the parameters that the loss does not depend on, found by one backward pass over one row (L,).
 
-    A pooler that a head ignores has no gradient: the optimizer skips it, and ranks would wait for it in vain. The model
-    is in training mode afterwards. `forward` holds the task's own arguments. Raises DataError when the model cannot
-    compute a row of its own tokenizer.
+    A pooler that the head ignores has no gradient, and DDP would wait for it. The model is in training mode afterwards.
+    `forward` are the task's arguments. Raises DataError if the model cannot process a row of its tokenizer.
     """
     model.eval()
     ids = torch.from_numpy(row)[None]
@@ -48,7 +46,7 @@ def freeze_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any])
         if ran_out_of_memory(error):
             raise
         raise DataError(
-            f"{type(model).__name__} cannot compute a row of {len(row)} tokens of its own tokenizer "
+            f"{type(model).__name__} cannot process a row of {len(row)} tokens of its tokenizer "
             f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."
         ) from error
     for parameter in model.parameters():
@@ -58,10 +56,10 @@ def freeze_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any])
 
 
 def padding_matters(model: nn.Module, wanted: Sequence[np.ndarray], pad_id: int) -> bool:
-    """Whether a classifier gives a row another answer when padding follows it, mask or not.
+    """Return whether padding changes a classifier's result for a row, despite the attention mask.
 
-    XLNet reads the last place of a row, Funnel averages neighbors: rows of one length alone go through them together.
-    The model's mode is as before.
+    XLNet uses the last position of a row, Funnel averages neighbors: their batches have rows of one length only. The
+    model's mode is restored.
     """
     lengths = [len(row) for row in wanted]
     tokens = Ragged(np.concatenate(wanted).astype(np.int32), np.concatenate([[0], np.cumsum(lengths)]))
@@ -78,10 +76,10 @@ def padding_matters(model: nn.Module, wanted: Sequence[np.ndarray], pad_id: int)
 
 
 def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, Any]) -> bool:
-    """Whether rows laid end to end give the logits that they give alone when their positions begin again.
+    """Return whether concatenated rows with restarted positions have the same logits as separate rows.
 
-    transformers masks such rows from one another in most architectures; those that count positions in another way
-    (BLOOM, MPT) or carry a state from token to token (Mamba) do not. The model's mode is as before.
+    transformers masks such rows from one another in most architectures, but not in those with other positions (BLOOM,
+    MPT) or a state carried from token to token (Mamba). The model's mode is restored.
     """
     ids = torch.from_numpy(np.concatenate(wanted))[None]
     positions = torch.from_numpy(np.concatenate([np.arange(len(row)) for row in wanted]))[None]
@@ -91,7 +89,7 @@ def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, 
         with torch.no_grad():
             together = model(input_ids=ids, position_ids=positions, **forward).logits
             alone = [model(input_ids=torch.from_numpy(row)[None], **forward).logits for row in wanted]
-    except TypeError:  # it takes no positions
+    except TypeError:  # it has no argument for positions
         return False
     finally:
         model.train(training)

@@ -1,15 +1,15 @@
-"""The gate in front of every model folder: data only, of a sane size, and nothing that leads elsewhere.
+"""Safety checks of a model folder: data only, of limited size, without references to other places.
 
-`check_folder` runs before a library reads the folder. It opens no weights, builds nothing from a file whose size and
-depth it has not bounded first, and refuses whatever could run code or reach outside the folder:
+`check_folder` runs before any library reads the folder. It does not open weights, limits size and depth of a file
+before parsing it, and refuses all that could run code or refer to something outside the folder:
 
-    weights         safetensors only; a pickle anywhere in the folder is refused, used or not
-    configuration   no key that names code, and nothing for which transformers would ask the hub for a kernel
-    files           plain files; a link may not lead out of the folder (a hub snapshot's may lead to its own blobs), nor
-                    may the name of a file in a configuration
-    sizes           JSON by bytes and by depth, safetensors by the length that their header claims
+    weights         safetensors only; a pickle anywhere in the folder is refused, even if unused
+    configuration   no key that names code, and none that makes transformers download a kernel
+    files           plain files; no link out of the folder (except a hub snapshot's links to its blobs), and no file
+                    name in a configuration that leads out of it
+    sizes           JSON: bytes and depth; safetensors: the length in the header
 
-Cost: one read of the JSON files, well under a second for the largest tokenizer.json; the weights are only measured.
+Cost: one read of the JSON files, well under a second for the largest tokenizer.json; weights are not read.
 """
 
 import json
@@ -58,14 +58,14 @@ IMPLEMENTATIONS = frozenset({None, "eager", "sdpa", "flex_attention", "grouped_m
 MODELS_WITH_KERNELS = frozenset({"mra", "rwkv", "sam3_video", "yoso"})
 NAMES_FILE = re.compile(r"(?:_files?|_spm|(?<!name_or)_path|^vocab|^merges|^transformers_weights)$")
 NOT_OPENED = "special_tokens_map_file"
-"Older versions of transformers wrote it into tokenizer_config.json, with a path of their machine; none opens it."
+"Older versions of transformers wrote this path of another machine into tokenizer_config.json; no version opens it."
 
 
 def check_folder(path: str | Path, *, weights: bool = True) -> None:
-    """Refuse a model folder that is not plain data; with `weights=False` a folder of a tokenizer alone is enough.
+    """Refuse a model folder that is not plain data; with `weights=False` the folder may contain only a tokenizer.
 
-    Raises UnsafeError naming file and rule for what could run code or leads out of the folder; DataError for files
-    that are missing, too big, too deep or not what their names say.
+    Raises UnsafeError with file and rule for anything that could run code or leads out of the folder; DataError for
+    files that are missing, too large, too deep or of another format than their name.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -84,13 +84,13 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
     values = {file.name: _check_json(file) for file in files if file.suffix == ".json" and file.parent == folder}
     if "adapter_config.json" in values:
         raise DataError(
-            f"{folder / 'adapter_config.json'}: the folder holds an adapter, which leads to another model. "
+            f"{folder / 'adapter_config.json'}: the folder holds an adapter, which refers to another model. "
             "Merge it into its base (merge_and_unload of peft) and save the result."
         )
     if INDEX in values:
         _check_index(folder, values[INDEX])
     elif weights and not (folder / "model.safetensors").is_file():
-        raise DataError(f"{folder}: there are no weights in it (model.safetensors, or several with {INDEX})")
+        raise DataError(f"{folder}: has no weights (model.safetensors, or several with {INDEX})")
     if "config.json" in values:
         _check_model_type(folder / "config.json", values["config.json"])
     elif weights:
@@ -98,10 +98,7 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
 
 
 def check_safetensors(file: Path) -> None:
-    """Hold the header length that a safetensors file claims against its size, before anything believes it.
-
-    Raises DataError.
-    """
+    """Compare the header length in a safetensors file with its size, before a library uses it. Raises DataError."""
     size = file.stat().st_size
     with open(file, "rb") as content:
         start = content.read(9)
@@ -110,18 +107,18 @@ def check_safetensors(file: Path) -> None:
         raise DataError(f"{file}: not a safetensors file (no header)")
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise DataError(
-            f"{file}: refused by the rule 'sane header': it claims a header of {length:,} bytes in a file of "
-            f"{size:,}; at most {MAX_HEADER_BYTES:,} are read. The file is damaged or hostile."
+            f"{file}: refused by the rule 'sane header': its header has {length:,} bytes in a file of "
+            f"{size:,}; the limit is {MAX_HEADER_BYTES:,}. The file is damaged or malicious."
         )
 
 
 def json_depth(file: Path, *, block_bytes: int = 1 << 20) -> int:
-    """How deep the brackets of a JSON file nest outside its strings; constant memory, nothing is parsed."""
+    """Return the depth of nested brackets outside the strings of a JSON file; constant memory, nothing is parsed."""
     depth = deepest = 0
     in_string = 0
     with open(file, "rb") as content:
         while block := content.read(block_bytes):
-            # An escape must not be cut in two by the end of the block.
+            # A block must not end within an escape sequence.
             while len(block) - len(block.rstrip(b"\\")) & 1 and (more := content.read(1)):
                 block += more
             symbols = np.frombuffer(re.sub(rb"\\.", b"", block, flags=re.DOTALL), dtype=np.uint8)
@@ -139,7 +136,7 @@ def json_depth(file: Path, *, block_bytes: int = 1 << 20) -> int:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file below the folder, links and oddities refused."""
+    """Return every file below the folder. Refuses links out of it and special files."""
     root = folder.resolve()
     allowed = [root]
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
@@ -155,7 +152,7 @@ def _files(folder: Path) -> Iterator[Path]:
             path = Path(parent, name)
             count += 1
             if count > MAX_ENTRIES:
-                raise DataError(f"{folder}: holds more than {MAX_ENTRIES:,} files; a model folder does not")
+                raise DataError(f"{folder}: has more than {MAX_ENTRIES:,} files, too many for a model folder")
             if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
                 raise UnsafeError(
                     f"{path}: refused by the rule 'no way out': it is a link to {path.resolve()}, outside the folder. "
@@ -164,22 +161,20 @@ def _files(folder: Path) -> Iterator[Path]:
             if name in names:
                 if not path.is_file():
                     if not os.path.lexists(path):
-                        continue  # another process has just removed or renamed what it was making
+                        continue  # another process has just removed or renamed its temporary file
                     raise UnsafeError(f"{path}: refused by the rule 'plain files': it is a pipe, device or dead link")
                 yield path
 
 
 def _check_json(file: Path) -> Any:
-    """The value of a small JSON file, its keys checked; None for a vocabulary, which is only measured."""
+    """Return the value of a small JSON file after checking its keys; None for a vocabulary (only checked for size)."""
     size = file.stat().st_size
     limit = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_CONFIG_BYTES
     if size > limit:
-        raise DataError(f"{file}: refused by the rule 'bounded JSON': {size:,} bytes, at most {limit:,} are read")
+        raise DataError(f"{file}: refused by the rule 'bounded JSON': {size:,} bytes; the limit is {limit:,}")
     depth = json_depth(file)
     if depth > MAX_DEPTH:
-        raise DataError(
-            f"{file}: refused by the rule 'bounded JSON': nested {depth:,} deep, at most {MAX_DEPTH} is read"
-        )
+        raise DataError(f"{file}: refused by the rule 'bounded JSON': nested {depth:,} deep; the limit is {MAX_DEPTH}")
     if file.name in VOCABULARIES:
         return None
     try:
@@ -202,11 +197,11 @@ def _check_keys(file: Path, value: Any, at: tuple[str, ...]) -> None:
         if str(key).endswith(("attn_implementation", "experts_implementation")):
             for name in inner.values() if isinstance(inner, dict) else [inner]:
                 if not (name is None or isinstance(name, str)) or name not in IMPLEMENTATIONS:
-                    raise _kernel(file, where, name, "Delete the key; what is fastest is chosen here.")
+                    raise _kernel(file, where, name, "Delete the key; torchlake chooses the fastest one.")
         if key == "model_type" and inner in tuple(MODELS_WITH_KERNELS):
             raise _kernel(file, where, inner, "Choose a model of another kind.")
         if key in ("quantization_config", "compression_config") and inner is not None:
-            raise _kernel(file, where, inner, "Give the model's weights as they were before they were quantized.")
+            raise _kernel(file, where, inner, "Use the model's weights from before quantization.")
         if NAMES_FILE.search(str(key)) and key != NOT_OPENED:
             _check_names(file, where, inner)
         _check_keys(file, inner, where)
@@ -220,7 +215,7 @@ def _kernel(file: Path, where: tuple[str, ...], value: Any, remedy: str) -> Unsa
 
 
 def _check_names(file: Path, where: tuple[str, ...], value: Any) -> None:
-    """Refuse the name of a file that is not in the folder: it would be sought elsewhere, by its path or from here."""
+    """Refuse the name of a file that is not in the folder: it would be looked up elsewhere."""
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str):
             continue
@@ -228,7 +223,7 @@ def _check_names(file: Path, where: tuple[str, ...], value: Any) -> None:
         if not in_folder or where[-1] in ("vocab", "merges"):
             raise UnsafeError(
                 f"{file}: refused by the rule 'no way out': {'.'.join(where)!r} names {name[:80]!r}, which is not the "
-                "name of a file in the folder. Delete the key, or put the file into the folder and its name there."
+                "name of a file in the folder. Delete the key, or put the file into the folder and write its name."
             )
 
 

@@ -1,7 +1,7 @@
 """The tokenizer of a model folder, with the model's padding token, and the maximum length of a row.
 
-Scoring with an encoder needs only ids: `load_text_tokenizer` reads tokenizer.json by the library `tokenizers` where
-that gives the same ids as transformers (`tokenizer_file.py`), which saves importing transformers.
+Scoring with an encoder needs only ids: `load_text_tokenizer` reads tokenizer.json with the library `tokenizers` if the
+ids are the same as transformers' (`tokenizer_file.py`), which saves importing transformers.
 """
 
 from collections.abc import Container, Sequence
@@ -24,19 +24,16 @@ FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of a model folder, with a padding token.
+    """Return the fast tokenizer of a model folder, with a padding token.
 
-    That is the one of config.json where it is a special token of the tokenizer, else the tokenizer's, else the token
-    that ends a text; the first of them that the model has an embedding for. Attention masks padding out, so any token
-    will do as long as model and tokenizer have the same. Raises DataError when there is no tokenizer, or one without
-    those tokens.
+    The padding token is the first of these with an embedding in the model: that of config.json if it is a special
+    token of the tokenizer, the tokenizer's, the end-of-text token. Any token works, because attention masks padding, as
+    long as model and tokenizer agree. Raises DataError without a tokenizer or such a token.
     """
     folder = model_folder(folder)
     check_folder(folder, weights=False)
     if not has_tokenizer(folder):
-        raise DataError(
-            f"{folder}: there is no tokenizer in it (tokenizer.json). Save the model's tokenizer there too."
-        )
+        raise DataError(f"{folder}: has no tokenizer (tokenizer.json). Save the model's tokenizer there too.")
     from transformers import AutoTokenizer
 
     try:
@@ -46,7 +43,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
         raise DataError(f"{folder}: its tokenizer cannot be loaded: {in_words(error)}") from error
     if not tokenizer.is_fast:
         raise DataError(
-            f"{folder}: {type(tokenizer).__name__} is a tokenizer in Python; torchlake needs a fast one "
+            f"{folder}: {type(tokenizer).__name__} is a slow tokenizer in Python; torchlake needs a fast one "
             "(tokenizer.json). Convert it with transformers, or choose a model that has one."
         )
     _choose_padding(tokenizer, folder)
@@ -89,14 +86,14 @@ def _padding_token(folder: Path, added_tokens: Container[int], choices: Sequence
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there are a tokenizer's files in a folder."""
+    """Return whether a folder has a tokenizer's files."""
     return any((folder / name).is_file() for name in FILES) or any(folder.glob("*.model"))
 
 
 def max_length(folder: str | Path, requested: int | None = None) -> int:
-    """Tokens that a row may have: `requested`, or what model and tokenizer can take, at most 512.
+    """Return the maximum tokens of a row: `requested`, or the limit of model and tokenizer, at most 512.
 
-    Raises DataError when more is requested than the model has positions.
+    Raises DataError if more are requested than the model has positions.
     """
     folder = model_folder(folder)
     check_folder(folder)

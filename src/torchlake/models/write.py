@@ -1,4 +1,4 @@
-"""Writing a model folder: whole or not at all, with a card that says what it is to people and to the hub."""
+"""Write a model folder atomically, with a model card for people and for the hub."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 SHOWN_LABELS = 50
-# How transformers loads a model of the task, what the hub calls it, and what it gives where there are no classes.
+# For each task: transformers' Auto class, the hub's name, and the output if there are no classes.
 ABOUT = {
     "text_classification": ("AutoModelForSequenceClassification", "text-classification", "number"),
     "text_generation": ("AutoModelForCausalLM", "text-generation", "text"),
@@ -38,12 +38,11 @@ def save_model_folder(
     beside: Path | None = None,
     site: str = "model",
 ) -> None:
-    """Write a model folder, whole or not at all; an older one in its place is replaced.
+    """Write a model folder atomically, replacing an older one.
 
-    `model_or_state` is the model, or its full state dict by name (then `config.architectures` names the class). `card`
+    `model_or_state` is the model, or its full state dict by name (`config.architectures` then names the class). `card`
     fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps. The folder
-    `beside` goes along under its name.
-    Raises StorageError; what was written before it is removed.
+    `beside` is copied into it under its name. Raises StorageError after removing the incomplete folder.
     """
     import transformers
 
@@ -82,10 +81,10 @@ def save_model_folder(
 
 
 def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
-    """The text of README.md.
+    """Return the text of README.md.
 
-    `card` may hold base (the encoder's name), metrics ({name: number} or {name: {value, low, high}}), and anything
-    else worth a line, such as data (a fingerprint), seconds, steps.
+    `card` may have base (the encoder's name), metrics ({name: number} or {name: {value, low, high}}), and further
+    lines, such as data (a fingerprint), seconds, steps.
     """
     try:
         release = version("torchlake")
@@ -93,7 +92,7 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
         release = "from its source folder"
     auto_class, kind, output = ABOUT.get(spec.task, ABOUT["text_classification"])
     front = {"library_name": "transformers", "pipeline_tag": kind, "tags": ["torchlake", spec.problem]}
-    if "base" in card and not Path(str(card["base"])).is_absolute():  # a path means nothing on the hub
+    if "base" in card and not Path(str(card["base"])).is_absolute():  # a local path is useless on the hub
         front["base_model"] = str(card["base"]).partition("@")[0]
     labels = ", ".join(f"`{label}`" for label in spec.labels[:SHOWN_LABELS])
     if len(spec.labels) > SHOWN_LABELS:
@@ -125,8 +124,8 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
 
 def _lengths(spec: TaskSpec) -> dict[str, str]:
     if spec.label is None:
-        return {"trained on": f"blocks of {spec.max_length} tokens, texts end to end"}
-    return {"longest input": f"{spec.max_length} tokens; longer texts are cut"}
+        return {"trained on": f"blocks of {spec.max_length} tokens, texts concatenated"}
+    return {"longest input": f"{spec.max_length} tokens; longer texts are truncated"}
 
 
 def _units(spec: TaskSpec) -> dict[str, str]:
@@ -140,12 +139,12 @@ def _units(spec: TaskSpec) -> dict[str, str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars and reports of transformers: their content is in exceptions here."""
+    """Silence the progress bars and reports of transformers; exceptions here contain the same information."""
     import torch
     from transformers.utils import logging
 
-    # Where accelerate is installed, transformers imports DeepSpeed to write a model, which then warns that it had to
-    # find out by itself what the machine computes on.
+    # With accelerate installed, transformers imports DeepSpeed to write a model, which warns about detecting the
+    # accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     reports: Any = logging
     verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
@@ -160,13 +159,13 @@ def quiet() -> Iterator[None]:
 
 
 def _put_in_place(temporary: Path, folder: Path, site: str) -> None:
-    """Rename to the final name; after that, an older folder stands under the temporary one."""
+    """Rename to the final name; an older folder then has the temporary name."""
     atomic_io.sync_folder(temporary)
     failpoint(f"{site}.rename")
     if not folder.exists():
         os.rename(temporary, folder)
     elif not exchange(temporary, folder):
-        # No exchange on this file system: between two renames there is a moment without a model.
+        # This file system cannot exchange names: between the two renames there is no model.
         older = atomic_io.temporary_path(folder)
         os.rename(folder, older)
         os.rename(temporary, folder)

@@ -1,8 +1,8 @@
-"""The candidates of `optimize`, one after the other: from why one is refused to what its answers are worth.
+"""Tries the candidates of `optimize` one after another: refusal, export, measurement, verdict.
 
-A candidate is a runtime with a number of threads per process, at the batch size that suits it best. What runs in
-processes of its own, and how a crash there becomes an answer, is in `measure.py`; how answers are compared in
-`evaluation/agreement.py`. Cost: a candidate that shows on a share of the rows that it is well behind stops there.
+A candidate is a runtime with a number of threads per process, at its best batch size. `measure.py` runs it in separate
+processes; `evaluation/agreement.py` compares its predictions with the reference. Cost: a candidate that is clearly
+slower on a share of the rows is not measured on all of them.
 """
 
 import os
@@ -35,21 +35,21 @@ AGREES, NOT_TRIED = "agrees", "not tried (budget)"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One runtime with one number of threads, and what came of it; None where it was not measured."""
+    """One runtime with one number of threads, and its measurements. None: not measured."""
 
     runtime: str
     verdict: str
     '"chosen", "agrees", "outside: ...", "refused: ...", "failed: ...", "crashed: ...", "hung: ..." or "not tried ...".'
     threads: int | None = None
-    "Of each process."
+    "Threads of each process."
     processes: int | None = None
     batch_tokens: int | None = None
     by_batch_tokens: dict[int, float] | None = None
-    "Rows a second on a share of the sample, for each batch size that was tried."
+    "Rows per second on a share of the sample, for each batch size that was tried."
     rows_per_s: float | None = None
-    "Of all processes together, tokenizing counted."
+    "Rows per second of all processes together, including tokenizing."
     rows: int | None = None
-    "Rows of the sample behind the numbers below."
+    "Rows of the sample that the numbers below are based on."
     failed: int | None = None
     agreement: float | None = None
     difference: float | None = None
@@ -58,12 +58,12 @@ class Candidate:
     change_low: float | None = None
     change_high: float | None = None
     drop: float | None = None
-    "These, from `failed` on, as in `agreement.Agreement`."
+    "`failed` to `drop` are those of `agreement.Agreement`."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What all trials share."""
+    """The settings that all trials share."""
 
     engine: Engine
     settings: ScoringSettings
@@ -85,16 +85,16 @@ class Bench:
 
 
 def find_shapes(bench: Bench) -> list[tuple[int, int]]:
-    """(processes, threads of each) to try: what `predict` starts by default, and one process with all cores."""
+    """Return the (processes, threads per process) to try: the defaults of `predict`, and one process with all cores."""
     memory, threads = worker_memory(bench.settings.model), os.environ.get("OMP_NUM_THREADS", "")
     if bench.engine.processes is not None:
         numbers = [bench.engine.processes]
-    elif threads.isdigit():  # the user's word; the engine keeps to it
+    elif threads.isdigit():  # set by the user; the engine uses it too
         numbers = [max_processes(memory, max(1, int(threads)))]
     else:
         numbers = [max_processes(memory), max_processes(memory, cores())]
     if cards := len(gpus()):
-        numbers = [min(numbers[0], cards)]  # a process per card; the CPU's threads do not decide there
+        numbers = [min(numbers[0], cards)]  # one process per GPU; the CPU's threads matter little there
     return [(one, int(threads) if threads.isdigit() else max(1, cores() // one)) for one in dict.fromkeys(numbers)]
 
 
@@ -102,12 +102,12 @@ def try_runtime(
     bench: Bench,
     runtime: Runtime,
     shape: tuple[int, int],
-    eagers: np.ndarray,
+    reference: np.ndarray,
     found: Sequence[Candidate],
     *,
     again: bool = False,
 ) -> Candidate:
-    """One candidate, from its refusal to its verdict."""
+    """Try one candidate and return it with its verdict."""
     name, stopped = runtime_name(runtime), _refused(bench, runtime)
     if stopped is None and not again and bench.left_s > 0:
         stopped = _export(bench, runtime)
@@ -115,15 +115,15 @@ def try_runtime(
         stopped = Stopped(verdict=NOT_TRIED)
     if stopped is not None:
         return Candidate(runtime=name, verdict=stopped.verdict)
-    enough = NEAR * max((rate(one) for one in found if one.verdict == AGREES), default=0.0)
-    measured = measure(bench, runtime, shape, deadline_s=bench.left_s, enough=enough)
+    min_rate = NEAR * max((rate(one) for one in found if one.verdict == AGREES), default=0.0)
+    measured = measure(bench, runtime, shape, deadline_s=bench.left_s, min_rate=min_rate)
     if isinstance(measured, Stopped):
         return Candidate(runtime=name, verdict=measured.verdict, processes=shape[0], threads=shape[1])
-    return judge(bench, runtime, shape, measured, eagers)
+    return judge(bench, runtime, shape, measured, reference)
 
 
 def _refused(bench: Bench, runtime: Runtime) -> Stopped | None:
-    """Why the runtime cannot run this model or task here."""
+    """Return why the runtime cannot run this model or task here, or None."""
     try:
         refuse_unable(runtime, bench.spec.task)
         reason = refusal(runtime, Path(bench.settings.model))
@@ -133,7 +133,7 @@ def _refused(bench: Bench, runtime: Runtime) -> Stopped | None:
 
 
 def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
-    """Let the runtime make its export; a calibrated one again, with rows that are not among the measured ones."""
+    """Let the runtime write its export. A calibrated one is always written again, with rows that are not measured."""
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
     if module is None or not hasattr(module, "prepare"):
         return None
@@ -149,7 +149,7 @@ def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
 
 
 def measure(
-    bench: Bench, runtime: Runtime, shape: tuple[int, int], *, deadline_s: float, enough: float = 0.0
+    bench: Bench, runtime: Runtime, shape: tuple[int, int], *, deadline_s: float, min_rate: float = 0.0
 ) -> list[Measured] | Stopped:
     trial = Trial(
         settings=replace(bench.settings, runtime=runtime),
@@ -157,13 +157,13 @@ def measure(
         folder=str(bench.folder()),
         processes=shape[0],
         deadline_s=deadline_s,
-        enough=enough,
+        min_rate=min_rate,
     )
     return trials.measure(bench.engine, trial)
 
 
 def merged(bench: Bench, measured: Sequence[Measured]) -> tuple[np.ndarray, np.ndarray]:
-    """(N, C) probabilities of the sample's rows, NaN where there are none; and (N,) which rows were scored."""
+    """Return (N, C) probabilities of the sample's rows, NaN where missing, and (N,) which rows were scored."""
     answers = np.full((len(bench.sample.texts), measured[0].probabilities.shape[1]), np.nan, dtype=np.float32)
     scored = np.zeros(len(answers), dtype=bool)
     for one in measured:
@@ -172,12 +172,12 @@ def merged(bench: Bench, measured: Sequence[Measured]) -> tuple[np.ndarray, np.n
 
 
 def judge(
-    bench: Bench, runtime: Runtime, shape: tuple[int, int], measured: Sequence[Measured], eagers: np.ndarray
+    bench: Bench, runtime: Runtime, shape: tuple[int, int], measured: Sequence[Measured], reference: np.ndarray
 ) -> Candidate:
-    """The candidate with its numbers, and whether it is inside the tolerance."""
+    """Return the candidate with its measurements and whether it is inside the tolerance."""
     answers, scored = merged(bench, measured)
     targets = bench.sample.targets
-    found = compare(answers[scored], eagers[scored], None if targets is None else targets[scored], bench.spec)
+    found = compare(answers[scored], reference[scored], None if targets is None else targets[scored], bench.spec)
     reason = outside(found, min_agreement=bench.min_agreement, max_drop=bench.max_drop)
     failures = [failure for one in measured for failure in one.errors.values()]
     if runtime == REFERENCE:
@@ -201,5 +201,5 @@ def judge(
 
 
 def rate(candidate: Candidate) -> float:
-    """Rows a second, 0 for what was not measured."""
+    """Rows per second; 0 if not measured."""
     return candidate.rows_per_s or 0.0

@@ -1,15 +1,15 @@
-"""One candidate of `optimize`, measured in processes of its own, where a crash or a hang is an answer and no end.
+"""Measures one candidate of `optimize` in separate processes, so that a crash or a hang becomes a verdict.
 
-    each process   load -> a small share of the rows at every batch size -> its rows at the best one
-    together       nobody measures before all have arrived, and who is done goes on scoring until all are
+    each process   load -> a small share of the rows at every batch size -> all its rows at the best one
+    together       a barrier before each measurement, and scoring until all processes have finished theirs
 
-So all processes compute while any is measured, as they will in `predict`: memory bandwidth, caches and the clock rate
-are shared in the same way, and the rows a second of the processes add up. They meet through small files; who waits
-scores rows meanwhile, that keeps the load on and needs no clock.
+All processes compute while any of them is measured, as in `predict`: they share memory bandwidth, caches and the clock
+rate in the same way, and their rows per second add up. The barrier consists of small files. A process that waits scores
+rows, which keeps the load constant.
 
-Before it touches the model a process leaves an empty file and arms faulthandler's watchdog on it (a C thread, which
-sees a hang inside a kernel too). The engine replaces a process that dies; its successor finds the file, tries nothing,
-and gives what is in it as the answer. Cost: one start of Python and one load of the model per candidate and process.
+Before it loads the model, a process creates an empty file and starts faulthandler's watchdog on it (a C thread, which
+notices a hang inside a kernel too). The engine replaces a process that dies. Its successor finds the file and returns
+its content as the verdict. Cost: one start of Python and one load of the model per candidate and process.
 """
 
 import faulthandler
@@ -32,46 +32,46 @@ from torchlake.errors import Interrupted, TorchlakeError, UsageError
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import Scorer, prepare_runtime
 
-# Around what suits a core's caches, and from a small GPU batch to one that fills the card.
+# CPU: around the size of a core's caches. GPU: from a small batch to one that fills the card.
 BATCH_TOKENS = {"cpu": (256, 512, 1024, 2048), "cuda": (8192, 16384, 32768, 65536)}
 SHARE = {"cpu": 8, "cuda": 1}
-"Of the rows, one in so many is scored at every batch size; a GPU needs all to fill its batches."
-LEAST_ROWS = 256
-"Processes share the sample, but each has as many rows as this: fewer would not fill batches of like lengths."
-FALLING = 0.9
-"Larger batches are not tried once the rate is below this share of the best."
-LEAST_S = 0.5
-"A measurement repeats its rows until it has taken so long: what takes milliseconds is noise."
+"Every batch size is measured on one row in this many. A GPU needs all rows to fill its batches."
+MIN_ROWS = 256
+"Processes share the sample, but each gets at least this many rows: fewer do not fill batches of equal lengths."
+DROPPING = 0.9
+"Larger batches are not tried once the rate drops below this share of the best."
+MIN_S = 0.5
+"A measurement repeats its rows for at least this long: shorter times are noise."
 FILLER_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What the processes that measure one candidate need to know; plain values."""
+    """The input of the processes that measure one candidate; plain values."""
 
     settings: ScoringSettings
     rows: str
     "The sample's texts, an Arrow file."
     folder: str
-    "An empty folder of this trial's own."
+    "An empty folder that only this trial uses."
     processes: int
     deadline_s: float
-    enough: float = 0.0
-    "A candidate that shows fewer rows a second on its share is not measured on all rows: a faster one is known."
+    min_rate: float = 0.0
+    "Below this rate (rows per second) on the share, a candidate is not measured on all rows: a faster one is known."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one process found."""
+    """The measurements of one process."""
 
     rows: np.ndarray
     "(M,) positions in the sample."
     probabilities: np.ndarray
     "(M, C) float32; NaN where a row failed."
     errors: dict[int, str]
-    "Position in the sample to the reason."
+    "The reasons of failed rows, by position in the sample."
     by_batch_tokens: dict[int, float]
-    "Rows a second of all processes together, for each batch size that was tried."
+    "Rows per second of all processes together, for each batch size that was tried."
     batch_tokens: int
     rows_per_s: float
     "Of all processes together, on their rows."
@@ -86,14 +86,14 @@ class Stopped:
 
 
 def measure(engine: Engine, trial: Trial) -> list[Measured] | Stopped:
-    """Run the trial's processes at the same time; what each measured, or why the first of them stopped."""
+    """Run the trial's processes at the same time. Returns their measurements, or why the first one stopped."""
     return run_guarded(engine, partial(_measure, trial), Path(trial.folder), trial.processes, trial.deadline_s)
 
 
 def prepare(
     engine: Engine, model: str, runtime: str, calibration: str, folder: Path, deadline_s: float
 ) -> Stopped | None:
-    """Let the runtime make its export of the model in a process of its own; why it could not, or None."""
+    """Let the runtime write its export of the model in a separate process. Returns why that failed, or None."""
     done = run_guarded(engine, partial(_prepare, model, runtime, calibration), folder, 1, deadline_s)
     return done if isinstance(done, Stopped) else None
 
@@ -101,11 +101,11 @@ def prepare(
 def run_guarded(
     engine: Engine, work: Callable[[int], Any], folder: Path, processes: int, deadline_s: float
 ) -> list[Any] | Stopped:
-    """`work(0)`, `work(1)`, ... in a process each, at the same time: all results, or why the first one stopped."""
+    """Run `work(0)`, `work(1)`, ... in a process each, at the same time. Returns all results, or why one stopped."""
     made: list[Any] = []
-    guarded = partial(_make_guarded, work, str(folder), deadline_s)
+    guarded = partial(_guarded_worker, work, str(folder), deadline_s)
     try:
-        # More processes than GPUs would share one: the callers ask for no more.
+        # The callers start at most one process per GPU.
         running = engine.run_chunks(guarded, range(processes), processes=processes, gpus_per_process=None)
         with closing(running) as results:
             for result in results:
@@ -120,31 +120,31 @@ def run_guarded(
 
 
 def read_rows(path: str) -> pa.Array:
-    """The texts that `write_rows` wrote."""
+    """Read the texts written by `write_rows`."""
     with pa.memory_map(path) as source, pa.ipc.open_file(source) as file:
         column = file.read_all()["text"]
         return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
 
 
 def write_rows(path: Path, texts: pa.Array) -> str:
-    """Write texts where other processes can read them; returns the path."""
+    """Write texts to a file for other processes. Returns its path."""
     table = pa.table({"text": texts})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
         file.write_table(table)
     return str(path)
 
 
-def _make_guarded(work: Callable[[int], Any], folder: str, deadline_s: float) -> Callable[..., Iterator[Any]]:
+def _guarded_worker(work: Callable[[int], Any], folder: str, deadline_s: float) -> Callable[..., Iterator[Any]]:
     def worker(items: Iterator[int]) -> Iterator[Any]:
         for index in items:
-            yield _guarded(work, index, Path(folder, f"{index}.trace"), deadline_s)
+            yield _run_guarded(work, index, Path(folder, f"{index}.trace"), deadline_s)
 
     return worker
 
 
-def _guarded(work: Callable[[int], Any], index: int, trace: Path, deadline_s: float) -> Any:
-    if trace.exists():  # a process before this one died of it
-        return Stopped(verdict=_last_words(trace.read_text(encoding="utf-8", errors="replace"), deadline_s))
+def _run_guarded(work: Callable[[int], Any], index: int, trace: Path, deadline_s: float) -> Any:
+    if trace.exists():  # an earlier process died while running it
+        return Stopped(verdict=_crash_verdict(trace.read_text(encoding="utf-8", errors="replace"), deadline_s))
     with open(trace, "w", encoding="utf-8") as file:
         faulthandler.enable(file=file)
         faulthandler.dump_traceback_later(max(deadline_s, 0.001), exit=True, file=file)
@@ -152,40 +152,40 @@ def _guarded(work: Callable[[int], Any], index: int, trace: Path, deadline_s: fl
             return work(index)
         except Interrupted:
             raise
-        except UsageError as error:  # as a runtime says that this device is not its own
+        except UsageError as error:  # for example, the runtime does not support this device
             return Stopped(verdict=f"refused: {_first_line(error)}")
         except Exception as error:
             return Stopped(verdict=f"failed: {type(error).__name__}: {_first_line(error)}")
         finally:
             faulthandler.cancel_dump_traceback_later()
-            faulthandler.disable()  # it would write into a closed file; the process has nothing else to do
+            faulthandler.disable()  # its file closes now
 
 
 def _measure(trial: Trial, index: int) -> Measured:
     scorer = Scorer(settings=trial.settings)
     texts = read_rows(trial.rows)
-    shares = max(1, min(trial.processes, len(texts) // LEAST_ROWS))
+    shares = max(1, min(trial.processes, len(texts) // MIN_ROWS))
     rows = np.arange(index % shares, len(texts), shares)
     mine = texts.take(pa.array(rows))
     places = np.arange(0, len(rows), SHARE[scorer.device])
     few, filler = mine.take(pa.array(places)), mine.slice(0, FILLER_ROWS)
-    meet = partial(_meet, trial, index, lambda: _score(scorer, filler))
+    meet = partial(_barrier, trial, index, lambda: _score(scorer, filler))
     meet("loaded", 0.0)
     rates: dict[int, float] = {}
     for batch_tokens in BATCH_TOKENS[scorer.device]:
         scorer.batch_tokens = batch_tokens
-        # The first time is not the last: kernels are compiled, memory is asked for.
+        # The first pass compiles kernels and allocates memory.
         scored, own_rate = _rate(scorer, few, passes=2)
         rates[batch_tokens] = meet(f"{batch_tokens}", own_rate)
-        if rates[batch_tokens] < FALLING * max(rates.values()):
+        if rates[batch_tokens] < DROPPING * max(rates.values()):
             break
     best = max(rates, key=lambda tokens: rates[tokens])
     scorer.batch_tokens, rate = best, rates[best]
-    if rate < trial.enough:
+    if rate < trial.min_rate:
         rows = rows[places]
     else:
         scored, own_rate = _rate(scorer, mine)
-        if own_rate * trial.processes < FALLING * rate:  # kernels were compiled for lengths that the share has not
+        if own_rate * trial.processes < DROPPING * rate:  # kernels were compiled for lengths that the share lacks
             scored, own_rate = _rate(scorer, mine)
         rate = meet("all", own_rate)
     probabilities, reasons = _answers(scorer, scored)
@@ -205,23 +205,23 @@ def _prepare(model: str, runtime: str, calibration: str, index: int) -> None:
 
 
 def _score(scorer: Scorer, texts: pa.Array) -> pa.Table:
-    """Everything that `predict` computes for these rows: tokenizing too, which takes its share of the core."""
+    """Do all that `predict` does for these rows, including tokenizing, which uses the same core."""
     return scorer.score(scorer.tokenize(texts, {}))
 
 
 def _rate(scorer: Scorer, texts: pa.Array, passes: int = 1) -> tuple[pa.Table, float]:
-    """The rows, scored, and this process's rows a second in the fastest of the passes that it takes to measure it."""
+    """Return the scored rows, and this process's rows per second in the fastest pass."""
     began = time.perf_counter()
     fastest, done = math.inf, 0
-    while done < passes or time.perf_counter() - began < LEAST_S:
+    while done < passes or time.perf_counter() - began < MIN_S:
         start = time.perf_counter()
         scored = _score(scorer, texts)
         fastest, done = min(fastest, time.perf_counter() - start), done + 1
     return scored, len(texts) / fastest
 
 
-def _meet(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
-    """Wait, computing, until every process has come to `place`; the sum of what they brought."""
+def _barrier(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
+    """Wait until every process has reached `place`, calling `meanwhile`. Returns the sum of their values."""
     folder = Path(trial.folder)
     unfinished = folder / f".{place}-{index}"
     unfinished.write_text(repr(value), encoding="ascii")
@@ -234,23 +234,23 @@ def _meet(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str, va
 
 
 def _answers(scorer: Scorer, scored: pa.Table) -> tuple[np.ndarray, dict[int, str]]:
-    """The probabilities (M, C) of a scored table, and the reasons of its failed rows by position."""
+    """Return the probabilities (M, C) of a scored table, and the reasons of failed rows by position."""
     names = scorer.task.probability_names(scorer.spec)
     columns = [scored[name].to_numpy(zero_copy_only=False) for name in names]
     reasons = enumerate(scored["error"].to_pylist())
     return np.column_stack(columns).astype(np.float32), {row: reason for row, reason in reasons if reason is not None}
 
 
-def _last_words(trace: str, deadline_s: float) -> str:
-    """What a dead process left, as a verdict."""
+def _crash_verdict(trace: str, deadline_s: float) -> str:
+    """Return the verdict for a process that died, from its faulthandler trace."""
     if not trace.strip():
-        return "crashed: its process died without a word (killed, out of memory, or ended by a library)"
+        return "crashed: its process died without a traceback (killed, out of memory, or ended by a library)"
     blocks = re.split(r"\n(?=Current thread |Thread )", trace)
     block = next((block for block in blocks if block.startswith("Current thread")), blocks[-1])
     place = re.search(r'File "([^"]*)", line (\d+) in (\S+)', block)
     where = f", in {place[3]} ({os.path.basename(place[1])}:{place[2]})" if place else ""
     if trace.startswith("Timeout"):
-        return f"hung: gave no answer in the {deadline_s:,.0f} s that were left{where}"
+        return f"hung: no result in the remaining {deadline_s:,.0f} s{where}"
     return f"crashed: {trace.splitlines()[0].removeprefix('Fatal Python error: ')}{where}"
 
 

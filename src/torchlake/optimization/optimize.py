@@ -1,13 +1,12 @@
-"""`optimize`: the fastest runtime that agrees, measured on the user's own rows on this machine.
+"""`optimize`: finds the fastest runtime that agrees with `eager`, on the user's rows and this machine.
 
     sample -> eager, the reference -> every other runtime -> other thread counts for the best two -> runtime.json
 
-A candidate is a runtime with a number of threads per process, at the batch size that suits it best. It runs in as many
-processes as `predict` would start, so its rows a second are what `predict` will get. It is inside the tolerance when
-its answers are eager's (largest difference of a probability 0.001), or when enough labels agree and, on a labeled
-sample, the metric does not drop further than allowed. A candidate that crashes, hangs or raises is reported and passed
-over; so is one that the budget does not reach. Cost: the budget, and what a candidate exports, which stays
-in the model folder.
+A candidate is a runtime with a number of threads per process, at its best batch size. It runs in as many processes as
+`predict` would start, so its rows per second are those of `predict`. It is inside the tolerance if no probability
+differs from eager's by more than 0.001, or if min_rate labels agree and, on a labeled sample, the metric does not drop
+by more than allowed. A candidate that crashes, hangs, raises, or does not fit into the budget is reported and skipped.
+Cost: the budget, and the exports of the candidates, which stay in the model folder.
 """
 
 import logging
@@ -53,26 +52,26 @@ from torchlake.tables.sources.frames import Frame
 log = logging.getLogger(__name__)
 
 PROMISING = 2
-"Runtimes that are tried with other thread counts."
-LEAST_REFERENCE_S = 600.0
-"Seconds that eager has even if the budget is smaller: without it nothing can be compared."
+"The number of best runtimes that are tried with other thread counts."
+MIN_REFERENCE_S = 600.0
+"The time limit of eager, also if the budget is smaller: without it there is no reference."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimized:
-    """What `optimize` chose."""
+    """The choice of `optimize`."""
 
     runtime: str
     batch_tokens: int
     threads: int
     rows_per_s: float
     candidates: tuple[Candidate, ...]
-    "The fastest first, then those without a measurement."
+    "Fastest first, then those without a measurement."
     ratio: float
-    "How many times eager's rows a second."
+    "Rows per second divided by eager's."
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; numbers that do not exist are null."""
+        """Plain values; undefined numbers are null."""
         value = asdict(self)
         return {**value, "candidates": [_plain(one) for one in value["candidates"]]}
 
@@ -92,17 +91,17 @@ def optimize(
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
 
-    `sample` is a stored table or a frame, as `predict` takes it; at most `rows` of its rows are scored, chosen in its
-    proportions. `text` and `label` name the columns where they are not the training table's; a sample without labels is
-    fine. A candidate is inside the tolerance when at least `min_agreement` of the labels are eager's and the accuracy
-    (several labels a row: the task's F1; regression: the error, in standard deviations of the target) drops by no more
-    than `max_drop`. `budget` ("5min", or seconds) is for all candidates together; eager, the reference, is always
-    measured. `runtimes` are the names to try (default: all), or functions as `predict` takes them.
+    `sample` is a stored table or a frame, as in `predict`; at most `rows` of its rows are scored, in the proportions of
+    the table. `text` and `label` name the columns if they differ from those of the training table; the sample may have
+    no labels. A candidate is inside the tolerance if at least `min_agreement` of the labels are eager's and the
+    accuracy (several labels per row: the task's F1; regression: the error, in standard deviations of the target) drops
+    by no more than `max_drop`. `budget` ("5min", or seconds) is for all candidates together; eager, the reference, is
+    always measured. `runtimes` are the names to try (default: all), or functions as in `predict`.
 
-    The choice is written into the model folder (runtime.json), beside the exports that runtimes made. A function can
-    be measured but not written there: a file that names code would not be data.
-    Raises UsageError for what is wrong before any work and for a model folder that is not the user's own, DataError for
-    a sample without usable rows, TorchlakeError when eager itself cannot score it, and what `predict` raises.
+    The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
+    measured but not written there: that file would name code to run.
+    Raises UsageError for wrong arguments and for a model folder in the hub's cache or without write permission,
+    DataError for a sample without usable rows, TorchlakeError if eager cannot score it, and the errors of `predict`.
     """
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
         raise UsageError("max_drop and min_agreement are shares from 0 to 1, and rows is 1 or more.")
@@ -114,9 +113,9 @@ def optimize(
     folder = _own_folder(model)
     spec = load_spec(folder)
     if spec.label is None:
-        raise UsageError(f"{folder}: {spec.task} runs under {REFERENCE} alone; there is nothing to choose from.")
+        raise UsageError(f"{folder}: {spec.task} runs only under {REFERENCE}; there is nothing to choose from.")
     spec = replace(spec, text=text or spec.text)
-    others = _in_order(plugins.names("runtimes") if runtimes is None else runtimes)
+    others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
     drawn = draw_sample(sample, spec, label=label, rows=rows)
     settings = ScoringSettings(
         model=str(folder),
@@ -127,7 +126,7 @@ def optimize(
         prefix="",
         all_probabilities=True,
         null="error",
-        row_timeout_s=LEAST_REFERENCE_S,
+        row_timeout_s=MIN_REFERENCE_S,
         batch_tokens=None,
     )
     with tempfile.TemporaryDirectory(prefix="torchlake-optimize-", ignore_cleanup_errors=True) as scratch:
@@ -148,25 +147,25 @@ def optimize(
 
 
 def _own_folder(model: str | Path) -> Path:
-    """The model's folder. Raises UsageError when it is the hub's cache or cannot be written."""
+    """Return the model's folder. Raises UsageError if it is in the hub's cache or cannot be written."""
     folder = folders.model_folder(model)
     if not local_output(model).is_dir() or (folder / "config.json").is_symlink():
         raise UsageError(
-            f"{model}: is a snapshot of the Hugging Face hub in its cache ({folder}), where nothing of ours belongs. "
+            f"{model}: is a snapshot in the cache of the Hugging Face hub ({folder}), where nothing should be written. "
             f"Copy it first (cp -rL {folder} my-model), then optimize and use the copy."
         )
     if not os.access(folder, os.W_OK):
         raise UsageError(
-            f"{folder}: cannot be written, and the choice is kept in the model folder. Copy the folder to a place of "
-            "your own, then optimize and use the copy."
+            f"{folder}: cannot be written, and the choice is stored in the model folder. Copy the folder to a place "
+            "that you can write to, then optimize and use the copy."
         )
     return folder
 
 
-def _in_order(runtimes: Sequence[Runtime]) -> list[Runtime]:
-    """All but the reference: first what runs at once, then what makes an export, last what is calibrated.
+def _sorted_by_effort(runtimes: Sequence[Runtime]) -> list[Runtime]:
+    """Return all but the reference: those that run directly, then those with an export, then calibrated ones.
 
-    Raises UsageError for a name that there is not.
+    Raises UsageError for an unknown name.
     """
     for runtime in runtimes:
         if isinstance(runtime, str) and runtime not in plugins.names("runtimes"):
@@ -175,7 +174,7 @@ def _in_order(runtimes: Sequence[Runtime]) -> list[Runtime]:
     def effort(runtime: Runtime) -> tuple[bool, bool]:
         try:
             module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
-        except TorchlakeError:  # its library is missing: it will be refused
+        except TorchlakeError:  # its library is missing: `try_runtime` will refuse it
             module = None
         return hasattr(module, "prepare"), bool(getattr(module, "CALIBRATED", False))
 
@@ -183,29 +182,27 @@ def _in_order(runtimes: Sequence[Runtime]) -> list[Runtime]:
 
 
 def _try_all(bench: Bench, others: Sequence[Runtime]) -> tuple[list[Candidate], str]:
-    """Measure eager, then the others, then the best of them with other thread counts; and the device they ran on."""
+    """Measure eager, the others, and the best of them with other thread counts. Returns them and the device."""
     shapes = find_shapes(bench)
-    reference = measure(bench, REFERENCE, shapes[0], deadline_s=max(bench.left_s, LEAST_REFERENCE_S))
-    if isinstance(reference, Stopped):
-        raise TorchlakeError(
-            f"eager, which all others are compared with, could not score the sample: {reference.verdict}"
-        )
-    eagers = merged(bench, reference)[0]
-    if not np.isfinite(eagers).all(axis=1).any():
-        raise TorchlakeError(f"eager could score no row of the sample: {next(iter(reference[0].errors.values()))}")
-    found = [_told(judge(bench, REFERENCE, shapes[0], reference, eagers))]
+    measured = measure(bench, REFERENCE, shapes[0], deadline_s=max(bench.left_s, MIN_REFERENCE_S))
+    if isinstance(measured, Stopped):
+        raise TorchlakeError(f"eager, the reference of all others, could not score the sample: {measured.verdict}")
+    reference = merged(bench, measured)[0]
+    if not np.isfinite(reference).all(axis=1).any():
+        raise TorchlakeError(f"eager could score no row of the sample: {next(iter(measured[0].errors.values()))}")
+    found = [_logged(judge(bench, REFERENCE, shapes[0], measured, reference))]
     for runtime in others:
-        found.append(_told(try_runtime(bench, runtime, shapes[0], eagers, found)))
+        found.append(_logged(try_runtime(bench, runtime, shapes[0], reference, found)))
     agreeing = sorted((one for one in found if one.verdict == AGREES), key=rate, reverse=True)
     for shape in shapes[1:]:
         for name in [one.runtime for one in agreeing[:PROMISING]]:
             runtime = next(one for one in [REFERENCE, *others] if runtime_name(one) == name)
-            found.append(_told(try_runtime(bench, runtime, shape, eagers, found, again=True)))
-    return found, reference[0].device
+            found.append(_logged(try_runtime(bench, runtime, shape, reference, found, again=True)))
+    return found, measured[0].device
 
 
 def _choose(folder: Path, found: list[Candidate], device: str, sample_rows: int) -> Optimized:
-    """Take the fastest that agrees, and write it down."""
+    """Choose the fastest candidate that agrees, and write the choice into the model folder."""
     best = max((one for one in found if one.verdict == AGREES), key=rate)
     assert best.batch_tokens is not None
     assert best.threads is not None
@@ -220,7 +217,7 @@ def _choose(folder: Path, found: list[Candidate], device: str, sample_rows: int)
         candidates=tuple(ranked),
     )
     if best.runtime not in plugins.names("runtimes"):
-        log.warning("%s is the fastest, but a function: nothing is written. Give it to predict: runtime=", best.runtime)
+        log.warning("%s is the fastest, but a function: nothing is written. Pass it to predict: runtime=", best.runtime)
         return done
     write_choice(
         folder,
@@ -235,8 +232,8 @@ def _choose(folder: Path, found: list[Candidate], device: str, sample_rows: int)
     return done
 
 
-def _told(candidate: Candidate) -> Candidate:
-    """Say what came of a candidate as soon as it is known: the next one may take minutes."""
+def _logged(candidate: Candidate) -> Candidate:
+    """Log a candidate as soon as its verdict is known: the next one may take minutes."""
     speed = "" if candidate.rows_per_s is None else f", {candidate.rows_per_s:,.0f} rows/s"
     threads = "" if candidate.threads is None else f", threads {candidate.threads}"
     log.info("optimize: %s%s%s: %s", candidate.runtime, threads, speed, candidate.verdict)
@@ -244,7 +241,7 @@ def _told(candidate: Candidate) -> Candidate:
 
 
 def _plain(candidate: dict[str, Any]) -> dict[str, Any]:
-    """A candidate as strict JSON takes it: what is not a finite number is null."""
+    """Return a candidate with null for numbers that are not finite, as strict JSON requires."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in candidate.items()

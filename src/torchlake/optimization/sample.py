@@ -1,14 +1,14 @@
-"""The rows that `optimize` measures on: few, and like the table.
+"""Draws the rows that `optimize` measures on: few, with the proportions of the table.
 
     chunks spread evenly over the table  ->  rows in the order of label, then length  ->  every k-th of them
 
-Every k-th row of that order keeps the table's proportions by itself: each label's share to within a row, and within a
-label the lengths from the shortest to the longest. Nothing is drawn, so the same table gives the same sample.
+Every k-th row of that order keeps the table's proportions: the share of each label to within a row, and within a label
+the lengths from the shortest to the longest. Nothing is random, so the same table gives the same sample.
 
-Rows for calibration are other rows than the measured ones: a runtime fits its activation ranges to the rows that it is
-calibrated with, so agreement on those would flatter it. Rows without a text (or, where the table has labels, without a
-label) are in neither. Cost: at most 32,768 rows in memory, and the footers (Parquet, Arrow) or one pass (CSV, JSON
-lines) of the table.
+Calibration uses other rows than the measurement: a runtime fits its activation ranges to its calibration rows, so it
+would agree better on those than on new ones. Rows without a text (or, if the table has labels, without a label) are
+used for neither. Cost: at most 32,768 rows in memory, and reading the footers (Parquet, Arrow) or the whole table once
+(CSV, JSON lines).
 """
 
 import logging
@@ -46,15 +46,15 @@ class Sample:
     texts: pa.Array
     "(N,) strings, none of them null or blank; sorted by label, then length."
     targets: np.ndarray | None
-    "Of these rows, as the task encodes labels: (N,), or (N, C) for several labels a row; None without labels."
+    "The labels of these rows, encoded by the task: (N,), or (N, C) for several labels per row. None: no labels."
     calibration: pa.Array
-    "(M,) strings of other rows, at most 200 and at most a fifth of what was read; empty for a table of one row."
+    "(M,) strings of other rows: at most 200 and a fifth of the rows that were read. Empty for a table of one row."
 
 
 def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> Sample:
-    """At most `rows` rows of a stored table or a frame; `spec.text` names the text column, `label` the label column.
+    """Draw at most `rows` rows of a table or frame; `spec.text` names the text column, `label` the label column.
 
-    Without `label`, `spec.label` is taken where the table has it and it holds what the model knows.
+    Without `label`, `spec.label` is used if the table has that column and the model knows its labels.
     Raises TableError for a column that is missing, DataError for labels that the model does not know and for a table
     that has no row with a text.
     """
@@ -96,7 +96,7 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> 
 
 
 def _pool(source: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
-    """At most about `POOL_ROWS` rows of a stored table, from chunks all over it, and which of them could be read."""
+    """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Returns them and which are readable."""
     table = open_table(source, columns=(text,))
     check_text(table.schema, text, table.source)
     columns = (text, label) if label in table.schema.names and label != text else (text,)
@@ -116,7 +116,7 @@ def _pool(source: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
 
 
 def _frame_pool(frame: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
-    """The same of a frame: every k-th row."""
+    """Take every k-th row of a frame. Returns the rows and which of them are readable."""
     table = to_arrow(frame)
     check_text(table.schema, text, "the frame")
     columns = [text, label] if label in table.column_names and label != text else [text]
@@ -126,15 +126,15 @@ def _frame_pool(frame: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray
 
 
 def _spread(chunks: tuple[Chunk, ...]) -> list[Chunk]:
-    """Chunks of `POOL_ROWS` rows together (or all), spread evenly over the table and in its order."""
-    # Multiples of the golden ratio, modulo 1, leave no large gap wherever one stops.
+    """Select chunks with `POOL_ROWS` rows in total (or all), spread evenly over the table, in its order."""
+    # Multiples of the golden ratio, modulo 1, leave no large gap at any number of them.
     places = np.argsort((np.arange(len(chunks)) * GOLDEN) % 1, kind="stable") if len(chunks) else np.arange(0)
     rows = np.cumsum([chunks[place].rows for place in places])
     return [chunks[place] for place in sorted(places[: int(np.searchsorted(rows, POOL_ROWS)) + 1])]
 
 
 def _numbers(targets: pa.Array, spec: TaskSpec) -> np.ndarray:
-    """Encoded labels as numpy: (N,), or (N, C) for several labels a row."""
+    """Return encoded labels as numpy: (N,), or (N, C) for several labels per row."""
     if spec.problem == "multi_label":
         flat = targets.flatten().to_numpy(zero_copy_only=False)
         return np.asarray(flat).reshape(len(targets), len(spec.labels))
@@ -142,7 +142,7 @@ def _numbers(targets: pa.Array, spec: TaskSpec) -> np.ndarray:
 
 
 def _strata(targets: np.ndarray | None, rows: int) -> np.ndarray:
-    """(N,) the group of each row: its class, its set of classes, or the tenth of the targets that it is in."""
+    """Return (N,) the group of each row: its class, its set of classes, or its decile of the targets."""
     if targets is None:
         return np.zeros(rows, dtype=np.int64)
     if targets.ndim == 2:

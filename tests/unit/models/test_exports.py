@@ -142,7 +142,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(model: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_said_with_the_remedy(model: Path) -> None:
     (model / "runtimes").write_text("a file is in the way")
-    with pytest.raises(StorageError, match="copy the model to a folder that can be written"):
+    with pytest.raises(StorageError, match="copy the model to a folder that you can write to"):
         make(model)
 
 

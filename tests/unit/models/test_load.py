@@ -128,7 +128,7 @@ def test_a_folder_without_a_task_is_read_from_its_config(tmp_path: Path, tiny_mo
 def test_an_encoder_without_a_head_has_no_task(tiny_bert: Path) -> None:
     with pytest.raises(DataError, match="BertModel"):
         load.load_spec(tiny_bert)
-    with pytest.raises(DataError, match=r"classifier\.bias.*answers would be random"):
+    with pytest.raises(DataError, match=r"classifier\.bias.*predictions would be random"):
         load.load_model(tiny_bert, auto_class=AUTO)
 
 
@@ -344,7 +344,7 @@ def test_a_tokenizer_in_python(tmp_path: Path, tiny_bert: Path) -> None:
     (tmp_path / "slow" / "tokenizer.json").unlink()
     (tmp_path / "slow" / "vocab.txt").write_text("[UNK]")
     (tmp_path / "slow" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CanineTokenizer"}))
-    with pytest.raises(DataError, match="CanineTokenizer is a tokenizer in Python"):
+    with pytest.raises(DataError, match="CanineTokenizer is a slow tokenizer in Python"):
         load.load_tokenizer(tmp_path / "slow")
 
 

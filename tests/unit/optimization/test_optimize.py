@@ -52,7 +52,7 @@ def test_only_what_agrees_is_chosen_and_what_dies_is_passed_over(model: Path, ca
     assert said["eager"] == "agrees"
     assert said["guessing"].startswith("outside: ")
     assert said["not_a_number"] == "failed: non_finite: the model gave NaN or infinity"
-    assert said["killed"].startswith("crashed: its process died without a word")
+    assert said["killed"].startswith("crashed: its process died without a traceback")
     assert said["leaving"].startswith("crashed: ")
     assert said["raising"] == "failed: RuntimeError: this engine has no wings"
     assert "nothing is written" in caplog.text, "a function has no name that a file may hold"
@@ -93,7 +93,7 @@ def test_several_processes_are_measured_at_once(model: Path) -> None:
 def test_a_hang_costs_the_budget_and_no_more(model: Path) -> None:
     done = tl.optimize(model, tiny.reviews(40), runtimes=[rivals.hanging], engine=ONE, budget="20s")
     # On a machine so slow that eager takes the 20 s, nothing else is tried.
-    assert verdicts(done)["hanging"].startswith(("hung: gave no answer", "not tried (budget)"))
+    assert verdicts(done)["hanging"].startswith(("hung: no result", "not tried (budget)"))
     assert done.runtime == "eager"
 
 
@@ -103,6 +103,7 @@ def test_what_the_budget_does_not_reach_is_named(model: Path) -> None:
     assert verdicts(done) == {"eager": "chosen", "remembering": "not tried (budget)"}
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_per_candidate_or_json(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_folder_that_is_not_the_users_own_is_refused(
     snapshot.mkdir()
     for file in model.iterdir():
         (snapshot / file.name).symlink_to(file)
-    with pytest.raises(UsageError, match=r"snapshot of the Hugging Face hub .*\(cp -rL"):
+    with pytest.raises(UsageError, match=r"snapshot in the cache of the Hugging Face hub .*\(cp -rL"):
         tl.optimize(snapshot, tiny.reviews(10))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match="cannot be written"):
@@ -152,7 +153,7 @@ def test_a_folder_that_is_not_the_users_own_is_refused(
 
 def test_a_model_that_eager_cannot_run_has_no_reference(model: Path) -> None:
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-4] + b"\0\0\0\0")
-    with pytest.raises(TorchlakeError, match="eager, which all others are compared with"):
+    with pytest.raises(TorchlakeError, match="eager, the reference of all others"):
         tl.optimize(model, tiny.reviews(10), runtimes=[], engine=ONE)
 
 
@@ -163,8 +164,8 @@ def test_a_model_that_eager_cannot_run_has_no_reference(model: Path) -> None:
     ("work", "deadline_s", "said"),
     [
         (rivals.die, 60.0, "crashed: Segmentation fault, in die (rivals.py:"),
-        (rivals.hang, 0.3, "hung: gave no answer in the 0 s that were left, in wait (threading.py:"),
-        (rivals.one_of_two_dies, 60.0, "crashed: its process died without a word"),
+        (rivals.hang, 0.3, "hung: no result in the remaining 0 s, in wait (threading.py:"),
+        (rivals.one_of_two_dies, 60.0, "crashed: its process died without a traceback"),
     ],
 )
 def test_a_process_that_ends_badly_is_an_answer(work, deadline_s: float, said: str, tmp_path: Path) -> None:
@@ -183,20 +184,20 @@ ONE_HOT = np.eye(2, dtype=np.float32)[[0, 1, 0, 1]]
 
 
 def test_agreement_of_one_class_a_row() -> None:
-    eagers = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.4, 0.6]], dtype=np.float32)
+    reference = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.4, 0.6]], dtype=np.float32)
     ours = np.array([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6], [0.4, 0.6]], dtype=np.float32)
-    found = compare(ours, eagers, np.array([0, 1, 0, 0]), tiny.SPEC)
+    found = compare(ours, reference, np.array([0, 1, 0, 0]), tiny.SPEC)
     assert (found.rows, found.failed, found.agreement, found.metric) == (4, 0, 0.75, "accuracy")
     assert found.difference == pytest.approx(0.2)
     assert found.change == -0.25
     assert found.drop == 0.25
     assert -1 <= found.change_low <= -0.25 <= found.change_high <= 0
     assert outside(found, min_agreement=0.75, max_drop=0.25) is None
-    assert "75.00% of the answers agree" in str(outside(found, min_agreement=0.76, max_drop=0.25))
+    assert "75.00% of the predictions agree" in str(outside(found, min_agreement=0.76, max_drop=0.25))
     assert "accuracy is worse by 0.2500" in str(outside(found, min_agreement=0.75, max_drop=0.24))
 
 
-def test_a_row_that_fails_is_outside_and_so_is_what_cannot_be_told() -> None:
+def test_a_row_that_fails_is_outside_and_so_is_what_is_undefined() -> None:
     ours = ONE_HOT.copy()
     ours[2] = np.nan
     found = compare(ours, ONE_HOT, None, tiny.SPEC)
@@ -214,9 +215,9 @@ def test_the_same_answers_are_inside_whatever_is_asked() -> None:
 
 
 def test_rows_that_eager_cannot_score_are_not_compared() -> None:
-    eagers = ONE_HOT.copy()
-    eagers[0] = np.nan
-    assert compare(ONE_HOT, eagers, None, tiny.SPEC).rows == 3
+    reference = ONE_HOT.copy()
+    reference[0] = np.nan
+    assert compare(ONE_HOT, reference, None, tiny.SPEC).rows == 3
 
 
 def test_agreement_of_several_labels_a_row() -> None:
@@ -232,9 +233,9 @@ def test_agreement_of_several_labels_a_row() -> None:
 def test_agreement_of_numbers_is_in_standard_deviations() -> None:
     spec = tiny.spec_for("regression", ())
     targets = np.array([0.0, 10.0, 20.0, 30.0], dtype=np.float32)
-    eagers = targets[:, None].copy()
-    ours = eagers + np.array([[0.0], [0.0], [0.1], [5.0]], dtype=np.float32)
-    found = compare(ours, eagers, targets, spec)
+    reference = targets[:, None].copy()
+    ours = reference + np.array([[0.0], [0.0], [0.1], [5.0]], dtype=np.float32)
+    found = compare(ours, reference, targets, spec)
     spread = float(targets.std())
     assert (found.agreement, found.metric) == (0.75, "rmse")
     assert found.difference == pytest.approx(5 / spread)
