@@ -12,22 +12,27 @@ SCALING = ("ranks", "strategy", "peak", "s/step", "unhidden", "hours", "efficien
 def facts(done: Plan) -> dict[str, str]:
     """Return facts about the table and the model."""
     tokens, padding, parameters = done.tokens, done.padding, done.parameters
-    looked = "all looked at" if done.sampled == done.rows else f"{done.sampled:,} looked at"
+    looked = "all sampled" if done.sampled == done.rows else f"{done.sampled:,} sampled"
     left = f", {done.unusable:,} of them without a text or a label" if done.unusable else ""
-    give_or_take = f", give or take {1.96 * tokens.error / tokens.total:.1%}" if tokens.error else ""
+    give_or_take = f", ± {1.96 * tokens.error / tokens.total:.1%}" if tokens.error else ""
+    blocks = "" if done.blocks is None else f", in {done.blocks:,} blocks"
+    examples = "rows" if done.blocks is None else "blocks"
     about = "" if done.sampled == done.rows else "about "
+    other = "not sorted by length" if done.blocks is None else "padded instead of packed"
     rows, length = done.micro_batch
+    precision = "16 bits" if done.setting.bf16 else "fp32"
     return {
-        "table": f"{done.rows:,} rows, {looked}{left}; {done.training_rows:,} to train on, {done.steps:,} steps",
+        "table": f"{done.rows:,} rows, {looked}{left}; {done.training_rows:,} to train on{blocks}, "
+        f"{done.steps:,} steps",
         "tokens": f"{tokens.total:,.0f} an epoch{give_or_take}; {tokens.mean:.1f} a row, the longest {about}"
         f"{tokens.longest:,}",
         "truncated": f"{tokens.truncated:.1%} of rows are cut, and {tokens.cut:.1%} of tokens left out"
         + ("; raise model.max_length to keep more" if tokens.truncated > WARN_ABOVE else ""),
-        "padding": f"{padding.sorted:.1%} of what is computed; {padding.arrival:.1%} were rows not sorted by length, "
-        f"{padding.max_length:.1%} if all were padded to the most tokens",
+        "padding": f"{padding.sorted:.1%} of what is computed; {padding.arrival:.1%} if rows were {other}, "
+        f"{padding.max_length:.1%} if all were padded to the maximum length",
         "model": f"{parameters.total / 1e6:,.1f} million parameters, {parameters.trainable / 1e6:,.1f} million learn; "
         f"{done.shape.layers} layers, {done.shape.hidden:,} wide",
-        "micro-batch": f"{rows:,} rows of {length:,} tokens at most, in {'16 bits' if done.setting.bf16 else 'fp32'}",
+        "micro-batch": f"{rows:,} {examples} of {length:,} tokens at most, in {precision}",
     }
 
 

@@ -10,11 +10,14 @@ given.
 """
 
 import math
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
+
+import numpy as np
 
 from torchlake import plugins
 from torchlake.config.job import Fraction, Job, load_job
@@ -91,6 +94,8 @@ class Plan:
     "Of these, rows without a text or a label."
     training_rows: int
     "Estimate, without unusable and validation rows."
+    blocks: int | None
+    "Blocks that these rows are packed into, an estimate unless all rows were read; None for a task that does not pack."
     batch_size: int
     steps: int
     tokens: Tokens
@@ -154,7 +159,8 @@ def plan(
     gpu, memory = device(limit, ranks)
     case = _case(wanted, base, table, gpu=gpu)
     cluster, assumptions = describe_cluster(case, ranks, flops=flops_s, bandwidth=bytes_s, latency=latency)
-    per_epoch = math.ceil(_training_rows(wanted, table) / wanted.train.batch_size)
+    rows, examples = _training_rows(wanted, table), _examples(wanted, table)
+    per_epoch = math.ceil(examples / wanted.train.batch_size)
     steps = min(wanted.train.epochs * per_epoch, wanted.train.max_steps or wanted.train.epochs * per_epoch)
     context = _Context(job=wanted, case=case, cluster=cluster, steps=steps, memory=memory, here=limit is None)
     found = _strategies(context, ranks)
@@ -163,11 +169,14 @@ def plan(
         rows=table.rows,
         sampled=table.sampled,
         unusable=table.unusable,
-        training_rows=_training_rows(wanted, table),
+        training_rows=rows,
+        blocks=None if table.blocks is None else examples,
         batch_size=wanted.train.batch_size,
         steps=steps,
-        tokens=_tokens(table, _training_rows(wanted, table), case.longest),
-        padding=workload.padding(case, table.lengths, ranks=ranks, max_length=table.spec.max_length),
+        tokens=_tokens(table, rows, case.longest if table.blocks is None else _longest_text(table, rows)),
+        padding=workload.padding(
+            case, np.minimum(table.lengths, table.spec.max_length), ranks=ranks, max_length=table.spec.max_length
+        ),
         shape=case.shape,
         parameters=case.parameters,
         setting=case.setting,
@@ -204,7 +213,8 @@ class _Context:
 
 
 def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
-    train, rows = job.train, _training_rows(job, table)
+    train, examples = job.train, _examples(job, table)
+    lengths = table.lengths if table.blocks is None else table.blocks
     shape, parameters = survey_model(job, base, table.spec)
     setting = ComputeSettings(
         bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and (gpu or hardware.supports_bf16())),
@@ -217,8 +227,8 @@ def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
         shape=shape,
         parameters=parameters,
         setting=setting,
-        lengths=workload.representative_lengths(table.lengths, rows=rows, batch_size=train.batch_size, seed=train.seed),
-        longest=workload.longest_row(table.lengths, rows=rows, limit=table.spec.max_length),
+        lengths=workload.representative_lengths(lengths, rows=examples, batch_size=train.batch_size, seed=train.seed),
+        longest=workload.longest_row(lengths, rows=examples, limit=table.spec.max_length),
         batch_size=train.batch_size,
         micro_batch_tokens=train.micro_batch_tokens,
         seed=train.seed,
@@ -242,6 +252,17 @@ def _training_rows(job: Job, table: TableSurvey) -> int:
     usable = max(1, round(table.rows * (1 - table.unusable / table.sampled)))
     share = job.data.validation
     return usable - min(max(1, round(usable * share.fraction)), usable - 1) if isinstance(share, Fraction) else usable
+
+
+def _examples(job: Job, table: TableSurvey) -> int:
+    """Return the examples of an epoch: the training rows, or the blocks that they are packed into."""
+    rows = _training_rows(job, table)
+    return rows if table.blocks is None else max(1, round(len(table.blocks) * rows / len(table.lengths)))
+
+
+def _longest_text(table: TableSurvey, rows: int) -> int:
+    """Return the tokens of the longest of `rows` texts, which may continue in further blocks."""
+    return workload.longest_row(table.lengths, rows=rows, limit=sys.maxsize)
 
 
 def _tokens(table: TableSurvey, rows: int, longest: int) -> Tokens:

@@ -21,11 +21,15 @@ from torchlake import plugins
 from torchlake.config.job import Job
 from torchlake.config.strategy_options import LoraOptions
 from torchlake.config.task_spec import LabelColumn, TaskSpec
-from torchlake.errors import DataError, UsageError
+from torchlake.data.batching import Ragged
+from torchlake.data.bins import pack_whole
+from torchlake.data.packing import pack
+from torchlake.errors import DataError
 from torchlake.models.load import check_folder, load_config, load_tokenizer, max_length
 from torchlake.planning.costs import Parameters, Shape
-from torchlake.scoring.rows import check_text
-from torchlake.tables.chunks import Chunk
+from torchlake.preparation.prepare import check_answers, select_texts
+from torchlake.scoring.rows import check_prompts, check_text
+from torchlake.tables.chunks import Chunk, Plan
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sampling import evenly_spaced, sample_rows
 from torchlake.tables.table import open_table
@@ -54,6 +58,8 @@ class TableSurvey:
     "Tokens that these rows lose."
     lengths: np.ndarray
     "(N,) int64, tokens of each usable row with special tokens, in the table's order."
+    blocks: np.ndarray | None
+    "(M,) int64, tokens of the blocks that these rows are packed into; None for a task that does not pack."
     spec: TaskSpec
 
     @property
@@ -65,46 +71,68 @@ class TableSurvey:
 def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     """Tokenize at most `rows` rows of `job.data.train` with the tokenizer of the model folder `base`.
 
-    Raises UsageError for a PACKED task, TableError for a missing column, DataError for unusable labels and for a table
-    without a usable row.
+    Raises TableError for a missing column, UsageError for conversations that the tokenizer cannot render, DataError for
+    unusable labels and for a table without a usable row.
     """
     data, task = job.data, plugins.load("tasks", job.model.task)
-    if task.PACKED:
-        raise UsageError(
-            f"plan reckons with rows, and {job.model.task} trains on blocks of many: it cannot be planned."
-        )
-    columns = (data.text, data.label)
+    columns = (data.text,) if task.PACKED else (data.text, data.label)
     table = open_table(data.train, columns=columns)
-    check_text(table.schema, data.text, table.source)
+    if task.PACKED:
+        chat = check_prompts(table.schema, data.text, table.source, task, base)
+        if data.learn == "assistant":
+            check_answers(task, base, table.source, data.text, chat=chat)
+    else:
+        check_text(table.schema, data.text, table.source)
     pool, plan = sample_rows(table, columns)
     pool = pool.take(pa.array(evenly_spaced(len(pool), min(len(pool), rows))))
-    texts = string_column(pool[data.text])
-    usable = pc.and_(pc.invert(is_blank(texts)), _labeled(pool[data.label]))
+    labeled = pa.repeat(True, len(pool)) if task.PACKED else _labeled(pool[data.label])
+    spec = _task_spec(job, base, pool, plan, labeled, table.source)
+    blank, unreadable, tokens_of = select_texts(task, load_tokenizer(base), pool[data.text], {}, spec)
+    readable = pa.array([row not in unreadable for row in range(len(pool))], pa.bool_())
+    usable = pc.and_(pc.and_(pc.invert(blank), labeled), readable)
     if not pc.any(usable).as_py():
-        raise DataError(
-            f"{table.source}: none of {len(pool):,} rows looked at has both a text in {data.text!r} and a label in "
-            f"{data.label!r}."
-        )
-    found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
-    spec = TaskSpec(
-        task=job.model.task,
-        problem=found.problem,
-        labels=found.labels,
-        text=data.text,
-        label=data.label,
-        max_length=max_length(base, job.model.max_length),
-    )
-    wanted = texts.filter(usable).to_pylist()
-    _, offsets, cut = task.tokenize(load_tokenizer(base), wanted, spec)
+        raise _no_usable_row(table.source, len(pool), columns)
+    values, offsets, cut = tokens_of(usable)
     return TableSurvey(
         rows=plan.rows,
         sampled=len(pool),
-        unusable=len(pool) - len(wanted),
+        unusable=len(pool) - len(cut),
         truncated=int((cut > 0).sum()),
         cut=int(cut.sum()),
         lengths=np.diff(offsets),
+        blocks=_block_lengths(Ragged(values, offsets), spec) if task.PACKED else None,
         spec=spec,
     )
+
+
+def _task_spec(job: Job, base: Path, pool: pa.Table, plan: Plan, labeled: pa.Array, source: str) -> TaskSpec:
+    """Return the task of the job, with the labels in the sample. Raises DataError for unusable labels."""
+    data, task = job.data, plugins.load("tasks", job.model.task)
+    found = None
+    if not task.PACKED:
+        if not pc.any(pc.and_(pc.invert(is_blank(string_column(pool[data.text]))), labeled)).as_py():
+            raise _no_usable_row(source, len(pool), (data.text, data.label))
+        found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=source)
+    return TaskSpec(
+        task=job.model.task,
+        problem=task.PROBLEMS[data.learn] if found is None else found.problem,
+        labels=() if found is None else found.labels,
+        text=data.text,
+        label=None if found is None else data.label,
+        max_length=max_length(base, job.model.max_length),
+    )
+
+
+def _no_usable_row(source: str, rows: int, columns: Sequence[str]) -> DataError:
+    needed = " and a label in ".join(map(repr, columns))
+    return DataError(f"{source}: none of {rows:,} sampled rows has {'both ' * (len(columns) > 1)}a text in {needed}.")
+
+
+def _block_lengths(tokens: Ragged, spec: TaskSpec) -> np.ndarray:
+    """Return (M,) int64, the tokens of the blocks into which training packs the rows."""
+    pack_rows = pack_whole if spec.problem == "next_answer_token" else pack
+    blocks = pack_rows(tokens, np.arange(len(tokens)), spec.max_length)
+    return blocks.lengths_of(np.arange(len(blocks)))
 
 
 def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameters]:
@@ -194,7 +222,8 @@ def _parameters(model: "nn.Module", layers: "nn.ModuleList", times: float) -> Pa
 def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora: LoraOptions) -> Parameters:
     """Add LoRA's two matrices for each linear layer (or those in `lora.targets`) to the counts.
 
-    These and a copy of the head, including the encoder's pooler, are trainable; everything else is frozen.
+    These and a copy of a classifier's head, including the encoder's pooler, are trainable; everything else is frozen,
+    also a language model's head.
     """
 
     def added(module: "nn.Module") -> int:
@@ -202,7 +231,8 @@ def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora
         wanted = (widths for name, widths in named if widths and (lora.targets is None or name in lora.targets))
         return sum(lora.rank * (read + made) for read, made in wanted)
 
-    beside = [child for name, child in model.named_children() if name != model.base_model_prefix]
+    words = model.get_output_embeddings()
+    beside = [child for name, child in model.named_children() if name != model.base_model_prefix and child is not words]
     pooler = getattr(getattr(model, model.base_model_prefix, None), "pooler", None)
     head = sum(map(_numbers, beside)) + (0 if pooler is None else _numbers(pooler))
     matrices = round(added(layers) * parameters.matrices / max(1, _matrices(layers)))

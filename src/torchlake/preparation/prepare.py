@@ -84,7 +84,7 @@ def prepare(
     if task.PACKED:
         chat = check_prompts(source.schema, spec.text, source.source, task, tokenizer)
         if spec.problem == "next_answer_token":
-            _check_answers(task, tokenizer, source.source, spec.text, chat=chat)
+            check_answers(task, tokenizer, source.source, spec.text, chat=chat)
     plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output))
     fingerprint = {
         "format": 1,
@@ -142,7 +142,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
         """The columns, all but `row_id`, of some of the chunk's rows."""
         labels = None if spec.label is None else table[spec.label].combine_chunks()
-        blank, unreadable, tokens_of = _select_texts(task, tokenizer, table[spec.text], unreadable, spec)
+        blank, unreadable, tokens_of = select_texts(task, tokenizer, table[spec.text], unreadable, spec)
         errors = _find_bad_rows(blank, labels, unreadable)
         if labels is not None and settings.bad_rows == "drop":
             for row, reason in task.bad_labels(labels, spec).items():
@@ -235,7 +235,7 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
         )
 
 
-def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
+def check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
     """Raise UsageError when the assistant's turns cannot be identified."""
     if not chat:
         raise UsageError(
@@ -249,7 +249,7 @@ def _check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *,
         )
 
 
-def _select_texts(
+def select_texts(
     task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str], spec: TaskSpec
 ) -> tuple[pa.Array, dict[int, str], Callable[[pa.Array], Any]]:
     """Rows without text (B,) bool, unreadable rows and why, and a function that tokenizes the good rows."""

@@ -19,7 +19,7 @@ import tiny
 import torchlake as tl
 from torchlake.cli.main import main
 from torchlake.config.job import load_job
-from torchlake.data import batching, order
+from torchlake.data import batching, order, packing
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.models import load
 from torchlake.planning import cluster, display, survey, workload
@@ -75,6 +75,31 @@ def test_a_small_table_is_planned_exactly(sections: dict[str, Any], tmp_path: Pa
     assert done.padding.sorted == pytest.approx(1 - lengths.sum() / padded)
     assert done.padding.sorted < done.padding.arrival < done.padding.max_length
     assert done.padding.max_length == pytest.approx(1 - lengths.mean() / spec.max_length)
+
+
+def test_a_language_model_is_planned_in_the_blocks_that_it_trains_on(
+    sections: dict[str, Any], tiny_gpt2: Path, tmp_path: Path
+) -> None:
+    texts = {"base": str(tiny_gpt2), "task": "text_generation", "max_length": 24}
+    sections = sections | {"model": texts, "train": {"batch_size": 8, "epochs": 2, "micro_batch_tokens": 96}}
+    done = tl.plan(**sections, **FAST)
+    job = load_job(None, **sections)
+    spec = replace(tiny.SPEC, task="text_generation", problem="next_token", labels=(), label=None, max_length=24)
+    prepare(job.data.train, tmp_path / "tokens", tokenizer=tiny_gpt2, spec=spec, engine=tiny.Here())
+    parts = [pq.read_table(part, columns=["length"]) for part in (tmp_path / "tokens").glob("*.parquet")]
+    lengths = pa.concat_tables(parts)["length"].to_numpy()
+    assert (done.training_rows, done.tokens.total, done.tokens.longest) == (300, lengths.sum(), lengths.max())
+    assert done.blocks == packing.num_blocks(int(lengths.sum()), 24)
+    assert done.steps == 2 * -(-done.blocks // 8)
+    assert done.micro_batch == (4, 24)
+    assert done.padding.sorted < 0.01 < done.padding.arrival, "the last block alone is padded"
+    words = load.load_tokenizer(tiny_gpt2)
+    assert done.strategies[0].memory.activations > 96 * len(words) * 8, "the logits of a micro-batch and their gradient"
+    assert f"in {done.blocks:,} blocks" in display.facts(done)["table"]
+    sampled = tl.plan(**sections, **FAST, sample_rows=150)
+    assert sampled.blocks == pytest.approx(done.blocks, rel=0.1)
+    adapted = tl.plan(**sections | {"model": texts | {"lora": {"rank": 4}}}, **FAST).parameters
+    assert adapted.trainable == adapted.total - done.parameters.total, "the head of a language model stays frozen"
 
 
 def test_what_would_be_cut_is_planned(sections: dict[str, Any]) -> None:
@@ -243,7 +268,7 @@ def test_the_command_prints_tables_and_json(
     words = ["plan", str(job), "--processes", "2", "--gpu-memory", "80GiB", "--flops", "100T"]
     assert main(words) == 0
     printed = capfd.readouterr().out
-    for said in ("300 rows, all looked at", "fsdp reshard=true", "taken", "a batch has 32 rows: 480 ranks have none"):
+    for said in ("300 rows, all sampled", "fsdp reshard=true", "taken", "a batch has 32 rows: 480 ranks have none"):
         assert said in printed
     assert main([*words, "--json"]) == 0
     value = json.loads(capfd.readouterr().out)
@@ -273,7 +298,7 @@ def test_wrong_arguments_are_usage_errors(sections: dict[str, Any], options: dic
 def test_wrong_tables_are_named(sections: dict[str, Any], tmp_path: Path) -> None:
     table = tmp_path / "empty.parquet"
     pq.write_table(tiny.reviews(5).slice(0, 0), table)
-    with pytest.raises(DataError, match=r"empty\.parquet: none of 0 rows"):
+    with pytest.raises(DataError, match=r"empty\.parquet: none of 0 sampled rows"):
         tl.plan(**sections | {"data": {"train": str(table), "validation": None}}, **FAST)
     with pytest.raises(TableError, match="no column 'review'"):
         tl.plan(**sections, **FAST, overrides=["data.text=review"])

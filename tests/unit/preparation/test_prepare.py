@@ -11,6 +11,7 @@ import pytest
 import reading_crashes
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.errors import DataError
 from torchlake.models import load
 from torchlake.preparation.prepare import PrepareSettings, make_token_worker, prepare
@@ -92,7 +93,7 @@ def test_rows_that_are_tokenized_alone_make_the_same_bytes(
     }
 
 
-@pytest.mark.parametrize("words", [0, 40, 300])
+@pytest.mark.parametrize("words", sweep([0, 40, 300], quick=[300]))
 def test_what_is_cut_is_counted_and_above_some_share_said(
     encoder: Path, tmp_path: Path, words: int, caplog: pytest.LogCaptureFixture
 ) -> None:

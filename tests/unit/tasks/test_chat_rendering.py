@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.engines.local import Local
 from torchlake.tasks import _chat, _rendering
 
@@ -65,7 +66,7 @@ def column(*chats: Any) -> pa.Array:
     return pa.array(list(chats))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", sweep(HOSTILE, quick=["loops", "doubling", "output"]))
 def test_a_template_that_takes_too_much_is_an_error_row(name: str) -> None:
     """In a thread, as workers tokenize: nothing of this process is touched, and the next template renders."""
     template, limit = HOSTILE[name]

@@ -110,7 +110,7 @@ def test_evaluate_counts_rows_without_text_and_refuses_what_it_cannot_do(trained
         tl.evaluate(model, texts(3), label="id")
     with pytest.raises(UsageError, match="no key-value cache"):
         tl.evaluate(model, texts(3), runtime="varlen")
-    with pytest.raises(UsageError, match="eager alone"):
+    with pytest.raises(UsageError, match="runs only under eager"):
         tl.optimize(model, texts(3))
 
 
@@ -266,6 +266,8 @@ def test_answers_are_learned_after_their_own_questions_alone(tmp_path: Path, kin
     assert cut
     blocks = sum(line["rows"] for line in runs.metrics(tmp_path / "one") if "rows" in line)
     assert blocks < 20, "some conversations share a block"
+    planned = tl.plan(**sections, flops=1e12)
+    assert (planned.blocks, planned.steps) == (blocks, len(runs.losses(tmp_path / "one")))
     assert read_commit(tmp_path / "one" / "prepared" / "validation")["provenance"]["truncated"]["rows"] == cut
     assert one.metrics == pytest.approx({"loss": loss / targets, "perplexity": math.exp(loss / targets)}, rel=1e-5)
     assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
@@ -303,5 +305,3 @@ def test_what_cannot_be_learned_is_refused_before_any_work(tmp_path: Path, tiny_
         tl.train(run=tmp_path / "b", **{**sections, "train": {"metric": "accuracy"}})
     with pytest.raises(DataError, match="positions for 128"):
         tl.train(run=tmp_path / "c", **{**sections, "model": {**sections["model"], "max_length": 129}})
-    with pytest.raises(UsageError, match="cannot be planned"):
-        tl.plan(**sections)
