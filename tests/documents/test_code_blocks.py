@@ -20,6 +20,7 @@ from torchlake.cli.main import main
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytestmark = pytest.mark.timeout(900)  # trainings and clusters, one after the other
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES if read_blocks(page)]
 ORCHESTRATORS = "their libraries need an environment of their own: `make orchestrators` runs it"
@@ -33,12 +34,14 @@ NOT_RUN = {
 ON_SPARK = {"docs/how-to/spark.md"}
 ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
 ON_S3 = {"docs/how-to/object-storage.md"}
-QUICK = {"docs/how-to/regression.md", "docs/reference/labels.md", "docs/reference/python.md"}
+QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
 SCORED = {"docs/how-to/scoring.md"}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."
+WITHOUT_JOB = {"docs/tutorial.md"}
+"Pages that begin without a job file, and write the first one."
 JOB = """\
 data: {train: reviews.parquet, validation: {fraction: 0.2}, text: text, label: label}
 model: {base: roberta-base}
@@ -58,7 +61,7 @@ def test_the_list_of_blocks_that_are_not_run_is_short_and_true() -> None:
         assert reason
     assert len(NOT_RUN) < 8
     assert len(blocks) > 40
-    assert {*ON_SPARK, *ON_RAY, *ON_S3, *QUICK, *SCORED, *FINISHED} <= set(NAMES)
+    assert {*ON_SPARK, *ON_RAY, *ON_S3, *QUICK, *SCORED, *FINISHED, *WITHOUT_JOB} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +76,7 @@ def write_tables(folder: Path) -> None:
     for seed, name in enumerate(("reviews", "new", "test", "export")):
         table = tiny.reviews(160 if name == "reviews" else 40, seed=seed)
         stars = [5 if label == "good" else 1 + row % 2 for row, label in enumerate(table["label"].to_pylist())]
-        table = table.append_column("stars", pa.array(stars))
+        table = table.append_column("stars", pa.array(stars)) if name != "new" else table.drop_columns("label")
         pq.write_table(table, folder / f"{name}.parquet")
         pa.csv.write_csv(table, folder / f"{name}.csv", pa.csv.WriteOptions(delimiter=";" if name == "export" else ","))
     pq.write_table(tiny.reviews(160).select(["text"]), folder / "lines.parquet")
@@ -107,9 +110,12 @@ def local_pages() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", local_pages())
-def test_the_blocks_of_a_page_run(name: str, folder: Path, tiny_model: Path) -> None:
+def test_the_blocks_of_a_page_run(name: str, folder: Path, tiny_model: Path, tiny_gpt2: Path) -> None:
+    if name in WITHOUT_JOB:
+        (folder / "job.yaml").unlink()
     if name in SCORED:
         shutil.copytree(tiny_model, folder / "runs" / "reviews" / "model")
+        shutil.copytree(tiny_gpt2, folder / "runs" / "chat" / "model")
     if name in FINISHED:
         assert main(["train", "job.yaml"]) == main(["predict", "runs/job/model", "new.parquet", "scored"]) == 0
     run_page(name)
@@ -148,5 +154,6 @@ def test_the_blocks_run_on_ray(name: str, folder: Path, tiny_model: Path, spark:
     frame = spark.read.parquet(str(folder / "reviews.parquet"))
     frame.createOrReplaceTempView("reviews")
     dataset = ray.data.read_parquet(str(folder / "new.parquet"))
-    namespace = {"spark": spark, "spark_df": frame, "ray_dataset": dataset}
+    new = spark.read.parquet(str(folder / "new.parquet"))
+    namespace = {"spark": spark, "spark_df": frame, "new_spark_df": new, "ray_dataset": dataset}
     run_page(name, namespace, {"/mnt/shared": str(folder / "shared")})
