@@ -8,15 +8,17 @@ BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 # Nothing below asks a network for a model: the demo's comes from a package, the tests' are built from a seed.
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: each would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check docs docs-serve reference orchestrators faults migration mutants bench bench-scoring \
+.PHONY: demo test check docs docs-serve reference orchestrators gpu faults migration mutants bench bench-scoring \
 	bench-training bench-spark bench-ray format clean
 
 demo: $(STAMP)
 	$(BIN)/torchlake demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests tools bench examples notebooks
@@ -42,6 +44,12 @@ orchestrators: $(STAMP)
 	  test -x .bench/$$name/bin/$$name || { $(PYTHON) -m venv .bench/$$name && .bench/$$name/bin/pip install --quiet \
 	  $$(grep -o "^$$name==.*\|^apache-$$name==.*" constraints.txt) || exit 1; }; done
 	$(BIN)/python -m pytest tests/documents/test_orchestrators.py
+
+# On a machine with a GPU: its tests, rates and comparisons, in bench/results/gpu.json. Installs nothing: it uses the
+# Python given, which has torch for that card, and names what is missing there.
+GPU_PYTHON ?= $(PYTHON)
+gpu:
+	$(GPU_PYTHON) tools/gpu.py
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden

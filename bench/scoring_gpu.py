@@ -1,52 +1,42 @@
 """How many tokens a second does a GPU score, and what share of the card's matrix rate is that?
 
-roberta-base's and roberta-large's shapes with random weights in bf16, the 8,530 Rotten Tomatoes training reviews from
-text to logits: every row padded to 128, transformers' pipeline, torch.compile, and rows laid end to end with a
-variable-length attention kernel. In turn, in one process, best of the rounds. Without a GPU it says so and measures
-nothing.
+roberta-base's and roberta-large's shapes with random weights in bf16, 8,530 generated texts of the length of film
+reviews, from text to logits: every row padded to 128, transformers' pipeline, torch.compile, and concatenated rows with
+a variable-length attention kernel. In turn, in one process, best of the rounds. Without a GPU, `--tiny 1` runs a small
+shape.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _gpu
 import pyarrow as pa
-import pyarrow.parquet as pq
-from _common import SCRATCH, arguments, finish, random_model, reviews
+from _common import SCRATCH, arguments, finish
 from _limit import model_operations
 
 from torchlake import plugins
 from torchlake.errors import TorchlakeError
 
-SHAPES: dict[str, dict[str, int]] = {
-    "roberta-base": {},
-    "roberta-large": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
-SIZE = 8192  # of the square matrices that give the card's rate
+SHAPES = ("roberta-base", "roberta-large")
+ROWS = 8530
 
 
 def main() -> None:
-    options = arguments(__doc__, rows=8530, rounds=3)
-    import torch
-
-    if not torch.cuda.is_available():
+    options = arguments(__doc__, rows=ROWS, rounds=3, tiny=0)
+    if _gpu.device() == "cpu" and not options.tiny:
         print("scoring_gpu: skipped: torch finds no GPU here")
         return
-    card, rate = torch.cuda.get_device_name(), matrix_rate()
-    texts = pq.read_table(reviews() / "train.parquet")["text"].slice(0, options.rows).to_pylist()
-    rows: list[dict[str, Any]] = [{"name": f"{card}: bf16 matrix product", "tflops": rate / 1e12, "share": 1.0}]
-    for shape, sizes in SHAPES.items():
-        folder = random_model(SCRATCH / f"{shape}-shape", **sizes)
+    rate = _gpu.matrix_rates(256 if options.tiny else _gpu.SIZE)["bf16"]
+    assert rate is not None, "every device multiplies bf16"
+    texts = _gpu.texts(options.rows)
+    rows: list[dict[str, Any]] = [{"name": f"{_gpu.card()}: bf16 matrix product", "tflops": rate / 1e12, "share": 1.0}]
+    for shape in ("tiny",) if options.tiny else SHAPES:
+        folder = _gpu.encoder(SCRATCH / f"gpu-{shape}-encoder", shape)
         rows += measure(shape, folder, texts, options.rounds, rate)
-    note = f"{card}, bf16, {len(texts):,} reviews, text to logits, best of {options.rounds}"
-    finish("scoring_gpu", rows, as_json=options.json, note=note, keep=options.rows == 8530)
+    note = f"{_gpu.card()}, bf16, {len(texts):,} texts to logits, best of {options.rounds}"
+    finish("scoring_gpu", rows, as_json=options.json, note=note, keep=options.rows == ROWS and not options.tiny)
 
 
 def measure(shape: str, folder: Path, texts: list[str], rounds: int, rate: float) -> list[dict[str, Any]]:
@@ -66,14 +56,14 @@ def measure(shape: str, folder: Path, texts: list[str], rounds: int, rate: float
     for name, make in makers.items():
         try:
             scorers[name] = make()
-            seconds_of(scorers[name], texts)  # compiles and warms up
+            _gpu.seconds_of(partial(scorers[name], texts))  # compiles and warms up
             rows[name] = {"name": f"{shape}: {name}", "seconds": float("inf")}
         except (TorchlakeError, RuntimeError, ImportError) as error:
             scorers.pop(name, None)
             rows[name] = {"name": f"{shape}: {name}", "reason": (str(error).splitlines() or [""])[0][:160]}
     for _ in range(rounds):
         for name, score in scorers.items():
-            rows[name]["seconds"] = min(rows[name]["seconds"], seconds_of(score, texts))
+            rows[name]["seconds"] = min(rows[name]["seconds"], _gpu.seconds_of(partial(score, texts)))
     for name in scorers:
         seconds = rows[name]["seconds"]
         rows[name] |= {
@@ -85,7 +75,7 @@ def measure(shape: str, folder: Path, texts: list[str], rounds: int, rate: float
 
 
 def padded(folder: Path, tokenizer: Any) -> Callable[[list[str]], object]:
-    """The seed's rectangles on a GPU, without autograd."""
+    """Batches in the order of the table, every row padded to 128 tokens."""
     import torch
 
     model = _model(folder)
@@ -100,7 +90,7 @@ def padded(folder: Path, tokenizer: Any) -> Callable[[list[str]], object]:
                     max_length=128,
                     truncation=True,
                     return_tensors="pt",
-                ).to("cuda")
+                ).to(_gpu.device())
                 logits.append(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
         return torch.cat(logits).float().cpu()
 
@@ -108,10 +98,10 @@ def padded(folder: Path, tokenizer: Any) -> Callable[[list[str]], object]:
 
 
 def by_pipeline(folder: Path, tokenizer: Any) -> Callable[[list[str]], object]:
-    """transformers' own way."""
+    """transformers' pipeline."""
     from transformers import pipeline
 
-    classify = pipeline("text-classification", model=_model(folder), tokenizer=tokenizer, device="cuda")
+    classify = pipeline("text-classification", model=_model(folder), tokenizer=tokenizer, device=_gpu.device())
     return lambda texts: classify(texts, batch_size=256, truncation=True)
 
 
@@ -128,30 +118,11 @@ def by_runtime(folder: Path, name: str) -> Callable[[list[str]], object]:
     return lambda texts: scorer.score(scorer.tokenize(pa.array(texts, pa.string()), {}))
 
 
-def matrix_rate() -> float:
-    """Operations a second of the card's bf16 matrix product, best of several."""
-    import torch
-
-    a = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
-    return 2 * SIZE**3 / min(seconds_of(lambda _: a @ a, []) for _ in range(20))
-
-
-def seconds_of(work: Callable[[list[str]], object], texts: list[str]) -> float:
-    """Wall time until the device has finished too."""
-    import torch
-
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    work(texts)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 def _model(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16).eval().to("cuda")
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16).eval().to(_gpu.device())
 
 
 if __name__ == "__main__":

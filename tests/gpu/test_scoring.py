@@ -1,0 +1,86 @@
+"""Every runtime gives on this machine's device what `eager` gives on its CPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+from sweeps import sweep
+from torchlake import plugins
+from torchlake.data.batching import Ragged, pad
+from torchlake.errors import UsageError
+from torchlake.models import load as models
+from torchlake.models.generation import GenerationOptions
+
+LENGTHS = [1, 9, 9, 30]
+ON_GPUS = 0.02
+"A probability may differ by this much between fp32 on a CPU and 16 bits on a GPU."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_roberta: Path) -> Path:
+    return tiny.build_model(tmp_path_factory.mktemp("gpu") / "model", encoder=tiny_roberta)
+
+
+def batch(pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    values = np.random.default_rng(0).integers(5, 60, sum(LENGTHS)).astype(np.int32)
+    return pad(Ragged(values, np.concatenate([[0], np.cumsum(LENGTHS)])), np.arange(len(LENGTHS)), pad_id)
+
+
+@pytest.mark.parametrize("name", sweep(plugins.names("runtimes"), quick={"eager", "varlen"}))
+def test_a_runtime_agrees_with_eager_on_the_cpu(name: str, model: Path, device: str) -> None:
+    runtime, spec = plugins.load("runtimes", name), models.load_spec(model)
+    reason = runtime.refusal(model)
+    if reason is not None:
+        pytest.skip(reason)
+    ids, mask = batch(models.load_tokenizer(model).pad_token_id)
+    if hasattr(runtime, "prepare"):
+        runtime.prepare(model, spec, [(ids, mask)] * 3 if runtime.CALIBRATED else [])
+    try:
+        forward = runtime.load(model, spec, device=device)
+    except UsageError as error:
+        if device == "cpu":
+            raise
+        pytest.skip(str(error))  # a runtime for CPUs only
+    task = plugins.load("tasks", spec.task)
+    expected = task.probabilities(plugins.load("runtimes", "eager").load(model, spec, device="cpu")(ids, mask), spec)
+    found = task.probabilities(forward(ids, mask), spec)
+    assert found.dtype == np.float32
+    assert np.abs(found - expected).max() <= runtime.TOLERANCE + (ON_GPUS if device == "cuda" else 0.0)
+
+
+@pytest.mark.slow
+def test_a_table_is_scored_as_on_the_cpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the processes and the device that `predict` takes by itself."""
+    pq.write_table(tiny.reviews(300), tmp_path / "in.parquet")
+    tl.predict(model, tmp_path / "in.parquet", tmp_path / "here", chunk_rows=100, engine=tl.Local(), prefix="p_")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    tl.predict(
+        model,
+        tmp_path / "in.parquet",
+        tmp_path / "cpu",
+        chunk_rows=100,
+        engine=tl.Local(processes=1),
+        runtime="eager",
+        prefix="p_",
+    )
+    here, cpu = (pq.read_table(tmp_path / name) for name in ("here", "cpu"))
+    assert here["row_id"].equals(cpu["row_id"])
+    assert here["error"].null_count == 300
+    assert np.abs(here["p_score"].to_numpy() - cpu["p_score"].to_numpy()).max() <= ON_GPUS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_is_generated_alone_as_among_others(temperature: float, tiny_llama: Path, device: str) -> None:
+    spec, options = models.load_spec(tiny_llama), GenerationOptions(max_new_tokens=8, temperature=temperature)
+    generate = plugins.load("runtimes", "eager").load_generator(tiny_llama, spec, device=device, options=options)
+    ids, mask = batch(models.load_tokenizer(tiny_llama).pad_token_id)
+    together = generate(ids, mask)
+    assert together.shape == (len(LENGTHS), 8)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_array_equal(
+            generate(ids[row : row + 1, :length], mask[row : row + 1, :length])[0], together[row]
+        )
