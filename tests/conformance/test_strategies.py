@@ -8,6 +8,7 @@ from torch import nn
 
 import families
 import training_runs as runs
+from sweeps import sweep
 from torchlake import plugins
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
@@ -89,7 +90,7 @@ def test_it_trains_an_encoder_decoder_like_single(name: str, tmp_path: Path) -> 
     assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(NAMES, quick=set(NAMES) - {"single", "ddp"}))
 def test_its_checkpoint_continues_under_any_other(name: str, tmp_path: Path, tiny_bert: Path) -> None:
     skip_where_it_cannot_run(name)
     sections = runs.job(tmp_path, tiny_bert, strategy=name)

@@ -26,7 +26,7 @@ NEIGHBORS = {
     "cli": {"__init__"},
     "evaluation": {"preparation", "scoring"},
     "optimization": {"evaluation", "scoring"},
-    "planning": {"scoring"},
+    "planning": {"preparation", "scoring"},
     "preparation": {"scoring"},
     "reporting": {"preparation"},
     "training": {"preparation", "reporting"},

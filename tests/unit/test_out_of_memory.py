@@ -13,6 +13,7 @@ import torch
 
 import torchlake as tl
 import training_runs as runs
+from sweeps import sweep
 from torchlake import atomic_io
 from torchlake.distributed import Group, explain_lost_peers
 from torchlake.errors import ran_out_of_memory
@@ -22,8 +23,7 @@ from torchlake.training.rows import Rows
 from torchlake.training.state import TrainState
 
 TOLERANCE = 1e-5
-SLOW = pytest.mark.slow
-STRATEGIES = [("single", 1), pytest.param("ddp", 2, marks=SLOW), ("fsdp", 2)]
+STRATEGIES = sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("fsdp", 2)])
 
 
 def memory_for_100_tokens() -> None:
@@ -94,12 +94,15 @@ def no_memory_for_validation() -> None:
 
 @pytest.mark.parametrize(
     ("stub", "ranks"),
-    [
-        (no_memory_for_the_norm, 1),
-        (no_memory_for_the_moments, 1),
-        (no_memory_for_validation, 1),
-        pytest.param(no_memory_for_validation, 2, marks=SLOW),
-    ],
+    sweep(
+        [
+            (no_memory_for_the_norm, 1),
+            (no_memory_for_the_moments, 1),
+            (no_memory_for_validation, 1),
+            (no_memory_for_validation, 2),
+        ],
+        quick=[(no_memory_for_the_moments, 1)],
+    ),
 )
 def test_memory_that_runs_out_elsewhere_in_a_step_does_too(
     tmp_path: Path, tiny_bert: Path, stub: Callable[[], None], ranks: int

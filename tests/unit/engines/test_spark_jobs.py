@@ -14,6 +14,7 @@ from pids import gone, pid, wait_for
 pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 
 
+@pytest.mark.slow
 def test_a_job_of_50_chunks_is_50_tasks_with_the_callers_pool_tags_and_description(tmp_path: Path) -> None:
     events = tmp_path / "events"
     events.mkdir()
@@ -68,7 +69,8 @@ def test_a_driver_that_is_stopped_or_killed_leaves_no_child(tmp_path: Path, numb
     wait_for(lambda: all(map(gone, numbers)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_of_a_driver_that_is_stopped_save_and_those_of_a_killed_one_end(tmp_path: Path, number: int) -> None:
     job = spark_jobs.start("ranks", folder=tmp_path)
     numbers = [pid(tmp_path, f"rank{rank}", seconds=120) for rank in range(2)]

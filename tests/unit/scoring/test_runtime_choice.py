@@ -210,7 +210,8 @@ def test_a_calibrated_runtime_needs_the_users_rows_first(model: Path, plug_in, t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("calibrated", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("calibrated", [True, False])
 def test_optimize_makes_exports_with_rows_of_the_sample(
     model: Path, plug_in, monkeypatch: pytest.MonkeyPatch, calibrated: bool
 ) -> None:

@@ -116,7 +116,7 @@ def one_loss_is_infinite_its_gradient_not() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=SLOW) for stage in (1, 2, 3)])
 def test_a_step_that_is_not_applied_leaves_nothing_behind(tmp_path: Path, tiny_bert: Path, stage: int) -> None:
     """With a loss scale, by which gradients are divided before they are clipped."""
     # One micro-batch a step on each rank, so that both count the same calls.
@@ -132,6 +132,7 @@ def test_a_step_that_is_not_applied_leaves_nothing_behind(tmp_path: Path, tiny_b
         )
 
 
+@pytest.mark.slow
 @needs_library
 def test_the_users_file_is_laid_under_the_job(tmp_path: Path, tiny_bert: Path) -> None:
     """As the Hugging Face Trainer's documentation has it, with buckets so small that there are many."""

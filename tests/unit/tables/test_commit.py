@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from sweeps import sweep
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError, TableError, UsageError
 from torchlake.tables.chunks import Plan, plan_chunks
 from torchlake.tables.output import staging
@@ -251,7 +252,7 @@ def test_a_kill_at_every_step_of_a_new_output_is_resumed(forks: Forks, source: P
         assert os.listdir(out.parent) == ["table"], site
 
 
-@pytest.mark.parametrize("no_exchange", [False, True])
+@pytest.mark.parametrize("no_exchange", sweep([False, True], quick=[False]))
 def test_a_kill_at_every_step_of_a_replacement_is_resumed(
     forks: Forks, source: Path, tmp_path: Path, no_exchange: bool
 ) -> None:
@@ -348,6 +349,7 @@ def test_an_interrupted_replacement_survives_a_look_at_the_old_output(
     assert is_clean(out)
 
 
+@pytest.mark.slow
 def test_a_killed_overwrite_can_be_given_again(forks: Forks, source: Path, tmp_path: Path) -> None:
     for site in [site for site in sites(forks, source, tmp_path) if site.startswith(("plan", "part.done", "commit"))]:
         out = tmp_path / f"out-{site.replace(':', '-')}" / "table"

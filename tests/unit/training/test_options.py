@@ -9,14 +9,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import training_runs as runs
+from sweeps import sweep
 from torchlake.data import batching
 from torchlake.models import load
 from torchlake.training import state
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
-STRATEGIES = [("single", 1), pytest.param("ddp", 2, marks=SLOW), ("fsdp", 2)]
-"""What differs between strategies is tested under two of them, the third in the slow sweep."""
+STRATEGIES = sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("fsdp", 2)])
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
@@ -71,7 +71,7 @@ def test_a_compiled_model_learns_the_same(tmp_path: Path, tiny_bert: Path, strat
     assert runs.losses(tmp_path / "compiled") == pytest.approx(runs.losses(tmp_path / "eager"), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{"reshard": False}, {"shard_ranks": 2}])
+@pytest.mark.parametrize("options", sweep([{"reshard": False}, {"shard_ranks": 2}], quick=[{"shard_ranks": 2}]))
 def test_fsdp_shares_out_in_other_ways_too(tmp_path: Path, tiny_bert: Path, options: dict[str, object]) -> None:
     """Weights kept until the backward pass; and, on four ranks, two copies of two halves, which a checkpoint joins."""
     ranks = 4 if "shard_ranks" in options else 2
@@ -101,6 +101,7 @@ def test_what_needs_nccl_is_said(tmp_path: Path, tiny_bert: Path) -> None:
     assert "train.ddp.compress=fp16" in refused.error
 
 
+@pytest.mark.slow
 def test_ddp_sends_gradients_in_sixteen_bits(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert, epochs=2, strategy="ddp")
     runs.succeed(tmp_path / "plain", sections, ranks=2)
@@ -182,12 +183,10 @@ def test_lora_and_fp16_go_on_where_they_stopped(
 
 @pytest.mark.parametrize(
     ("before", "ranks_before", "after", "ranks_after"),
-    [
-        pytest.param("fsdp", 2, "single", 1, marks=pytest.mark.slow),
-        ("single", 1, "fsdp", 2),
-        pytest.param("fsdp", 2, "fsdp", 3, marks=pytest.mark.slow),
-        ("fsdp", 3, "ddp", 2),
-    ],
+    sweep(
+        [("fsdp", 2, "single", 1), ("single", 1, "fsdp", 2), ("fsdp", 2, "fsdp", 3), ("fsdp", 3, "ddp", 2)],
+        quick=[("fsdp", 3, "ddp", 2)],
+    ),
 )
 def test_a_run_goes_on_on_other_ranks(
     tmp_path: Path, tiny_bert: Path, before: str, ranks_before: int, after: str, ranks_after: int

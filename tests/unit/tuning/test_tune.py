@@ -238,6 +238,7 @@ def test_what_cannot_be_tuned_is_said_at_once(
     assert not (tmp_path / "tuning").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_file_ends_a_training_which_then_continues(
     tmp_path: Path, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
