@@ -205,8 +205,16 @@ def test_parquet(
         data_page_size=16 if small_pages else None,
         write_batch_size=3,
     )
-    assume(len(pq.read_table(tmp_path / "t.parquet")) == len(table))  # not so for lists of bools in tiny pages
+    assume(pyarrow_reads(tmp_path / "t.parquet", len(table)))
     check_equal(tmp_path / "t.parquet", table, chunk_rows)
+
+
+def pyarrow_reads(path: Path, rows: int) -> bool:
+    """Whether pyarrow reads back the file that it wrote: not so for lists and maps of bools in tiny pages."""
+    try:
+        return len(pq.read_table(path)) == rows
+    except pa.ArrowInvalid:
+        return False
 
 
 @quick
