@@ -16,8 +16,8 @@ from torchlake import plugins
 from torchlake.config.job import TrainConfig
 from torchlake.errors import RankFailed, UsageError
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
+PRECISIONS = ("fp32", "bf16_weights", "bf16", "fp16")
+TOLERANCE = {"fp32": 1e-3, "bf16_weights": 0.05, "bf16": 0.05, "fp16": 0.05}
 "Of a loss, beside fp32 on the CPU."
 LITTLE_MEMORY = 64 * 2**20
 

@@ -217,8 +217,10 @@ def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
     lengths = table.lengths if table.blocks is None else table.blocks
     shape, parameters = survey_model(job, base, table.spec)
     setting = ComputeSettings(
-        bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and (gpu or hardware.supports_bf16())),
+        bf16=train.precision in ("bf16_weights", "bf16", "fp16")
+        or (train.precision == "auto" and (gpu or hardware.supports_bf16())),
         gpu=gpu,
+        weights=train.precision == "bf16_weights" or (train.precision == "auto" and gpu),
         checkpointing=train.activation_checkpointing,
         bucket_bytes=train.ddp.bucket_mib * 2**20,
         sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,

@@ -88,7 +88,7 @@ class TrainSection(TypedDict, total=False):
     label_smoothing: float
     clip_norm: float | None
     micro_batch_tokens: int
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    precision: Literal["auto", "fp32", "bf16_weights", "bf16", "fp16"]
     activation_checkpointing: bool
     compile: bool
     strategy: str

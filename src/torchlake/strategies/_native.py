@@ -5,11 +5,14 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from torchlake import optim
 from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Pieces, Shards
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
+from torchlake.optim import ComputeWeights
 
 
 def refusal(train: TrainConfig) -> str | None:
@@ -17,9 +20,22 @@ def refusal(train: TrainConfig) -> str | None:
     return None
 
 
+def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
+    """The model, computing with 16-bit copies of its weights if the precision is that of the weights."""
+    precision = optim.find_precision(train.precision, group.device)
+    if precision.dtype is None or not precision.weights:
+        return model
+    return ComputeWeights(model, precision.dtype)
+
+
 def backward(module: nn.Module, loss: torch.Tensor) -> None:
     """Add the gradients of `loss`."""
-    loss.backward()
+    computed = module.module if isinstance(module, DistributedDataParallel) else module
+    try:
+        loss.backward()
+    finally:
+        if isinstance(computed, ComputeWeights):
+            computed.restore()
 
 
 def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:

@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO (Rajbhandari et al. 2020) shards the moments (stage 1), gradients too (2), weights too (3).
 
-In bf16 and fp16 the model computes with 16-bit weights, on GPUs without torch's autocast, and gradients are reduced in
-16 bits; the trained weights are an fp32 copy, sharded like the moments. `train.deepspeed.offload_optimizer` and
-`.offload_parameters` keep moments and weights in main memory, on machines with GPUs. `train.deepspeed.config` is a
-DeepSpeed JSON file; `_deepspeed_config.py` describes what it may contain.
+In bf16_weights, bf16 and fp16 the model computes with 16-bit weights, on GPUs without torch's autocast, and gradients
+are reduced in 16 bits; the trained weights are an fp32 copy, sharded like the moments.
+`train.deepspeed.offload_optimizer` and `.offload_parameters` keep moments and weights in main memory, on machines with
+GPUs. `train.deepspeed.config` is a DeepSpeed JSON file; `_deepspeed_config.py` describes what it may contain.
 
 The training loop stays torchlake's: AdamW, the learning rate, the fp16 loss scale and the micro-batches come from the
 job. DeepSpeed's checkpoints are pickles and are not used: tensors are gathered one at a time, and one rank keeps each,
@@ -70,7 +70,7 @@ def wrap(
     Raises ConfigError when DeepSpeed rejects the user's file.
     """
     library = _library(group.device)
-    dtype = optim.autocast_dtype(train.precision, group.device)
+    dtype = optim.find_precision(train.precision, group.device).dtype
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     config = _deepspeed_config.build(
         train, ranks=group.world_size, dtype=None if dtype is None else NAMES[dtype], hidden=hidden

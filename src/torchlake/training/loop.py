@@ -183,7 +183,7 @@ def train_step(
     for parameters in state.optimizer.param_groups:
         parameters["lr"] = rate
     targets = state.num_targets(rows)
-    scale = progress.loss_scale if state.dtype is torch.float16 else 1.0
+    scale = progress.loss_scale if state.precision.dtype is torch.float16 else 1.0
     with distributed.explain_lost_peers(group, doing):
         seed = optim.step_seed(train.seed, progress.step, group.rank)
         # Strategies average gradients over the ranks; this makes it the sum over all targets.

@@ -25,7 +25,7 @@ from torchlake.checkpoints.store import STATE
 from torchlake.config.job import TrainConfig
 from torchlake.data import batching, bins, packing
 from torchlake.distributed import Group
-from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
+from torchlake.errors import ConfigError, OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import probes
 from torchlake.models.load import TaskSpec, base_model, load_tokenizer, model_folder
@@ -81,8 +81,7 @@ class TrainState:
     "Names of the optimizer's parameters."
     stored: dict[str, torch.Tensor]
     "The tensors of the model that a checkpoint stores (all, or the ones LoRA trains), on the meta device."
-    dtype: torch.dtype | None
-    "Autocast dtype; None: fp32."
+    precision: optim.Precision
     requested_tokens: int
     "train.micro_batch_tokens: tokens, padding included, that this rank may process at once."
     micro_batch_tokens: int
@@ -117,7 +116,8 @@ class TrainState:
             # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
             position_ids["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
             seen = np.ones_like(mask)
-        with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+        precision = self.precision
+        with torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast):
             logits = self.module(
                 input_ids=torch.from_numpy(packing.input_ids_of(ids)).to(device),
                 attention_mask=None if seen.all() else torch.from_numpy(seen).to(device),
@@ -230,6 +230,10 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     stored, progress = _load_weights(model, None if job.model.lora is None else names, saved)
     equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
+    train = _with_precision(train, model, probe[1], task, group.device)
+    precision = optim.find_precision(train.precision, group.device)
+    if precision.weights and job.model.lora is not None:
+        _freeze_in(precision.dtype, model)
     if train.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if train.compile:
@@ -252,7 +256,7 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         optimizer=optimizer,
         names=names,
         stored=stored,
-        dtype=optim.autocast_dtype(train.precision, group.device),
+        precision=precision,
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
         limit_file=Path(settings.run) / MICRO_BATCH,
@@ -260,6 +264,35 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         isolates=isolates,
         equal_lengths=equal_lengths,
     ), progress
+
+
+def _with_precision(
+    train: TrainConfig, model: nn.Module, row: np.ndarray, task: ModuleType, device: torch.device
+) -> TrainConfig:
+    """`train` with bf16 instead of "auto" for a model that cannot compute with 16-bit weights.
+
+    Raises ConfigError if they were asked for by name.
+    """
+    precision = optim.find_precision(train.precision, device)
+    if precision.dtype is None or not precision.weights:
+        return train
+    obstacle = probes.obstacle_in(precision.dtype, model, row, task.FORWARD)
+    if obstacle is None:
+        return train
+    if train.precision != "auto":
+        raise ConfigError(
+            f"train.precision=bf16_weights: {type(model).__name__} cannot compute with weights in bf16 ({obstacle}). "
+            "Take train.precision=bf16, which converts the operands of each operation."
+        )
+    log.info("precision bf16 (autocast), because the model cannot compute with weights in bf16: %s", obstacle)
+    return train.model_copy(update={"precision": "bf16"})
+
+
+def _freeze_in(dtype: torch.dtype | None, model: nn.Module) -> None:
+    """Convert frozen weights, which checkpoints do not store, one by one; no fp32 copy of them is kept."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _load_weights(

@@ -20,6 +20,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from torchlake.optim import ComputeWeights
 from torchlake.planning import costs
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
 from torchlake.planning.survey import _shape
@@ -28,6 +29,7 @@ TOLERANCE = 0.08
 CLUSTER = Cluster(flops=1e12, within=Link(bandwidth=1e11, latency=1e-5), across=Link(bandwidth=1e10, latency=1e-4))
 FP32 = ComputeSettings(bf16=False, gpu=False)
 BF16 = ComputeSettings(bf16=True, gpu=False)
+WEIGHTS = ComputeSettings(bf16=True, gpu=False, weights=True)
 BERT = {
     "vocab_size": 100,
     "hidden_size": 64,
@@ -98,13 +100,14 @@ def saved_bytes(model: torch.nn.Module, rows: int, length: int, setting: Compute
 
     ids = torch.randint(2, 100, (rows, length))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", torch.bfloat16, enabled=setting.bf16):
-            logits = model(input_ids=ids).logits
+        computed = ComputeWeights(model, torch.bfloat16) if setting.weights else model
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.bf16 and not setting.weights):
+            logits = computed(input_ids=ids).logits
         torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), torch.zeros(logits[..., 0].numel()).long())
     return sum(nbytes for nbytes, _ in kept.values())
 
 
-@pytest.mark.parametrize("setting", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("setting", [FP32, BF16, WEIGHTS], ids=["fp32", "bf16", "bf16_weights"])
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
@@ -177,6 +180,17 @@ def test_sixteen_bytes_a_parameter_in_fp32() -> None:
     assert parts["deepspeed stage=2"] == (4e6, 1e6, 3e6)
     assert parts["deepspeed stage=3"] == (1e6, 1e6, 3e6)
     assert of["fsdp reshard=true"].gathered < of["fsdp reshard=false"].gathered
+
+
+def test_eighteen_bytes_a_parameter_with_copies_in_sixteen_bits() -> None:
+    """Weights of 4 bytes and their copies of 2, gradients and two moments of 4; a frozen base has 2."""
+    whole = costs.memory(SHARDINGS[0], parameters(1_000_000), WEIGHTS, ranks=1, activations=0.0, accumulates=True)
+    assert (whole.weights, whole.gradients, whole.optimizer) == (6e6, 4e6, 8e6)
+    adapted = parameters(1_000_000, trainable=10_000)
+    little = costs.memory(SHARDINGS[0], adapted, WEIGHTS, ranks=1, activations=0.0, accumulates=True)
+    assert little.weights == 2 * 990_000 + 6 * 10_000
+    sharded = costs.memory(SHARDINGS[3], parameters(1_000_000), WEIGHTS, ranks=4, activations=0.0, accumulates=True)
+    assert (sharded.weights, sharded.gradients, sharded.optimizer) == (1e6, 1e6, 2e6)
 
 
 def test_gradients_come_as_activations_go() -> None:
