@@ -281,7 +281,7 @@ def test_when_restarts_are_used_up_every_attempt_is_told(
 
 def fail_in_every_attempt() -> None:
     """Ranks raise in the fifth step that they take."""
-    from torchlake.training import loop
+    from torchlake.training import step
 
     hits = 0
 
@@ -292,7 +292,7 @@ def fail_in_every_attempt() -> None:
             runs.mark_fault()
             raise RuntimeError("broken hardware")
 
-    loop.failpoint = failpoint  # type: ignore[attr-defined]
+    step.failpoint = failpoint  # type: ignore[attr-defined]
 
 
 def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_used(

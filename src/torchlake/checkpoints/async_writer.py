@@ -81,9 +81,17 @@ class CheckpointWriter:
         self._raise_failure()
         return bool(self._unfinished) and self._unfinished[0].shard_written.is_set()
 
-    def commit_oldest(self) -> None:
-        """All ranks have reported `shard_written`: make the oldest unfinished checkpoint visible."""
-        self._unfinished.pop(0).by_all.set()
+    def oldest(self) -> Draft | None:
+        """The oldest unfinished checkpoint: the one that `shard_written` is about."""
+        return self._unfinished[0].draft if self._unfinished else None
+
+    def commit(self, draft: Draft | None) -> None:
+        """All ranks have reported `shard_written` for `draft`: make it visible, unless that was done already.
+
+        Ranks read what they reported a step late, so they may have reported it twice.
+        """
+        if draft is not None and draft is self.oldest():
+            self._unfinished.pop(0).by_all.set()
 
     def finish(self) -> None:
         """Wait until every checkpoint is complete, on all ranks. Raises StorageError, LeaseLost."""
@@ -107,7 +115,7 @@ class CheckpointWriter:
         job.shard_written.wait()
         self._raise_failure()
         distributed.barrier(self._group, "waiting for the other ranks' shares of a checkpoint")
-        self.commit_oldest()
+        self.commit(job.draft)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -1,6 +1,7 @@
 """Functions of the strategies whose gradients and moments are torch's own tensors, whole or sharded (DTensors)."""
 
 from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,19 +39,26 @@ def backward(module: nn.Module, loss: torch.Tensor) -> None:
             computed.restore()
 
 
-def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
+def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
     """Divide the gradients by `scale`, then clip them to `max_norm`; their norm before clipping.
 
-    The norm is that of the whole gradient on every rank, so all ranks take a step or none does.
+    The norm () is that of the whole gradient on every rank, so all ranks take a step or none does. It stays on the
+    device.
     """
     if scale != 1:
         torch._foreach_mul_([each.grad for each in module.parameters() if each.grad is not None], 1 / scale)
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer step; clears the gradients."""
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
+    """One optimizer step if `finite`; clears the gradients.
+
+    The kernel of torch's fused AdamW reads the flag, so the host does not wait for it: unless it is set, weights,
+    moments and step counts stay as they are. Only weights in main memory (`fsdp.cpu_offload`) wait.
+    """
+    device = optimizer.param_groups[0]["params"][0].device
+    cast(Any, optimizer).found_inf = finite.logical_not().to(device, torch.float32)
     optimizer.step()
     optimizer.zero_grad()
 

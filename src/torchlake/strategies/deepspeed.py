@@ -112,9 +112,9 @@ def backward(module: nn.Module, loss: torch.Tensor) -> None:
     cast(Any, module).backward(loss)
 
 
-def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
-    """Set `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients in its step; their norm before
-    clipping, equal on all ranks; infinite if not finite.
+def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
+    """Set `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients in its step; their norm () before
+    clipping, equal on all ranks; infinite if not finite. Waits for the device.
     """
     zero = cast(Any, module).optimizer
     zero.clip_grad = 0.0 if max_norm == math.inf else max_norm
@@ -123,11 +123,14 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
     groups = zero._get_norm_groups() if _is_stage3(zero) else [zero.scaled_global_norm()]
     # One of DeepSpeed's stages reports a non-finite norm as -1.
     norms = [float(norm) if norm >= 0 else math.inf for norm in groups]
-    return math.hypot(*norms) / scale
+    return torch.tensor(math.hypot(*norms) / scale, dtype=torch.float64)
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer step; clears the gradients."""
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
+    """One optimizer step if `finite`, which is waited for; clears the gradients."""
+    if not finite.item():
+        discard_gradients(module, optimizer)
+        return
     cast(Any, module).step()
     _unscale(optimizer)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import masking_utils
 
 from torchlake import atomic_io, optim, plugins
 from torchlake.checkpoints import format
@@ -24,7 +25,7 @@ from torchlake.checkpoints.shards import Pieces
 from torchlake.checkpoints.store import STATE
 from torchlake.config.job import TrainConfig
 from torchlake.data import batching, bins, packing
-from torchlake.distributed import Group
+from torchlake.distributed import Group, to_device
 from torchlake.errors import ConfigError, OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import probes
@@ -114,13 +115,16 @@ class TrainState:
         seen = mask
         if isinstance(tokens, bins.Bins) and self.isolates and len(numbers):
             # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
-            position_ids["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
+            position_ids["position_ids"] = to_device(tokens.positions_of(numbers), device)
             seen = np.ones_like(mask)
         precision = self.precision
-        with torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast):
+        with (
+            torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast),
+            _masks_known(packed=bool(position_ids)),
+        ):
             logits = self.module(
-                input_ids=torch.from_numpy(packing.input_ids_of(ids)).to(device),
-                attention_mask=None if seen.all() else torch.from_numpy(seen).to(device),
+                input_ids=to_device(packing.input_ids_of(ids), device),
+                attention_mask=None if seen.all() else to_device(seen, device),
                 **position_ids,
                 **self.task.FORWARD,
             ).logits
@@ -128,9 +132,9 @@ class TrainState:
             return logits[:0], logits.float().sum() * 0
         labels = rows.table.targets
         if labels is not None:
-            targets = torch.from_numpy(labels[numbers]).to(device)
+            targets = to_device(labels[numbers], device)
             return logits, self.task.loss_sum(logits, targets, self.spec, self.objective)
-        following = torch.from_numpy(self.task.targets(ids, mask)).to(device)
+        following = to_device(self.task.targets(ids, mask), device)
         return logits, self.task.loss_sum(logits, following, self.spec)
 
     def num_targets(self, rows: Rows) -> float:
@@ -286,6 +290,34 @@ def _with_precision(
         )
     log.info("precision bf16 (autocast), because the model cannot compute with weights in bf16: %s", obstacle)
     return train.model_copy(update={"precision": "bf16"})
+
+
+@contextmanager
+def _masks_known(*, packed: bool) -> Iterator[None]:
+    """Let transformers build attention masks without values from the device; `packed`: positions restart inside rows.
+
+    In each forward pass it looks whether a mask has padding and whether positions restart, and the host waits until the
+    device has finished everything before. `forward` knows: it gives a mask only for padding. Another version of
+    transformers that lacks these functions looks itself.
+    """
+    answers = {"is_tracing": _look_at_no_value} | ({} if packed else {"find_packed_sequence_indices": _not_packed})
+    before = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
+    for name in before:
+        setattr(masking_utils, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masking_utils, name, function)
+
+
+def _look_at_no_value(tensor: torch.Tensor | None = None) -> bool:
+    """Where values may decide, take the branch that is right for any."""
+    return True
+
+
+def _not_packed(position_ids: torch.Tensor) -> None:
+    """Each row is one text."""
 
 
 def _freeze_in(dtype: torch.dtype | None, model: nn.Module) -> None:

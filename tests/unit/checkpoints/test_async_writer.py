@@ -31,7 +31,7 @@ def exchange(writer: CheckpointWriter) -> bool:
     """What the loop does at each step."""
     shard_written = writer.shard_written()
     if shard_written:
-        writer.commit_oldest()
+        writer.commit(writer.oldest())
     return shard_written
 
 
