@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,45 +102,33 @@ def train_loop(
     total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
     saved_step = -1 if settings.checkpoint is None else progress.step
-    began, saved_at = time.monotonic() - progress.seconds, time.monotonic()
-    stop, overdue = distributed.any_rank(group, stop_requested(), "starting"), False
-    pending: tuple[LaunchedStep, Draft | None] | None = None
-    read_at_once = state.precision.dtype is torch.float16
-
-    def flags() -> list[bool]:
-        every_s = train.checkpoint_every.seconds
-        late = group.rank == 0 and every_s is not None and time.monotonic() - saved_at >= every_s
-        return [stop_requested(), late, writer.shard_written()]
-
-    def read() -> None:
-        nonlocal stop, overdue, pending
-        if pending is None:
-            return
-        (launched, oldest), pending = pending, None
-        line, votes = read_step(launched, progress, group)
-        stop, overdue = stop or votes[0] > 0, votes[1] > 0
-        if votes[2] == group.world_size:
-            writer.commit(oldest)
-        write_line(line)
-        show(1, None)
-        _check_divergence(settings, progress, line["step"])
-
+    began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
         _metrics_writer(settings, group, progress) as write_line,
         training_bar(group.rank, progress, total, settings.metric) as show,
     ):
+        votes = _Votes(state, progress, train.checkpoint_every.seconds, stop_requested, writer, stop=stop)
+        read_at_once = state.precision.dtype is torch.float16
+
+        def read() -> None:
+            line = votes.read()
+            if line is not None:
+                write_line(line)
+                show(1, line)
+                _check_divergence(settings, progress, line["step"])
+
         while True:
             step = progress.step
             at_end = step == total
             validate_now = progress.validated < step and (at_end or _is_due(train.validate_every, step, per_epoch))
             due = step > 0 and (step % per_epoch == 0 or _is_due(train.checkpoint_every, step, per_epoch))
-            if validate_now or due or overdue or stop or at_end or read_at_once:
+            if validate_now or due or votes.overdue or votes.stop or at_end or read_at_once:
                 read()
             not_validated = False
             if validation is not None and validate_now:
-                outcome = None if stop else validate(state, validation, stop_requested)
+                outcome = None if votes.stop else validate(state, validation, stop_requested)
                 if outcome is None:
-                    stop = not_validated = True
+                    votes.stop = not_validated = True
                 else:
                     write_line(
                         {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
@@ -149,20 +138,59 @@ def train_loop(
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
             finished = (at_end or out_of_patience) and not not_validated
-            if step != saved_step and (due or overdue or stop or finished):
+            if step != saved_step and (due or votes.overdue or votes.stop or finished):
                 saving.save(settings, state, progress, per_epoch, writer)
-                saved_step, saved_at, overdue = step, time.monotonic(), False
+                saved_step = step
+                votes.saved()
             if finished:
                 break
-            if stop:
+            if votes.stop:
                 writer.finish()
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            launched = train_step(state, *next(batches), progress, train, total, flags)
+            launched = train_step(state, *next(batches), progress, train, total, votes.flags)
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
             read()
-            pending = (launched, oldest)
+            votes.pending = (launched, oldest)
+
+
+@dataclass
+class _Votes:
+    """What the ranks agree on at each step, and the step that is not read yet."""
+
+    state: TrainState
+    progress: TrainProgress
+    save_every_s: float | None
+    stop_requested: Callable[[], bool]
+    writer: CheckpointWriter
+    stop: bool
+    overdue: bool = False
+    "A checkpoint is, by rank 0's clock."
+    saved_at: float = field(default_factory=time.monotonic)
+    pending: tuple[LaunchedStep, Draft | None] | None = None
+    "A launched step, and the checkpoint whose shard this rank reported as written in it, if it did."
+
+    def flags(self) -> list[bool]:
+        """What this rank reports in a step: stop requested, checkpoint overdue, shard written."""
+        every_s = self.save_every_s
+        late = self.state.group.rank == 0 and every_s is not None and time.monotonic() - self.saved_at >= every_s
+        return [self.stop_requested(), late, self.writer.shard_written()]
+
+    def read(self) -> metrics_log.Line | None:
+        """Wait for the pending step, act on what was reported in it, and return its metrics line; None: none pends."""
+        if self.pending is None:
+            return None
+        (launched, oldest), self.pending = self.pending, None
+        line, votes = read_step(launched, self.progress, self.state.group, self.state.speed)
+        self.stop, self.overdue = self.stop or votes[0] > 0, votes[1] > 0
+        if votes[2] == self.state.group.world_size:
+            self.writer.commit(oldest)
+        return line
+
+    def saved(self) -> None:
+        """A checkpoint has begun; no step is pending."""
+        self.saved_at, self.overdue = time.monotonic(), False
 
 
 def _check_divergence(settings: RankSettings, progress: TrainProgress, step: int) -> None:

@@ -7,6 +7,7 @@ both.
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ from torchlake.distributed import Group, to_device
 from torchlake.errors import ConfigError, OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import probes
-from torchlake.models.load import TaskSpec, base_model, load_tokenizer, model_folder
+from torchlake.models.load import TaskSpec, base_model, layers, load_tokenizer, model_folder
+from torchlake.runs.speed import Speed, measure
 from torchlake.training import lora
 from torchlake.training.rows import RankSettings, Rows
 
@@ -91,6 +93,9 @@ class TrainState:
     "Where it is stored, so that a restarted run uses it at once."
     filler: np.ndarray
     "(L,) int64, the row that ranks without rows process."
+    speed: Speed
+    data_seconds: float = 0.0
+    "Time spent on reading and padding rows, so far."
     objective: Objective = UNWEIGHTED
     "Class weights and label smoothing of the loss."
     isolates: bool
@@ -103,7 +108,7 @@ class TrainState:
 
         A rank without rows processes the filler, to take part in every collective; its loss is 0.
         """
-        device = self.group.device
+        device, began = self.group.device, time.perf_counter()
         numbers, tokens = rows.numbers[positions], rows.table.tokens
         position_ids: dict[str, torch.Tensor] = {}
         if not len(numbers):
@@ -117,6 +122,7 @@ class TrainState:
             # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
             position_ids["position_ids"] = to_device(tokens.positions_of(numbers), device)
             seen = np.ones_like(mask)
+        self.data_seconds += time.perf_counter() - began
         precision = self.precision
         with (
             torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast),
@@ -236,6 +242,9 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
     train = _with_precision(train, model, probe[1], task, group.device)
     precision = optim.find_precision(train.precision, group.device)
+    speed = measure(
+        layers(model), base.config, per_token=task.PACKED, device=group.device, dtype=precision.dtype or torch.float32
+    )
     if precision.weights and job.model.lora is not None:
         _freeze_in(precision.dtype, model)
     if train.activation_checkpointing:
@@ -261,6 +270,7 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         names=names,
         stored=stored,
         precision=precision,
+        speed=speed,
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
         limit_file=Path(settings.run) / MICRO_BATCH,

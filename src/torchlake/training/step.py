@@ -24,6 +24,7 @@ from torchlake.config.job import TrainConfig
 from torchlake.distributed import Reading
 from torchlake.failpoints import failpoint
 from torchlake.runs import metrics_log
+from torchlake.runs.speed import Speed, peak_memory
 from torchlake.training.rows import Rows
 from torchlake.training.state import TrainProgress, TrainState
 
@@ -48,6 +49,8 @@ class LaunchedStep:
     "The divisor of the loss."
     scaled: bool
     "The loss was scaled up for fp16."
+    operations: float
+    "Floating-point operations that its tokens need."
     began: Mark
     ended: Mark
 
@@ -66,6 +69,7 @@ def train_step(
     `flags` is called once the gradients are launched. A step with a non-finite loss or gradient is not applied.
     """
     group, module, strategy = state.group, state.module, state.strategy
+    before_rows = state.data_seconds
     began, doing = _mark(group.device), f"working on step {progress.step + 1:,}"
     rate = optim.learning_rate(progress.step, total, train)
     for parameters in state.optimizer.param_groups:
@@ -94,24 +98,41 @@ def train_step(
         "rows": len(rows.numbers),
         "tokens": int(rows.lengths.sum()),
         "padded_tokens": padded,
+        "data_seconds": round(state.data_seconds - before_rows, 6),
     }
-    ended = _mark(group.device)
-    return LaunchedStep(line=line, numbers=numbers, targets=targets, scaled=scale > 1, began=began, ended=ended)
+    return LaunchedStep(
+        line=line,
+        numbers=numbers,
+        targets=targets,
+        scaled=scale > 1,
+        operations=state.speed.operations(rows.lengths),
+        began=began,
+        ended=_mark(group.device),
+    )
 
 
 def read_step(
-    launched: LaunchedStep, progress: TrainProgress, group: distributed.Group
+    launched: LaunchedStep, progress: TrainProgress, group: distributed.Group, speed: Speed
 ) -> tuple[metrics_log.Line, list[float]]:
     """Wait for a step and record its outcome in `progress`; returns its metrics line and the number of ranks that set
     each flag. Steps are read in their order.
     """
-    line = launched.line
+    line, began = launched.line, time.perf_counter()
     with distributed.explain_lost_peers(group, f"waiting for step {line['step']:,}"):
         loss_sum, *votes, norm = launched.numbers.wait()
+    waited = time.perf_counter() - began
     loss = loss_sum / launched.targets
     record_outcome(progress, line["step"], loss, norm, scaled=launched.scaled)
-    seconds = round(_between(launched.began, launched.ended), 6)
-    return {**line, "loss": loss, "grad_norm": norm, "seconds": seconds}, votes
+    seconds = _between(launched.began, launched.ended)
+    share = speed.share(launched.operations, seconds, group.world_size)
+    measured = {
+        "seconds": round(seconds, 6),
+        "wait_seconds": round(waited, 6),
+        "tokens_per_s": round(line["tokens"] / seconds, 1),
+        "peak_memory_bytes": peak_memory(group.device),
+        **({} if share is None else {"mfu": round(share, 4)}),
+    }
+    return {**line, "loss": loss, "grad_norm": norm, **measured}, votes
 
 
 def _mark(device: torch.device) -> Mark:
