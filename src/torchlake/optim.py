@@ -5,11 +5,14 @@ generator state, and a resumed run equals an uninterrupted one.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.deterministic
 from torch import nn
 
 from torchlake.config.job import TrainConfig
@@ -74,6 +77,34 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
+@contextmanager
+def arithmetic(train: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Set torch's switches of this process for a training, and restore them.
+
+    On GPUs products of fp32 matrices take TF32, with 10 bits of mantissa as in fp16, unless precision is fp32. With
+    `train.deterministic` torch takes deterministic kernels, and raises RuntimeError where it has none; cuBLAS reads
+    CUBLAS_WORKSPACE_CONFIG, which `restarts.train_rank` sets before CUDA starts.
+    """
+    strict = train.precision == "fp32"
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    switches: Any = torch.utils.deterministic
+    filled = switches.fill_uninitialized_memory
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if strict else "high")
+        torch.backends.cudnn.allow_tf32 = not strict
+    if train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        switches.fill_uninitialized_memory = False  # it costs a write of every new tensor
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.use_deterministic_algorithms(deterministic)
+        switches.fill_uninitialized_memory = filled
+
+
 def find_precision(name: str, device: torch.device) -> Precision:
     """The precision called `name` in a job. "auto": bf16_weights on GPUs and bf16 on CPUs that have bf16 arithmetic."""
     if name == "auto":
@@ -81,7 +112,7 @@ def find_precision(name: str, device: torch.device) -> Precision:
             name = "bf16_weights" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
         else:
             name = "bf16" if device.type == "cpu" and hardware.supports_bf16() else "fp32"
-    dtypes = {"fp32": None, "bf16": torch.bfloat16, "bf16_weights": torch.bfloat16, "fp16": torch.float16}
+    dtypes = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "bf16_weights": torch.bfloat16, "fp16": torch.float16}
     return Precision(dtype=dtypes[name], weights=name == "bf16_weights")
 
 

@@ -139,10 +139,12 @@ class TrainConfig(BaseModel):
     """Maximum norm of the global gradient; null: no clipping."""
     micro_batch_tokens: Int = Field(default=16384, ge=1)
     """Maximum tokens, including padding, that a rank processes at once; limits memory, does not change results."""
-    precision: Literal["auto", "fp32", "bf16_weights", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"] = "auto"
     """Arithmetic of the forward and backward pass. bf16_weights: weights and activations in bf16; bf16, fp16: only
-    matrix products in 16 bits (autocast). Trained weights stay fp32. auto: bf16_weights on GPUs, bf16 on CPUs, if they
-    have it, else fp32."""
+    matrix products in 16 bits (autocast); tf32: products of GPUs in TF32; fp32: never. Trained weights stay fp32. auto:
+    bf16_weights on GPUs, bf16 on CPUs, if they have it, else fp32."""
+    deterministic: Bool = False
+    """Use only kernels that give the same bits in every run on the same machine; slower on GPUs."""
     activation_checkpointing: Bool = False
     """Recompute each layer's activations in the backward pass instead of keeping them: a third slower, far less
     memory."""

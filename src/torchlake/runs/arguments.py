@@ -88,7 +88,8 @@ class TrainSection(TypedDict, total=False):
     label_smoothing: float
     clip_norm: float | None
     micro_batch_tokens: int
-    precision: Literal["auto", "fp32", "bf16_weights", "bf16", "fp16"]
+    precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"]
+    deterministic: bool
     activation_checkpointing: bool
     compile: bool
     strategy: str

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchlake import distributed
+from torchlake import distributed, optim
 from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import Draft
@@ -38,12 +38,14 @@ from torchlake.training import saving
 from torchlake.training.progress_bar import training_bar
 from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
 from torchlake.training.state import TrainProgress, TrainState, make_train_state
-from torchlake.training.step import LaunchedStep, read_step, train_step
+from torchlake.training.step import LaunchedStep, largest_batch, read_step, train_step, try_largest
 
 log = logging.getLogger(__name__)
 
 MAX_NON_FINITE_STEPS = 3
 LOSS = saving.LOSS
+TRIED_ON = {"cuda"}
+"Devices on which the largest micro-batch is tried first; main memory is rarely short, and CPUs are slow."
 
 WriteLine = Callable[[metrics_log.Line], None]
 
@@ -55,7 +57,11 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
     any rank, after a checkpoint; Diverged after three steps in a row without a finite gradient; StorageError when a
     checkpoint cannot be written.
     """
-    with distributed.process_group(settings.job.train.collective_timeout) as group:
+    train = settings.job.train
+    with (
+        distributed.process_group(train.collective_timeout) as group,
+        optim.arithmetic(train, group.device),
+    ):
         summary, write_model = _run(group, settings, stop_requested)
     if group.rank != 0:
         return None
@@ -72,6 +78,8 @@ def _run(
     training, validation = load_rows(settings, group)
     state, progress = make_train_state(settings, group)
     state.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
+    if group.device.type in TRIED_ON:
+        try_largest(state, largest_batch(training, state, settings), settings.job.train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
         train_loop(settings, state, progress, training, validation, stop_requested, writer)
         writer.finish()

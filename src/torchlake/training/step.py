@@ -25,7 +25,7 @@ from torchlake.distributed import Reading
 from torchlake.failpoints import failpoint
 from torchlake.runs import metrics_log
 from torchlake.runs.speed import Speed, peak_memory
-from torchlake.training.rows import Rows
+from torchlake.training.rows import RankSettings, Rows, pack_rows
 from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
@@ -109,6 +109,38 @@ def train_step(
         began=began,
         ended=_mark(group.device),
     )
+
+
+def largest_batch(training: Rows, state: TrainState, settings: RankSettings) -> Rows:
+    """Rows of which each rank gets the largest micro-batch that the run can have, twice if a batch has several.
+
+    For language models these are blocks of the first epoch. Cost: a sort of all lengths.
+    """
+    rows, train, ranks = pack_rows(training, settings.spec), settings.job.train, state.group.world_size
+    lengths, limit, share = rows.lengths, state.micro_batch_tokens, math.ceil(train.batch_size / ranks)
+    sizes = np.unique(lengths)
+    counts = np.minimum(share, np.maximum(1, limit // np.maximum(sizes, 1)))
+    chosen = int(np.argmax(counts * sizes + sizes / (sizes.max() + 1)))  # of equal products the longest rows
+    fitting = np.flatnonzero(lengths <= sizes[chosen])
+    number = min(train.batch_size, 2 * int(counts[chosen]) * ranks)
+    return Rows(rows.table, rows.numbers[fitting[np.argsort(lengths[fitting], kind="stable")[-number:]]])
+
+
+def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
+    """Compute gradients and an optimizer step over `rows` without changing weights, moments or random numbers.
+
+    Memory that runs out here costs seconds; on several ranks in the middle of a run it costs the steps since the last
+    checkpoint. The step is one that the device skips; it creates the moments, which start at 0.
+    """
+    devices = [state.group.device] if state.group.device.type == "cuda" else []
+    doing = "trying the largest micro-batch"
+    with torch.random.fork_rng(devices):
+        with distributed.explain_lost_peers(state.group, doing):
+            add_gradients(state, rows, factor=1.0, seed=0)
+        with state.restart_on_out_of_memory(rows, doing), distributed.explain_lost_peers(state.group, doing):
+            state.strategy.clip_norm(state.module, math.inf if train.clip_norm is None else train.clip_norm, 1.0)
+            skipped = torch.zeros((), dtype=torch.bool, device=state.group.device)
+            state.strategy.step(state.module, state.optimizer, skipped)
 
 
 def read_step(
