@@ -89,6 +89,8 @@ class ComputeSettings:
     "With 16-bit copies of all weights instead of autocast; frozen weights of LoRA exist in 16 bits only."
     checkpointing: bool = False
     "Activation checkpointing: the backward pass recomputes a layer's activations (Chen et al. 2016)."
+    selective: bool = False
+    "It recomputes all but the outputs of matrix products and attention (Korthikanti et al. 2022)."
     bucket_bytes: float = 25.0 * MIB
     "Size of DDP's gradient buckets."
     sent_bytes: int = 4
@@ -222,7 +224,7 @@ def layer_bytes(shape: Shape, length: int, setting: ComputeSettings) -> float:
     feed_forward = size * shape.feed_forward * (4 if shape.gated else 2)
     dropouts = shape.dropouts * shape.hidden * (1 if setting.gpu else size)
     matrices = 0
-    if not shape.fused or (shape.attention_dropout and not setting.gpu):
+    if not _is_fused(shape, setting):
         matrices = 4 * shape.heads * length * (3 if shape.attention_dropout else 1)
         matrices += (4 - size) * (shape.query + 2 * shape.key_value)
     return norms + inputs + attention + feed_forward + dropouts + matrices
@@ -231,18 +233,32 @@ def layer_bytes(shape: Shape, length: int, setting: ComputeSettings) -> float:
 def activation_bytes(shape: Shape, rows: int, length: int, setting: ComputeSettings) -> float:
     """Return the bytes that autograd keeps between forward and backward pass of `rows` rows of `length` tokens.
 
-    With checkpointing: every layer's input, and everything of one layer.
+    With checkpointing: every layer's input, the outputs that are kept selectively, and everything of one layer.
     """
     tokens = rows * length
     layer = layer_bytes(shape, length, setting)
     layers = shape.layers * layer
     if setting.checkpointing:
-        layers = shape.layers * _size_of_residual(setting) * shape.hidden + layer
+        kept = _kept_bytes(shape, length, setting) if setting.selective else 0
+        layers = shape.layers * (_size_of_residual(setting) * shape.hidden + kept) + layer
     # The embeddings' norm and dropout, and the last layer's output or the final norm.
     ends = _size_of_residual(setting) * shape.hidden * (2 + (shape.dropouts > 0))
     answers = tokens if shape.output_per_token else rows
     head = answers * (shape.outputs * (10 if setting.bf16 else 8) + 8 * shape.hidden)
     return tokens * (layers + ends) + head
+
+
+def _kept_bytes(shape: Shape, length: int, setting: ComputeSettings) -> int:
+    """Return the bytes per token of the outputs of a layer's matrix products and attention."""
+    size = 2 if setting.bf16 else 4
+    widths = 2 * shape.query + 2 * shape.key_value + 2 * shape.hidden + shape.feed_forward * (2 if shape.gated else 1)
+    scores = 0 if _is_fused(shape, setting) else shape.heads * length
+    return size * (widths + scores)
+
+
+def _is_fused(shape: Shape, setting: ComputeSettings) -> bool:
+    """Return whether attention's kernel keeps no L x L matrix; those of CPUs know no dropout."""
+    return shape.fused and (setting.gpu or not shape.attention_dropout)
 
 
 def _size_of_residual(setting: ComputeSettings) -> int:
@@ -341,14 +357,14 @@ def token_flops(parameters: Parameters, shape: Shape, setting: ComputeSettings) 
     Per matrix parameter: 2 forward, 2 for the gradient of the input and, if trainable, 2 for its own gradient.
     """
     per_parameter = 4 * parameters.matrices + 2 * parameters.matrices_trainable
-    again = 2 * parameters.matrices if setting.checkpointing else 0
+    again = 2 * parameters.matrices if setting.checkpointing and not setting.selective else 0
     head = 6 * shape.hidden * shape.outputs if shape.output_per_token else 0
     return float(per_parameter + again + head)
 
 
 def pair_flops(shape: Shape, setting: ComputeSettings) -> float:
     """Return the operations of a training step per pair of tokens of a row: two products forward, four backward."""
-    return float(shape.layers * shape.query * (16 if setting.checkpointing else 12))
+    return float(shape.layers * shape.query * (16 if setting.checkpointing and not setting.selective else 12))
 
 
 def step_time(exchanged: Traffic, *, ranks: int, computing: float, cluster: Cluster) -> StepTime:

@@ -90,7 +90,7 @@ class TrainSection(TypedDict, total=False):
     micro_batch_tokens: int
     precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"]
     deterministic: bool
-    activation_checkpointing: bool
+    activation_checkpointing: bool | Literal["selective"]
     compile: bool
     strategy: str
     ddp: DdpOptions | DdpSection

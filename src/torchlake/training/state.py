@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import masking_utils
 
 from torchlake import atomic_io, optim, plugins
@@ -38,6 +40,18 @@ from torchlake.training.rows import RankSettings, Rows
 log = logging.getLogger(__name__)
 
 MICRO_BATCH = "micro_batch.json"
+aten = torch.ops.aten
+KEPT = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"Operators whose outputs selective activation checkpointing keeps: nearly all of the work is in them."
 
 
 @dataclass(kw_only=True)
@@ -248,7 +262,11 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     if precision.weights and job.model.lora is not None:
         _freeze_in(precision.dtype, model)
     if train.activation_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
+        selected = {"context_fn": partial(create_selective_checkpoint_contexts, list(KEPT))}
+        options = selected if train.activation_checkpointing == "selective" else {}
+        # A later transformers 5 renamed it and warns about the old name.
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable({"use_reentrant": False, **options})
     if train.compile:
         # In place: a wrapper would rename the tensors.
         model.compile(dynamic=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -24,6 +25,7 @@ from torchlake.optim import ComputeWeights
 from torchlake.planning import costs
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
 from torchlake.planning.survey import _shape
+from torchlake.training import state
 
 TOLERANCE = 0.08
 CLUSTER = Cluster(flops=1e12, within=Link(bandwidth=1e11, latency=1e-5), across=Link(bandwidth=1e10, latency=1e-4))
@@ -153,6 +155,33 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer() -> None:
     whole = costs.activation_bytes(shape(), 8, 64, FP32)
     less = costs.activation_bytes(shape(), 8, 64, replace(FP32, checkpointing=True))
     assert whole - less == 8 * 64 * (11 * costs.layer_bytes(shape(), 64, FP32) - 12 * 4 * 768)
+
+
+@pytest.mark.parametrize("setting", [FP32, WEIGHTS], ids=["fp32", "bf16_weights"])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_selective_checkpointing_keeps_the_outputs_of_products(kind: str, setting: ComputeSettings) -> None:
+    """The bytes that the kept operators return in a forward pass, beside what each layer and one whole layer keep."""
+    kept = 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal kept
+            result = func(*args, **(kwargs or {}))
+            if func in state.KEPT:
+                kept += sum(each.nbytes for each in (result if isinstance(result, tuple) else (result,)))
+            return result
+
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**BERT, **plain) if kind == "bert" else LlamaConfig(**LLAMA)
+    model = BertForSequenceClassification(config) if kind == "bert" else LlamaForSequenceClassification(config)
+    layers = model.base_model.encoder.layer if kind == "bert" else model.base_model.layers
+    computed = ComputeWeights(model, torch.bfloat16) if setting.weights else model
+    with Counting():
+        computed(input_ids=torch.randint(3, 100, (4, 32)))
+    found = _shape(config, layers[0], len(layers), False)
+    whole = replace(setting, checkpointing=True)
+    planned = [costs.activation_bytes(found, 4, 32, one) for one in (whole, replace(whole, selective=True))]
+    assert planned[1] - planned[0] == pytest.approx(kept, rel=TOLERANCE)
 
 
 def test_attention_without_a_fused_kernel_keeps_its_probabilities() -> None:
