@@ -181,6 +181,8 @@ class _Votes:
 
     def flags(self) -> list[bool]:
         """What this rank reports in a step: stop requested, checkpoint overdue, shard written."""
+        # Between gradients and the update of the weights, which a checkpoint may still be copying.
+        self.writer.hold_updates()
         every_s = self.save_every_s
         late = self.state.group.rank == 0 and every_s is not None and time.monotonic() - self.saved_at >= every_s
         return [self.stop_requested(), late, self.writer.shard_written()]

@@ -66,7 +66,8 @@ def train_step(
 ) -> LaunchedStep:
     """Launch one optimizer step over the rows of all ranks, and count it.
 
-    `flags` is called once the gradients are launched. A step with a non-finite loss or gradient is not applied.
+    `flags` is called once the gradients are launched, before the update is. A step with a non-finite loss or gradient
+    is not applied.
     """
     group, module, strategy = state.group, state.module, state.strategy
     before_rows = state.data_seconds

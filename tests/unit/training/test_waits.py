@@ -174,3 +174,24 @@ def test_fp16_reads_each_step_before_the_next(tmp_path: Path, tiny_bert: Path, m
     tl.train(run=tmp_path / "run", engine=runs.Inline(1), **sections)
     assert events == ["launched", "read"] * (len(events) // 2)
     assert len(events) > 8
+
+
+def test_a_checkpoint_is_copied_before_the_next_update(
+    tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    update, hold_updates = single.step, async_writer.CheckpointWriter.hold_updates
+
+    def held(self: async_writer.CheckpointWriter) -> None:
+        events.append("held")
+        hold_updates(self)
+
+    def updated(*arguments: Any) -> None:
+        events.append("updated")
+        update(*arguments)
+
+    monkeypatch.setattr(async_writer.CheckpointWriter, "hold_updates", held)
+    monkeypatch.setattr(single, "step", updated)
+    sections = runs.job(tmp_path, tiny_bert, rows=48, epochs=1, checkpoint_in_background=True)
+    tl.train(run=tmp_path / "run", engine=runs.Inline(1), **sections)
+    assert events == ["held", "updated"] * 5
