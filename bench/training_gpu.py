@@ -175,7 +175,7 @@ def train_torchlake(setup: dict[str, Any]) -> None:
     tl.train(run=run, engine=tl.Local(processes=1), **sections_of(setup))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [{name: line[name] for name in ("seconds", "tokens", "loss")} for line in lines if "loss" in line]
-    peaks = [line["peak_memory"] for line in lines if line.get("peak_memory")]
+    peaks = [line["peak_memory_bytes"] for line in lines if line.get("peak_memory_bytes")]
     Path(setup["out"]).write_text(json.dumps({"steps": steps, "peak_memory": max(peaks, default=None)}))
 
 

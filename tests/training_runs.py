@@ -267,6 +267,7 @@ def _send_sigterm_at(site: str, nth: str) -> None:
     from torchlake import atomic_io, failpoints
     from torchlake.checkpoints import format
     from torchlake.training import loop, restarts
+    from torchlake.training import step as steps
 
     hits = 0
 
@@ -277,5 +278,5 @@ def _send_sigterm_at(site: str, nth: str) -> None:
             mark_fault()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for module in (restarts, format, atomic_io, failpoints, loop):
+    for module in (restarts, format, atomic_io, failpoints, loop, steps):
         module.failpoint = failpoint  # type: ignore[attr-defined]

@@ -72,6 +72,50 @@ def all_sum(group: Group, values: Sequence[float], doing: str) -> list[float]:
         return vector.tolist()
 
 
+def sum_on_device(group: Group, values: torch.Tensor, doing: str) -> torch.Tensor:
+    """The sum of each number over all ranks, left on the device: with nccl no process waits for it."""
+    if group.world_size > 1:
+        with explain_lost_peers(group, doing):
+            dist.all_reduce(values)
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Numbers on their way from a device to main memory."""
+
+    host: torch.Tensor
+    copied: torch.cuda.Event | None
+    "Recorded behind the copy; None: they are there."
+
+    def wait(self) -> list[float]:
+        """The numbers, as soon as the device has computed and sent them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        values: list[float] = self.host.tolist()
+        return values
+
+
+def start_reading(values: torch.Tensor) -> Reading:
+    """Start copying `values` (N,) into a page-locked buffer, without waiting for the device."""
+    if values.device.type != "cuda":
+        return Reading(host=values, copied=None)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Reading(host=host, copied=copied)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on the device; a GPU gets it without a wait, from page-locked memory.
+
+    torch's allocator of such memory keeps a buffer until the copy from it is done, and uses it again afterwards.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def any_rank(group: Group, flag: bool, doing: str) -> bool:
     """Whether `flag` is true on any rank; every rank calls it at the same point."""
     return all_sum(group, [flag], doing)[0] > 0

@@ -165,14 +165,14 @@ def test_a_kill_at_every_durable_step(
     sweep(
         [
             ("rank0.start:1", 0),
-            ("rank0.step:1", 1),
-            ("rank0.step:5", 5),
+            ("rank0.step:1", 2),
+            ("rank0.step:5", 6),
             ("rank0.step:9", 9),
             ("rank0.validate:1", 9),
-            ("checkpoint.state.write:2", 7),
-            ("best.model.write:1", 10),
+            ("checkpoint.state.write:2", 8),
+            ("best.model.write:1", 11),
         ],
-        quick=[("rank0.step:5", 5), ("rank0.validate:1", 9), ("checkpoint.state.write:2", 7)],
+        quick=[("rank0.step:5", 6), ("rank0.validate:1", 9), ("checkpoint.state.write:2", 8)],
     ),
 )
 def test_sigterm_saves_and_says_143(
@@ -281,7 +281,7 @@ def test_when_restarts_are_used_up_every_attempt_is_told(
 
 def fail_in_every_attempt() -> None:
     """Ranks raise in the fifth step that they take."""
-    from torchlake.training import loop
+    from torchlake.training import step
 
     hits = 0
 
@@ -292,7 +292,7 @@ def fail_in_every_attempt() -> None:
             runs.mark_fault()
             raise RuntimeError("broken hardware")
 
-    loop.failpoint = failpoint  # type: ignore[attr-defined]
+    step.failpoint = failpoint  # type: ignore[attr-defined]
 
 
 def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_used(

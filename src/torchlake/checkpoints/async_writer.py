@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: the loop only copies its tensors, a thread does the rest.
+"""Checkpoints written in the background: the loop only starts copies of its tensors, a thread does the rest.
 
     loop    copy | step | step | step ("mine is written": 1 + 1 of 2) | step ...
     thread       write, fsync, sha256 .................................| rank 0: manifest, rename, read back, prune
@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchlake import distributed
-from torchlake.checkpoints import format
+from torchlake.checkpoints import format, snapshot
 from torchlake.checkpoints.shards import Pieces
+from torchlake.checkpoints.snapshot import Snapshot
 from torchlake.checkpoints.store import Draft
 
 UNFINISHED = 2
@@ -28,7 +29,7 @@ UNFINISHED = 2
 @dataclass(kw_only=True)
 class _Job:
     draft: Draft
-    kinds: Mapping[str, Pieces]
+    snapshot: Snapshot
     publish: Callable[[], None]
     shard_written: threading.Event = field(default_factory=threading.Event)
     by_all: threading.Event = field(default_factory=threading.Event)
@@ -67,23 +68,35 @@ class CheckpointWriter:
                 if keep is not None:
                     format.prune(draft.store, keep)
 
-        if background:
-            kinds = {kind: {name: piece.copied() for name, piece in pieces.items()} for kind, pieces in kinds.items()}
-        job = _Job(draft=draft, kinds=kinds, publish=make_visible)
+        taken = snapshot.take(kinds) if background else Snapshot(kinds=kinds, copied=None)
+        job = _Job(draft=draft, snapshot=taken, publish=make_visible)
         self._newest = job
         self._unfinished.append(job)
         self._waiting.put(job)
         if not background:
             self.finish()
 
+    def hold_updates(self) -> None:
+        """Call before each update of the tensors: on a GPU it waits, there, for the copies of them."""
+        for job in self._unfinished:
+            job.snapshot.hold_updates()
+
     def shard_written(self) -> bool:
         """Whether this rank has written its shard of the oldest unfinished checkpoint; raises the thread's error."""
         self._raise_failure()
         return bool(self._unfinished) and self._unfinished[0].shard_written.is_set()
 
-    def commit_oldest(self) -> None:
-        """All ranks have reported `shard_written`: make the oldest unfinished checkpoint visible."""
-        self._unfinished.pop(0).by_all.set()
+    def oldest(self) -> Draft | None:
+        """The oldest unfinished checkpoint: the one that `shard_written` is about."""
+        return self._unfinished[0].draft if self._unfinished else None
+
+    def commit(self, draft: Draft | None) -> None:
+        """All ranks have reported `shard_written` for `draft`: make it visible, unless that was done already.
+
+        Ranks read what they reported a step late, so they may have reported it twice.
+        """
+        if draft is not None and draft is self.oldest():
+            self._unfinished.pop(0).by_all.set()
 
     def finish(self) -> None:
         """Wait until every checkpoint is complete, on all ranks. Raises StorageError, LeaseLost."""
@@ -107,7 +120,7 @@ class CheckpointWriter:
         job.shard_written.wait()
         self._raise_failure()
         distributed.barrier(self._group, "waiting for the other ranks' shares of a checkpoint")
-        self.commit_oldest()
+        self.commit(job.draft)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -127,8 +140,9 @@ class CheckpointWriter:
                 job.done.set()
 
     def _write(self, job: _Job) -> None:
-        format.write_shard(job.draft, job.kinds)
-        job.kinds = {}
+        job.snapshot.wait()
+        format.write_shard(job.draft, job.snapshot.kinds)
+        job.snapshot = Snapshot(kinds={}, copied=None)
         job.shard_written.set()
         job.by_all.wait()
         if self._closed:

@@ -43,6 +43,10 @@ def _weights_kind(value: Any) -> str:
     return "<weights>" if isinstance(value, Mapping) else "<word>"
 
 
+def _checkpointing_kind(value: Any) -> str:
+    return "<word>" if isinstance(value, str) else "<switch>"
+
+
 def _label_names(value: Any) -> Any:
     """Labels as strings; YAML reads some as numbers or booleans."""
     return {label_name(label): weight for label, weight in value.items()} if isinstance(value, Mapping) else value
@@ -51,6 +55,10 @@ def _label_names(value: Any) -> Any:
 Weights = Annotated[dict[str, Annotated[Float, Field(gt=0)]], Field(min_length=1), BeforeValidator(_label_names)]
 ClassWeights = Annotated[
     Annotated[Literal["balanced"], Tag("<word>")] | Annotated[Weights, Tag("<weights>")], Discriminator(_weights_kind)
+]
+Checkpointing = Annotated[
+    Annotated[Bool, Tag("<switch>")] | Annotated[Literal["selective"], Tag("<word>")],
+    Discriminator(_checkpointing_kind),
 ]
 OnePath = Annotated[Name, Tag("<path>")]
 ManyPaths = Annotated[tuple[Name, ...], Field(min_length=1), Tag("<paths>")]
@@ -139,11 +147,15 @@ class TrainConfig(BaseModel):
     """Maximum norm of the global gradient; null: no clipping."""
     micro_batch_tokens: Int = Field(default=16384, ge=1)
     """Maximum tokens, including padding, that a rank processes at once; limits memory, does not change results."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the forward pass; auto: bf16 if the hardware supports it."""
-    activation_checkpointing: Bool = False
-    """Recompute each layer's activations in the backward pass instead of keeping them: a third slower, far less
-    memory."""
+    precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"] = "auto"
+    """Arithmetic of the forward and backward pass. bf16_weights: weights and activations in bf16; bf16, fp16: only
+    matrix products in 16 bits (autocast); tf32: products of GPUs in TF32; fp32: never. Trained weights stay fp32. auto:
+    bf16_weights on GPUs, bf16 on CPUs, if they have it, else fp32."""
+    deterministic: Bool = False
+    """Use only kernels that give the same bits in every run on the same machine; slower on GPUs."""
+    activation_checkpointing: Checkpointing = False
+    """Recompute each layer's activations in the backward pass instead of keeping them: a third slower, far less memory.
+    selective: keep the outputs of matrix products and attention and recompute the rest, which is little work."""
     compile: Bool = False
     """Compile the model with torch.compile: takes minutes at the start, faster steps on GPUs."""
     strategy: StrategyName = "auto"

@@ -18,6 +18,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import DataError, ran_out_of_memory
 from torchlake.models.config import in_words
+from torchlake.optim import ComputeWeights
 
 # Funnel computes no row of 4 tokens or fewer.
 TEXTS = ("some words of a row", "all of this is a row, and there are some more words in it than in the other one.")
@@ -94,6 +95,23 @@ def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, 
     finally:
         model.train(training)
     return _agree(together, torch.cat(alone, dim=1))
+
+
+def obstacle_in(dtype: torch.dtype, model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -> str | None:
+    """Return why the model cannot compute with weights in `dtype`, found by a forward pass over one row (L,); or None.
+
+    A few architectures mix their activations with fp32 constants (OpenAI GPT), or have operations that bf16 lacks
+    (FNet). Cost: a copy of the weights in `dtype`, for that pass.
+    """
+    ids = torch.from_numpy(row)[None]
+    try:
+        with torch.no_grad():
+            ComputeWeights(model, dtype)(input_ids=ids, attention_mask=torch.ones_like(ids), **forward)
+    except (RuntimeError, TypeError) as error:
+        if ran_out_of_memory(error):
+            raise
+        return in_words(error)
+    return None
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,8 +6,6 @@ shape, on as many threads as a rank would have. Cost: half a second.
 
 import math
 import re
-import time
-from typing import Any
 
 from torchlake.errors import UsageError
 from torchlake.planning.costs import Cluster, Link
@@ -17,8 +15,6 @@ from torchlake.processes.hardware import available_memory, cores
 TRAINING_EFFICIENCY = 0.6
 "Speed of a training step relative to a bare matrix product; bench/training.py: about two thirds."
 MEASURED_S = 0.5
-CPU_ROWS, GPU_ROWS = 1024, 16_384
-"Rows of the measured matrix product: enough to fill a large GPU."
 LINKS = {
     # gloo on the loopback and on 10 Gbit/s; nccl on NVLink and on 100 Gbit/s for each GPU.
     False: (Link(bandwidth=2e9, latency=50e-6), Link(bandwidth=1.25e9, latency=100e-6)),
@@ -98,32 +94,23 @@ def describe_cluster(
 
 
 def matmul_flops(case: Workload, ranks: int) -> float:
-    """Measure operations per second of a matrix product of the model's feed-forward shape, on a rank's threads.
-
-    The matrices are random: GPUs multiply constant ones faster, because those need less power.
-    """
+    """Measure operations per second of a matrix product of the model's feed-forward shape, on a rank's threads."""
     import torch
 
-    options: dict[str, Any] = {
-        "device": "cuda" if case.setting.gpu else "cpu",
-        "dtype": torch.bfloat16 if case.setting.bf16 else torch.float32,
-    }
-    inputs, outputs = case.shape.hidden, case.shape.feed_forward
-    rows = GPU_ROWS if case.setting.gpu else CPU_ROWS
+    from torchlake.runs.speed import matrix_rate
+
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, min(threads, cores() // ranks)))
     try:
-        left, right = torch.randn(rows, inputs, **options), torch.randn(inputs, outputs, **options)
-        float((left @ right).sum())  # initializes the library
-        done, began = 0, time.perf_counter()
-        while (spent := time.perf_counter() - began) < MEASURED_S:
-            for _ in range(10):
-                product = left @ right
-            float(product[0, 0])  # waits for the device
-            done += 10
+        return matrix_rate(
+            case.shape.hidden,
+            case.shape.feed_forward,
+            device=torch.device("cuda" if case.setting.gpu else "cpu"),
+            dtype=torch.bfloat16 if case.setting.bf16 else torch.float32,
+            seconds=MEASURED_S,
+        )
     finally:
         torch.set_num_threads(threads)
-    return 2.0 * rows * inputs * outputs * done / spent
 
 
 def size(number: float) -> str:

@@ -1,8 +1,8 @@
 """The cost of a training step: memory of a rank, traffic between ranks, floating-point operations, seconds.
 
 These are formulas over a model's shape; nothing is run or measured here. B rows of L tokens, hidden width h,
-feed-forward width f, N ranks, P parameters of which T are trainable. Weights, gradients and AdamW's two moments are
-fp32, as torchlake trains; bf16 is autocast around the forward pass.
+feed-forward width f, N ranks, P parameters of which T are trainable. Trained weights, gradients and AdamW's two moments
+are fp32, as torchlake trains; bf16 is autocast around the forward pass, or 16-bit copies of all weights.
 
     memory      what ZeRO shards over N ranks (Rajbhandari et al. 2020), and the activations of one micro-batch, those
                 of a layer as in Korthikanti et al. 2022, for what autograd keeps of transformers' layers
@@ -85,8 +85,12 @@ class ComputeSettings:
     bf16: bool
     "The forward pass computes in 16 bits (bf16 or fp16)."
     gpu: bool
+    weights: bool = False
+    "With 16-bit copies of all weights instead of autocast; frozen weights of LoRA exist in 16 bits only."
     checkpointing: bool = False
     "Activation checkpointing: the backward pass recomputes a layer's activations (Chen et al. 2016)."
+    selective: bool = False
+    "It recomputes all but the outputs of matrix products and attention (Korthikanti et al. 2022)."
     bucket_bytes: float = 25.0 * MIB
     "Size of DDP's gradient buckets."
     sent_bytes: int = 4
@@ -206,20 +210,21 @@ class StepTime:
 def layer_bytes(shape: Shape, length: int, setting: ComputeSettings) -> float:
     """Return the bytes per token that one layer keeps for its backward pass, in rows of `length` tokens.
 
-    Under autocast the norms' inputs stay fp32, and each linear layer that reads hidden states keeps its own bf16 copy.
+    Under autocast the norms' inputs stay fp32, and each linear layer that reads hidden states keeps its own bf16 copy;
+    with 16-bit weights neither, but RMSNorm in Python computes in fp32.
     Without a fused kernel (or with dropout on CPUs, which no fused kernel supports), attention keeps its L x L
     probabilities and their inputs in fp32, and with dropout also the mask and the result.
     """
-    size = 2 if setting.bf16 else 4
-    norms = 2 * 4 * shape.hidden * (2 if shape.rms_norm else 1)
-    inputs = size * shape.hidden * (shape.readers if setting.bf16 else 2)
+    size, size_of_norm = 2 if setting.bf16 else 4, _size_of_residual(setting)
+    norms = 2 * shape.hidden * ((4 + size_of_norm) if shape.rms_norm else size_of_norm)
+    inputs = size * shape.hidden * (shape.readers if setting.bf16 and not setting.weights else 2)
     attention = size * (2 * shape.query + 2 * shape.key_value)
     if shape.packed:
         attention += size * (shape.query + shape.key_value)
     feed_forward = size * shape.feed_forward * (4 if shape.gated else 2)
     dropouts = shape.dropouts * shape.hidden * (1 if setting.gpu else size)
     matrices = 0
-    if not shape.fused or (shape.attention_dropout and not setting.gpu):
+    if not _is_fused(shape, setting):
         matrices = 4 * shape.heads * length * (3 if shape.attention_dropout else 1)
         matrices += (4 - size) * (shape.query + 2 * shape.key_value)
     return norms + inputs + attention + feed_forward + dropouts + matrices
@@ -228,18 +233,37 @@ def layer_bytes(shape: Shape, length: int, setting: ComputeSettings) -> float:
 def activation_bytes(shape: Shape, rows: int, length: int, setting: ComputeSettings) -> float:
     """Return the bytes that autograd keeps between forward and backward pass of `rows` rows of `length` tokens.
 
-    With checkpointing: every layer's input, and everything of one layer.
+    With checkpointing: every layer's input, the outputs that are kept selectively, and everything of one layer.
     """
     tokens = rows * length
     layer = layer_bytes(shape, length, setting)
     layers = shape.layers * layer
     if setting.checkpointing:
-        layers = shape.layers * 4 * shape.hidden + layer
+        kept = _kept_bytes(shape, length, setting) if setting.selective else 0
+        layers = shape.layers * (_size_of_residual(setting) * shape.hidden + kept) + layer
     # The embeddings' norm and dropout, and the last layer's output or the final norm.
-    ends = 4 * shape.hidden * (2 + (shape.dropouts > 0))
+    ends = _size_of_residual(setting) * shape.hidden * (2 + (shape.dropouts > 0))
     answers = tokens if shape.output_per_token else rows
     head = answers * (shape.outputs * (10 if setting.bf16 else 8) + 8 * shape.hidden)
     return tokens * (layers + ends) + head
+
+
+def _kept_bytes(shape: Shape, length: int, setting: ComputeSettings) -> int:
+    """Return the bytes per token of the outputs of a layer's matrix products and attention."""
+    size = 2 if setting.bf16 else 4
+    widths = 2 * shape.query + 2 * shape.key_value + 2 * shape.hidden + shape.feed_forward * (2 if shape.gated else 1)
+    scores = 0 if _is_fused(shape, setting) else shape.heads * length
+    return size * (widths + scores)
+
+
+def _is_fused(shape: Shape, setting: ComputeSettings) -> bool:
+    """Return whether attention's kernel keeps no L x L matrix; those of CPUs know no dropout."""
+    return shape.fused and (setting.gpu or not shape.attention_dropout)
+
+
+def _size_of_residual(setting: ComputeSettings) -> int:
+    """Return the bytes of an element of the residual stream, which autocast leaves in fp32."""
+    return 2 if setting.bf16 and setting.weights else 4
 
 
 def working_bytes(shape: Shape, tokens: int, setting: ComputeSettings) -> float:
@@ -264,9 +288,12 @@ def memory(
     """
     deepspeed = sharding.plugin == "deepspeed"
     total, trainable, size = parameters.total, parameters.trainable, 2 if setting.bf16 else 4
-    weights = (size if deepspeed else 4) * total / (ranks if sharding.weights else 1)
+    frozen = 2 if setting.weights else 4
+    weights = (size * total if deepspeed else 4 * trainable + frozen * (total - trainable)) / (
+        ranks if sharding.weights else 1
+    )
     if setting.bf16 and not deepspeed and not sharding.weights:
-        weights += 2 * parameters.linear  # autocast's copies
+        weights += 2 * (trainable if setting.weights else parameters.linear)  # the copies
     # DeepSpeed accumulates sharded gradients in fp32.
     gradients = (size if deepspeed and not sharding.gradients else 4) * trainable / (ranks if sharding.gradients else 1)
     optimizer = (12 if deepspeed else 8) * trainable / (ranks if sharding.optimizer else 1)
@@ -330,14 +357,14 @@ def token_flops(parameters: Parameters, shape: Shape, setting: ComputeSettings) 
     Per matrix parameter: 2 forward, 2 for the gradient of the input and, if trainable, 2 for its own gradient.
     """
     per_parameter = 4 * parameters.matrices + 2 * parameters.matrices_trainable
-    again = 2 * parameters.matrices if setting.checkpointing else 0
+    again = 2 * parameters.matrices if setting.checkpointing and not setting.selective else 0
     head = 6 * shape.hidden * shape.outputs if shape.output_per_token else 0
     return float(per_parameter + again + head)
 
 
 def pair_flops(shape: Shape, setting: ComputeSettings) -> float:
     """Return the operations of a training step per pair of tokens of a row: two products forward, four backward."""
-    return float(shape.layers * shape.query * (16 if setting.checkpointing else 12))
+    return float(shape.layers * shape.query * (16 if setting.checkpointing and not setting.selective else 12))
 
 
 def step_time(exchanged: Traffic, *, ranks: int, computing: float, cluster: Cluster) -> StepTime:

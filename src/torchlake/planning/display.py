@@ -20,7 +20,7 @@ def facts(done: Plan) -> dict[str, str]:
     about = "" if done.sampled == done.rows else "about "
     other = "not sorted by length" if done.blocks is None else "padded instead of packed"
     rows, length = done.micro_batch
-    precision = "16 bits" if done.setting.bf16 else "fp32"
+    precision = ("16 bits, weights too" if done.setting.weights else "16 bits") if done.setting.bf16 else "fp32"
     return {
         "table": f"{done.rows:,} rows, {looked}{left}; {done.training_rows:,} to train on{blocks}, "
         f"{done.steps:,} steps",

@@ -217,9 +217,12 @@ def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
     lengths = table.lengths if table.blocks is None else table.blocks
     shape, parameters = survey_model(job, base, table.spec)
     setting = ComputeSettings(
-        bf16=train.precision in ("bf16", "fp16") or (train.precision == "auto" and (gpu or hardware.supports_bf16())),
+        bf16=train.precision in ("bf16_weights", "bf16", "fp16")
+        or (train.precision == "auto" and (gpu or hardware.supports_bf16())),
         gpu=gpu,
-        checkpointing=train.activation_checkpointing,
+        weights=train.precision == "bf16_weights" or (train.precision == "auto" and gpu),
+        checkpointing=train.activation_checkpointing is not False,
+        selective=train.activation_checkpointing == "selective",
         bucket_bytes=train.ddp.bucket_mib * 2**20,
         sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,
     )
@@ -362,9 +365,9 @@ def _remedies(context: _Context, base: Path, table: TableSurvey, ranks: int) -> 
         ((f"train.micro_batch_tokens={one.micro_batch_tokens}", one, ranks) for one in _smaller(case)),
         ((f"--processes {number}", case, number) for number in more),
     ]
-    if not case.setting.checkpointing:
-        checkpointing = replace(case, setting=replace(case.setting, checkpointing=True))
-        kinds.append(iter([("train.activation_checkpointing=true", checkpointing, ranks)]))
+    kinds.append(
+        (f"train.activation_checkpointing={way}", one, ranks) for way, one in _with_more_checkpointing(case).items()
+    )
     if job.model.lora is None:
         model = job.model.model_copy(update={"lora": LoraOptions()})
         adapted = survey_model(job.model_copy(update={"model": model}), base, table.spec)[1]
@@ -377,6 +380,15 @@ def _remedies(context: _Context, base: Path, table: TableSurvey, ranks: int) -> 
                 found.append(f"{name}: {fits[0]} then needs {size(fits[1])}")
                 break
     return tuple(found) or ("None of smaller micro-batches, more processes, checkpointing and LoRA is enough alone.",)
+
+
+def _with_more_checkpointing(case: Workload) -> dict[str, Workload]:
+    """Return the workload with each kind of activation checkpointing that keeps less than its own, the faster first."""
+    selective = replace(case, setting=replace(case.setting, checkpointing=True, selective=True))
+    whole = replace(case, setting=replace(case.setting, checkpointing=True, selective=False))
+    if not case.setting.checkpointing:
+        return {"selective": selective, "true": whole}
+    return {"true": whole} if case.setting.selective else {}
 
 
 def _smaller(case: Workload) -> Iterator[Workload]:

@@ -67,6 +67,10 @@ def _tiles(facts: Mapping[str, Any]) -> str:
         ("rows a second", f"{progress['rows_per_s'] or 0:,.0f}"),
         ("tokens a second", f"{progress['tokens_per_s'] or 0:,.0f}"),
     ]
+    if progress["mfu"] is not None:
+        tiles.append(("of the matrix rate", f"{progress['mfu']:.0%}"))
+    if progress["peak_memory_bytes"] is not None:
+        tiles.append(("memory at its peak", f"{progress['peak_memory_bytes'] / 2**30:.2f} GiB"))
     return "".join(f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>' for name, value in tiles)
 
 

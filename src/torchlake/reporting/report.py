@@ -91,8 +91,16 @@ def _progress(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
         "seconds_in_steps": round(seconds, 3),
         "rows_per_s": round(sum(line["rows"] for line in steps) / seconds, 1) if seconds else None,
         "tokens_per_s": round(sum(line["tokens"] for line in steps) / seconds, 1) if seconds else None,
+        "mfu": _mean([line["mfu"] for line in steps if "mfu" in line]),
+        "seconds_in_data": round(sum(line.get("data_seconds", 0.0) for line in steps), 3),
+        "seconds_waited": round(sum(line.get("wait_seconds", 0.0) for line in steps), 3),
+        "peak_memory_bytes": max((line.get("peak_memory_bytes", 0) for line in steps), default=0) or None,
         "steps_not_applied": sum(not math.isfinite(line["loss"]) for line in steps),
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
 
 
 def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:

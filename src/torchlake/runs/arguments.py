@@ -88,8 +88,9 @@ class TrainSection(TypedDict, total=False):
     label_smoothing: float
     clip_norm: float | None
     micro_batch_tokens: int
-    precision: Literal["auto", "fp32", "bf16", "fp16"]
-    activation_checkpointing: bool
+    precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"]
+    deterministic: bool
+    activation_checkpointing: bool | Literal["selective"]
     compile: bool
     strategy: str
     ddp: DdpOptions | DdpSection

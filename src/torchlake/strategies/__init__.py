@@ -10,10 +10,12 @@
     no_sync(module) -> context               inside, gradients accumulate without being reduced (all micro-batches but
                                              the last)
     backward(module, loss)                   add the gradients of `loss`
-    clip_norm(module, max_norm, scale) -> float
+    clip_norm(module, max_norm, scale) -> Tensor
                                              divide all ranks' gradients by `scale`, then clip them to
-                                             `max_norm`; their norm before clipping, equal on all ranks
-    step(module, optimizer)                  one optimizer step; clears the gradients
+                                             `max_norm`; their norm before clipping, () on the device, equal
+                                             on all ranks
+    step(module, optimizer, finite)          one optimizer step, or none unless `finite`, () bool on the device; clears
+                                             the gradients
     discard_gradients(module, optimizer)     clears the gradients without a step
     model_shard(model, wanted, group) -> Pieces
                                              what this rank stores of the model's tensors named in `wanted`; every rank

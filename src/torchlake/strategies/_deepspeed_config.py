@@ -137,11 +137,12 @@ def _scheduler(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
 
 def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     """Conflicts with train.precision, a fixed loss scale, and gradient dtypes that could not be clipped."""
+    wanted = "bf16" if train.precision == "bf16_weights" else train.precision
     for key, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
         enabled = given.get(key, {}).get("enabled", AUTO)
         # Only the ranks know whether precision "auto" means bf16, so an explicit value here conflicts with it.
         undecided = train.precision == "auto" and precision == "bf16"
-        if enabled != AUTO and (undecided or enabled is not (train.precision == precision)):
+        if enabled != AUTO and (undecided or enabled is not (wanted == precision)):
             yield (
                 f"{key}.enabled={enabled!r}: the job has train.precision={train.precision}. Set train.precision to "
                 f'{precision if enabled is True else "fp32"}, or write "auto".'
@@ -153,7 +154,11 @@ def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     if train.precision == "fp16" and scaling.get("loss_scale", AUTO) not in (AUTO, 0):
         yield (f'fp16.loss_scale={scaling["loss_scale"]!r}: the loss scale is adjusted dynamically. Write 0 or "auto".')
     sums = given.get("data_types", {}).get("grad_accum_dtype", AUTO)
-    if train.deepspeed.stage == 1 and sums not in (AUTO, None, "bf16") and train.precision in ("auto", "bf16"):
+    if (
+        train.deepspeed.stage == 1
+        and sums not in (AUTO, None, "bf16")
+        and train.precision in ("auto", "bf16_weights", "bf16")
+    ):
         yield (
             f"data_types.grad_accum_dtype={sums!r}: at stage 1 gradients of bf16 add up in bf16. Take "
             "train.deepspeed.stage=2, or delete it."

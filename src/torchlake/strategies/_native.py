@@ -1,15 +1,19 @@
 """Functions of the strategies whose gradients and moments are torch's own tensors, whole or sharded (DTensors)."""
 
 from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from torchlake import optim
 from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Pieces, Shards
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
+from torchlake.optim import ComputeWeights
 
 
 def refusal(train: TrainConfig) -> str | None:
@@ -17,24 +21,44 @@ def refusal(train: TrainConfig) -> str | None:
     return None
 
 
+def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
+    """The model, computing with 16-bit copies of its weights if the precision is that of the weights."""
+    precision = optim.find_precision(train.precision, group.device)
+    if precision.dtype is None or not precision.weights:
+        return model
+    return ComputeWeights(model, precision.dtype)
+
+
 def backward(module: nn.Module, loss: torch.Tensor) -> None:
     """Add the gradients of `loss`."""
-    loss.backward()
+    computed = module.module if isinstance(module, DistributedDataParallel) else module
+    try:
+        loss.backward()
+    finally:
+        if isinstance(computed, ComputeWeights):
+            computed.restore()
 
 
-def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
+def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
     """Divide the gradients by `scale`, then clip them to `max_norm`; their norm before clipping.
 
-    The norm is that of the whole gradient on every rank, so all ranks take a step or none does.
+    The norm () is that of the whole gradient on every rank, so all ranks take a step or none does. It stays on the
+    device.
     """
     if scale != 1:
         torch._foreach_mul_([each.grad for each in module.parameters() if each.grad is not None], 1 / scale)
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer step; clears the gradients."""
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
+    """One optimizer step if `finite`; clears the gradients.
+
+    The kernel of torch's fused AdamW reads the flag, so the host does not wait for it: unless it is set, weights,
+    moments and step counts stay as they are. Only weights in main memory (`fsdp.cpu_offload`) wait.
+    """
+    device = optimizer.param_groups[0]["params"][0].device
+    cast(Any, optimizer).found_inf = finite.logical_not().to(device, torch.float32)
     optimizer.step()
     optimizer.zero_grad()
 

@@ -49,7 +49,8 @@ def wrap(
     options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True}
     if group.device.type == "cuda":
         options["device_ids"] = [group.device]
-    module = DistributedDataParallel(model, bucket_cap_mb=train.ddp.bucket_mib, **options)
+    computed = _native.with_compute_weights(model, group=group, train=train)
+    module = DistributedDataParallel(computed, bucket_cap_mb=train.ddp.bucket_mib, **options)
     if train.ddp.compress != "none":
         module.register_comm_hook(None, HOOKS[train.ddp.compress])
     return module, make_optimizer(model)

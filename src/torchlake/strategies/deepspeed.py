@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO (Rajbhandari et al. 2020) shards the moments (stage 1), gradients too (2), weights too (3).
 
-In bf16 and fp16 the model computes with 16-bit weights, on GPUs without torch's autocast, and gradients are reduced in
-16 bits; the trained weights are an fp32 copy, sharded like the moments. `train.deepspeed.offload_optimizer` and
-`.offload_parameters` keep moments and weights in main memory, on machines with GPUs. `train.deepspeed.config` is a
-DeepSpeed JSON file; `_deepspeed_config.py` describes what it may contain.
+In bf16_weights, bf16 and fp16 the model computes with 16-bit weights, on GPUs without torch's autocast, and gradients
+are reduced in 16 bits; the trained weights are an fp32 copy, sharded like the moments.
+`train.deepspeed.offload_optimizer` and `.offload_parameters` keep moments and weights in main memory, on machines with
+GPUs. `train.deepspeed.config` is a DeepSpeed JSON file; `_deepspeed_config.py` describes what it may contain.
 
 The training loop stays torchlake's: AdamW, the learning rate, the fp16 loss scale and the micro-batches come from the
 job. DeepSpeed's checkpoints are pickles and are not used: tensors are gathered one at a time, and one rank keeps each,
@@ -70,7 +70,7 @@ def wrap(
     Raises ConfigError when DeepSpeed rejects the user's file.
     """
     library = _library(group.device)
-    dtype = optim.autocast_dtype(train.precision, group.device)
+    dtype = optim.find_precision(train.precision, group.device).dtype
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     config = _deepspeed_config.build(
         train, ranks=group.world_size, dtype=None if dtype is None else NAMES[dtype], hidden=hidden
@@ -112,9 +112,9 @@ def backward(module: nn.Module, loss: torch.Tensor) -> None:
     cast(Any, module).backward(loss)
 
 
-def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
-    """Set `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients in its step; their norm before
-    clipping, equal on all ranks; infinite if not finite.
+def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
+    """Set `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients in its step; their norm () before
+    clipping, equal on all ranks; infinite if not finite. Waits for the device.
     """
     zero = cast(Any, module).optimizer
     zero.clip_grad = 0.0 if max_norm == math.inf else max_norm
@@ -123,11 +123,14 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> float:
     groups = zero._get_norm_groups() if _is_stage3(zero) else [zero.scaled_global_norm()]
     # One of DeepSpeed's stages reports a non-finite norm as -1.
     norms = [float(norm) if norm >= 0 else math.inf for norm in groups]
-    return math.hypot(*norms) / scale
+    return torch.tensor(math.hypot(*norms) / scale, dtype=torch.float64)
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer step; clears the gradients."""
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
+    """One optimizer step if `finite`, which is waited for; clears the gradients."""
+    if not finite.item():
+        discard_gradients(module, optimizer)
+        return
     cast(Any, module).step()
     _unscale(optimizer)
 

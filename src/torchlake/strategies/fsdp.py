@@ -6,8 +6,8 @@ backward pass (ZeRO-3): 1.5 times the communication of `ddp`, for the least memo
 `train.fsdp.shard_ranks`, neighboring ranks share one copy, and copies average their gradients (hybrid sharding), so
 gathering stays inside a machine.
 
-In bf16 and fp16, weights are gathered in 16 bits, which halves the communication; gradients are summed in fp32, and the
-trained weights stay in fp32.
+In bf16_weights, bf16 and fp16, weights are gathered in 16 bits, which halves the communication; gradients are summed in
+fp32, and the trained weights stay in fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model with its parameters sharded layer by layer: at most one layer is whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
-    dtype = optim.autocast_dtype(train.precision, group.device)
+    dtype = optim.find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
     for part in (*layers(model), model):

@@ -21,9 +21,9 @@ model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model itself."""
+    """The model itself, with precision bf16_weights inside a module that computes with 16-bit copies."""
     nn.Module.to(model, group.device)
-    return model, make_optimizer(model)
+    return _native.with_compute_weights(model, group=group, train=train), make_optimizer(model)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:

@@ -9,14 +9,15 @@ The loss of a step is the sum over all targets of all ranks divided by their num
 plan. It is never a mean of means, so the assignment of rows to ranks and micro-batches changes no result.
 
 Beside the gradients, ranks reduce one vector per step: the loss, and flags (stop requested, checkpoint overdue, shard
-written). So all ranks stop, save and fail at the same step. Cost: one wait for the device per step.
+written). So all ranks stop, save and fail at the same step. Each reads it when it has launched the next step
+(`step.py`), and before a validation, a checkpoint and the end: a checkpoint never lacks the outcome of a step.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 from torchlake import distributed, optim
 from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
-from torchlake.config.job import TrainConfig
+from torchlake.checkpoints.store import Draft
 from torchlake.config.types import Every
 from torchlake.errors import Diverged, Interrupted
 from torchlake.failpoints import failpoint
@@ -37,13 +38,14 @@ from torchlake.training import saving
 from torchlake.training.progress_bar import training_bar
 from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
 from torchlake.training.state import TrainProgress, TrainState, make_train_state
+from torchlake.training.step import LaunchedStep, largest_batch, read_step, train_step, try_largest
 
 log = logging.getLogger(__name__)
 
 MAX_NON_FINITE_STEPS = 3
-LOSS_SCALE_GROWTH_INTERVAL = 2_000
-"Steps with finite gradients after which the fp16 loss scale doubles (Micikevicius et al. 2018)."
 LOSS = saving.LOSS
+TRIED_ON = {"cuda"}
+"Devices on which the largest micro-batch is tried first; main memory is rarely short, and CPUs are slow."
 
 WriteLine = Callable[[metrics_log.Line], None]
 
@@ -55,7 +57,11 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
     any rank, after a checkpoint; Diverged after three steps in a row without a finite gradient; StorageError when a
     checkpoint cannot be written.
     """
-    with distributed.process_group(settings.job.train.collective_timeout) as group:
+    train = settings.job.train
+    with (
+        distributed.process_group(train.collective_timeout) as group,
+        optim.arithmetic(train, group.device),
+    ):
         summary, write_model = _run(group, settings, stop_requested)
     if group.rank != 0:
         return None
@@ -72,6 +78,8 @@ def _run(
     training, validation = load_rows(settings, group)
     state, progress = make_train_state(settings, group)
     state.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
+    if group.device.type in TRIED_ON:
+        try_largest(state, largest_batch(training, state, settings), settings.job.train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
         train_loop(settings, state, progress, training, validation, stop_requested, writer)
         writer.finish()
@@ -102,28 +110,33 @@ def train_loop(
     total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
     saved_step = -1 if settings.checkpoint is None else progress.step
-    began, saved_at = time.monotonic() - progress.seconds, time.monotonic()
-    overdue = False
-
-    def flags() -> list[bool]:
-        every_s = train.checkpoint_every.seconds
-        late = group.rank == 0 and every_s is not None and time.monotonic() - saved_at >= every_s
-        return [stop_requested(), late, writer.shard_written()]
-
-    stop = distributed.any_rank(group, stop_requested(), "starting")
+    began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
         _metrics_writer(settings, group, progress) as write_line,
         training_bar(group.rank, progress, total, settings.metric) as show,
     ):
+        votes = _Votes(state, progress, train.checkpoint_every.seconds, stop_requested, writer, stop=stop)
+        read_at_once = state.precision.dtype is torch.float16
+
+        def read() -> None:
+            line = votes.read()
+            if line is not None:
+                write_line(line)
+                show(1, line)
+                _check_divergence(settings, progress, line["step"])
+
         while True:
             step = progress.step
             at_end = step == total
             validate_now = progress.validated < step and (at_end or _is_due(train.validate_every, step, per_epoch))
+            due = step > 0 and (step % per_epoch == 0 or _is_due(train.checkpoint_every, step, per_epoch))
+            if validate_now or due or votes.overdue or votes.stop or at_end or read_at_once:
+                read()
             not_validated = False
             if validation is not None and validate_now:
-                outcome = None if stop else validate(state, validation, stop_requested)
+                outcome = None if votes.stop else validate(state, validation, stop_requested)
                 if outcome is None:
-                    stop = not_validated = True
+                    votes.stop = not_validated = True
                 else:
                     write_line(
                         {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
@@ -133,137 +146,70 @@ def train_loop(
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
             finished = (at_end or out_of_patience) and not not_validated
-            due = step > 0 and (step % per_epoch == 0 or _is_due(train.checkpoint_every, step, per_epoch))
-            if step != saved_step and (due or overdue or stop or finished):
+            if step != saved_step and (due or votes.overdue or votes.stop or finished):
                 saving.save(settings, state, progress, per_epoch, writer)
-                saved_step, saved_at = step, time.monotonic()
+                saved_step = step
+                votes.saved()
             if finished:
                 break
-            if stop:
+            if votes.stop:
                 writer.finish()
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            line, votes = train_step(state, *next(batches), progress, train, total, flags)
-            stop, overdue = votes[0] > 0, votes[1] > 0
-            if votes[2] == group.world_size:
-                writer.commit_oldest()
-            write_line(line)
-            show(1, None)
-            _check_divergence(settings, progress)
+            launched = train_step(state, *next(batches), progress, train, total, votes.flags)
+            oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
+            read()
+            votes.pending = (launched, oldest)
 
 
-def _check_divergence(settings: RankSettings, progress: TrainProgress) -> None:
+@dataclass
+class _Votes:
+    """What the ranks agree on at each step, and the step that is not read yet."""
+
+    state: TrainState
+    progress: TrainProgress
+    save_every_s: float | None
+    stop_requested: Callable[[], bool]
+    writer: CheckpointWriter
+    stop: bool
+    overdue: bool = False
+    "A checkpoint is, by rank 0's clock."
+    saved_at: float = field(default_factory=time.monotonic)
+    pending: tuple[LaunchedStep, Draft | None] | None = None
+    "A launched step, and the checkpoint whose shard this rank reported as written in it, if it did."
+
+    def flags(self) -> list[bool]:
+        """What this rank reports in a step: stop requested, checkpoint overdue, shard written."""
+        # Between gradients and the update of the weights, which a checkpoint may still be copying.
+        self.writer.hold_updates()
+        every_s = self.save_every_s
+        late = self.state.group.rank == 0 and every_s is not None and time.monotonic() - self.saved_at >= every_s
+        return [self.stop_requested(), late, self.writer.shard_written()]
+
+    def read(self) -> metrics_log.Line | None:
+        """Wait for the pending step, act on what was reported in it, and return its metrics line; None: none pends."""
+        if self.pending is None:
+            return None
+        (launched, oldest), self.pending = self.pending, None
+        line, votes = read_step(launched, self.progress, self.state.group, self.state.speed)
+        self.stop, self.overdue = self.stop or votes[0] > 0, votes[1] > 0
+        if votes[2] == self.state.group.world_size:
+            self.writer.commit(oldest)
+        return line
+
+    def saved(self) -> None:
+        """A checkpoint has begun; no step is pending."""
+        self.saved_at, self.overdue = time.monotonic(), False
+
+
+def _check_divergence(settings: RankSettings, progress: TrainProgress, step: int) -> None:
     if progress.non_finite == MAX_NON_FINITE_STEPS:
         raise Diverged(
-            f"step {progress.step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in a row, "
+            f"step {step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in a row, "
             f"on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
             "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
         )
-
-
-def train_step(
-    state: TrainState,
-    epoch: int,
-    rows: Rows,
-    progress: TrainProgress,
-    train: TrainConfig,
-    total: int,
-    flags: Callable[[], list[bool]],
-) -> tuple[metrics_log.Line, list[float]]:
-    """One optimizer step over the rows of all ranks; returns its metrics line and the number of ranks that set each
-    flag.
-
-    `flags` is called once the gradients are computed. A step with a non-finite loss or gradient is counted and logged,
-    but not applied.
-    """
-    group, module, strategy = state.group, state.module, state.strategy
-    began, doing = time.perf_counter(), f"working on step {progress.step + 1:,}"
-    rate = optim.learning_rate(progress.step, total, train)
-    for parameters in state.optimizer.param_groups:
-        parameters["lr"] = rate
-    targets = state.num_targets(rows)
-    scale = progress.loss_scale if state.dtype is torch.float16 else 1.0
-    with distributed.explain_lost_peers(group, doing):
-        seed = optim.step_seed(train.seed, progress.step, group.rank)
-        # Strategies average gradients over the ranks; this makes it the sum over all targets.
-        loss_sum, padded = add_gradients(state, rows, factor=scale * group.world_size / targets, seed=seed)
-    # From here on gradients are rescaled and weights partly updated: a failure restarts from the last checkpoint.
-    with state.restart_on_out_of_memory(rows, doing):
-        with distributed.explain_lost_peers(group, doing):
-            norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
-        failpoint(f"rank{group.rank}.step")
-        loss_sums, *votes = distributed.all_sum(group, [loss_sum, *flags()], doing)
-        loss_mean = loss_sums / targets
-        finite = math.isfinite(loss_mean) and math.isfinite(norm)
-        (strategy.step if finite else strategy.discard_gradients)(module, state.optimizer)
-    progress.step += 1
-    record_outcome(progress, loss_mean, norm, finite=finite, scaled=scale > 1)
-    line = {
-        "step": progress.step,
-        "epoch": epoch + 1,
-        "loss": loss_mean,
-        "learning_rate": rate,
-        "grad_norm": norm,
-        "rows": len(rows.numbers),
-        "tokens": int(rows.lengths.sum()),
-        "padded_tokens": padded,
-        "seconds": round(time.perf_counter() - began, 6),
-    }
-    return line, votes
-
-
-def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) -> tuple[float, int]:
-    """Add up the gradients of this rank's share of the rows, each loss times `factor`.
-
-    Returns the sum of the losses and the tokens that all ranks computed, padding included. When memory runs out, the
-    micro-batches are halved: on one rank at once; with several, the others wait in collectives, so all ranks restart.
-    """
-    module, strategy = state.module, state.strategy
-    while True:
-        share, padded = state.micro_batches(rows)
-        torch.manual_seed(seed)
-        loss_sum = torch.zeros((), device=state.group.device)
-        try:
-            for index, positions in enumerate(share, start=1):
-                with nullcontext() if index == len(share) else strategy.no_sync(module):
-                    loss_sum += _micro_batch_loss(state, rows, positions, factor)
-            return loss_sum.item(), padded
-        except (RuntimeError, MemoryError) as error:
-            state.shrink_micro_batches(error, rows, "computing gradients")
-        # Outside the handler: the error kept tensors alive.
-        strategy.discard_gradients(module, state.optimizer)
-        state.release_memory()
-
-
-def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
-    """The sum of the losses of one micro-batch, () fp32, after its backward pass.
-
-    A separate function, so that the logits (a language model's largest tensor) are freed before the next forward pass.
-    """
-    _, loss = state.forward(rows, positions)
-    state.strategy.backward(state.module, loss * factor)
-    return loss.detach()
-
-
-def record_outcome(progress: TrainProgress, loss: float, norm: float, *, finite: bool, scaled: bool) -> None:
-    """Update `progress` after a step; `scaled`: its loss was scaled up for fp16.
-
-    Overflowing fp16 gradients are expected: the scale is halved, and the step does not count as non-finite.
-    """
-    if finite:
-        progress.non_finite, progress.loss = 0, loss
-        progress.calm += 1
-        if progress.calm % LOSS_SCALE_GROWTH_INTERVAL == 0:
-            progress.loss_scale *= 2
-    elif scaled and math.isfinite(loss):
-        progress.loss_scale, progress.calm = progress.loss_scale / 2, 0
-        log.info(
-            "step %d is not applied: gradients overflow at a loss scale above %g", progress.step, progress.loss_scale
-        )
-    else:
-        progress.non_finite += 1
-        log.warning("step %d is not applied: loss %s, gradient norm %s", progress.step, loss, norm)
 
 
 def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:

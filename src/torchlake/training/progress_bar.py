@@ -8,8 +8,8 @@ from torchlake.runs import metrics_log
 from torchlake.training.saving import LOSS
 from torchlake.training.state import TrainProgress
 
-Show = Callable[[int, metrics_log.Line | None], None]
-"Advances by a number of steps and, after a validation, shows its outcome."
+Show = Callable[[int, metrics_log.Line], None]
+"Advances by a number of steps, and shows the metrics line of the step or validation."
 
 
 @contextmanager
@@ -18,17 +18,20 @@ def training_bar(rank: int, progress: TrainProgress, total: int, metric: str) ->
     if rank != 0:
         yield lambda steps, outcome: None
         return
-    validated = ""
+    validated = speed = ""
     with progress_bar("train", total, "steps", done=progress.step) as advance:
 
-        def show(steps: int, outcome: metrics_log.Line | None) -> None:
-            nonlocal validated
-            if outcome is not None:
+        def show(steps: int, outcome: metrics_log.Line) -> None:
+            nonlocal validated, speed
+            if "tokens_per_s" in outcome:
+                share = f", {outcome['mfu']:.0%} of the matrix rate" if "mfu" in outcome else ""
+                speed = f"{outcome['tokens_per_s']:,.0f} tokens/s{share}"
+            else:
                 name = "validation loss" if metric == LOSS else metric
                 validated = f"{name} {_short(outcome[metric])}"
             loss = "" if progress.loss is None else f"loss {_short(progress.loss)}"
             best = "" if progress.best is None else f"best at step {progress.best['step']:,}"
-            advance(steps, [note for note in (loss, validated, best) if note])
+            advance(steps, [note for note in (loss, validated, best, speed) if note])
 
         yield show
 

@@ -107,6 +107,8 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     run = Path(settings["run"])
     reasons = {run / folder.STOP: StopAsked, run / folder.MORE_ROOM: MoreRoom}
     interrupted = run / folder.INTERRUPTED
+    if settings["job"].train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
     before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
 
     def stop_requested() -> bool:

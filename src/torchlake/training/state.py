@@ -7,9 +7,11 @@ both.
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import masking_utils
 
 from torchlake import atomic_io, optim, plugins
 from torchlake.checkpoints import format
@@ -24,17 +28,30 @@ from torchlake.checkpoints.shards import Pieces
 from torchlake.checkpoints.store import STATE
 from torchlake.config.job import TrainConfig
 from torchlake.data import batching, bins, packing
-from torchlake.distributed import Group
-from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
+from torchlake.distributed import Group, to_device
+from torchlake.errors import ConfigError, OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import probes
-from torchlake.models.load import TaskSpec, base_model, load_tokenizer, model_folder
+from torchlake.models.load import TaskSpec, base_model, layers, load_tokenizer, model_folder
+from torchlake.runs.speed import Speed, measure
 from torchlake.training import lora
 from torchlake.training.rows import RankSettings, Rows
 
 log = logging.getLogger(__name__)
 
 MICRO_BATCH = "micro_batch.json"
+aten = torch.ops.aten
+KEPT = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"Operators whose outputs selective activation checkpointing keeps: nearly all of the work is in them."
 
 
 @dataclass(kw_only=True)
@@ -81,8 +98,7 @@ class TrainState:
     "Names of the optimizer's parameters."
     stored: dict[str, torch.Tensor]
     "The tensors of the model that a checkpoint stores (all, or the ones LoRA trains), on the meta device."
-    dtype: torch.dtype | None
-    "Autocast dtype; None: fp32."
+    precision: optim.Precision
     requested_tokens: int
     "train.micro_batch_tokens: tokens, padding included, that this rank may process at once."
     micro_batch_tokens: int
@@ -91,6 +107,9 @@ class TrainState:
     "Where it is stored, so that a restarted run uses it at once."
     filler: np.ndarray
     "(L,) int64, the row that ranks without rows process."
+    speed: Speed
+    data_seconds: float = 0.0
+    "Time spent on reading and padding rows, so far."
     objective: Objective = UNWEIGHTED
     "Class weights and label smoothing of the loss."
     isolates: bool
@@ -103,7 +122,7 @@ class TrainState:
 
         A rank without rows processes the filler, to take part in every collective; its loss is 0.
         """
-        device = self.group.device
+        device, began = self.group.device, time.perf_counter()
         numbers, tokens = rows.numbers[positions], rows.table.tokens
         position_ids: dict[str, torch.Tensor] = {}
         if not len(numbers):
@@ -115,12 +134,17 @@ class TrainState:
         seen = mask
         if isinstance(tokens, bins.Bins) and self.isolates and len(numbers):
             # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
-            position_ids["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
+            position_ids["position_ids"] = to_device(tokens.positions_of(numbers), device)
             seen = np.ones_like(mask)
-        with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+        self.data_seconds += time.perf_counter() - began
+        precision = self.precision
+        with (
+            torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast),
+            _masks_known(packed=bool(position_ids)),
+        ):
             logits = self.module(
-                input_ids=torch.from_numpy(packing.input_ids_of(ids)).to(device),
-                attention_mask=None if seen.all() else torch.from_numpy(seen).to(device),
+                input_ids=to_device(packing.input_ids_of(ids), device),
+                attention_mask=None if seen.all() else to_device(seen, device),
                 **position_ids,
                 **self.task.FORWARD,
             ).logits
@@ -128,9 +152,9 @@ class TrainState:
             return logits[:0], logits.float().sum() * 0
         labels = rows.table.targets
         if labels is not None:
-            targets = torch.from_numpy(labels[numbers]).to(device)
+            targets = to_device(labels[numbers], device)
             return logits, self.task.loss_sum(logits, targets, self.spec, self.objective)
-        following = torch.from_numpy(self.task.targets(ids, mask)).to(device)
+        following = to_device(self.task.targets(ids, mask), device)
         return logits, self.task.loss_sum(logits, following, self.spec)
 
     def num_targets(self, rows: Rows) -> float:
@@ -230,8 +254,19 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     stored, progress = _load_weights(model, None if job.model.lora is None else names, saved)
     equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
+    train = _with_precision(train, model, probe[1], task, group.device)
+    precision = optim.find_precision(train.precision, group.device)
+    speed = measure(
+        layers(model), base.config, per_token=task.PACKED, device=group.device, dtype=precision.dtype or torch.float32
+    )
+    if precision.weights and job.model.lora is not None:
+        _freeze_in(precision.dtype, model)
     if train.activation_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
+        selected = {"context_fn": partial(create_selective_checkpoint_contexts, list(KEPT))}
+        options = selected if train.activation_checkpointing == "selective" else {}
+        # A later transformers 5 renamed it and warns about the old name.
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable({"use_reentrant": False, **options})
     if train.compile:
         # In place: a wrapper would rename the tensors.
         model.compile(dynamic=True)
@@ -252,7 +287,8 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         optimizer=optimizer,
         names=names,
         stored=stored,
-        dtype=optim.autocast_dtype(train.precision, group.device),
+        precision=precision,
+        speed=speed,
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
         limit_file=Path(settings.run) / MICRO_BATCH,
@@ -260,6 +296,63 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         isolates=isolates,
         equal_lengths=equal_lengths,
     ), progress
+
+
+def _with_precision(
+    train: TrainConfig, model: nn.Module, row: np.ndarray, task: ModuleType, device: torch.device
+) -> TrainConfig:
+    """`train` with bf16 instead of "auto" for a model that cannot compute with 16-bit weights.
+
+    Raises ConfigError if they were asked for by name.
+    """
+    precision = optim.find_precision(train.precision, device)
+    if precision.dtype is None or not precision.weights:
+        return train
+    obstacle = probes.obstacle_in(precision.dtype, model, row, task.FORWARD)
+    if obstacle is None:
+        return train
+    if train.precision != "auto":
+        raise ConfigError(
+            f"train.precision=bf16_weights: {type(model).__name__} cannot compute with weights in bf16 ({obstacle}). "
+            "Take train.precision=bf16, which converts the operands of each operation."
+        )
+    log.info("precision bf16 (autocast), because the model cannot compute with weights in bf16: %s", obstacle)
+    return train.model_copy(update={"precision": "bf16"})
+
+
+@contextmanager
+def _masks_known(*, packed: bool) -> Iterator[None]:
+    """Let transformers build attention masks without values from the device; `packed`: positions restart inside rows.
+
+    In each forward pass it looks whether a mask has padding and whether positions restart, and the host waits until the
+    device has finished everything before. `forward` knows: it gives a mask only for padding. Another version of
+    transformers that lacks these functions looks itself.
+    """
+    answers = {"is_tracing": _look_at_no_value} | ({} if packed else {"find_packed_sequence_indices": _not_packed})
+    before = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
+    for name in before:
+        setattr(masking_utils, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masking_utils, name, function)
+
+
+def _look_at_no_value(tensor: torch.Tensor | None = None) -> bool:
+    """Where values may decide, take the branch that is right for any."""
+    return True
+
+
+def _not_packed(position_ids: torch.Tensor) -> None:
+    """Each row is one text."""
+
+
+def _freeze_in(dtype: torch.dtype | None, model: nn.Module) -> None:
+    """Convert frozen weights, which checkpoints do not store, one by one; no fp32 copy of them is kept."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _load_weights(

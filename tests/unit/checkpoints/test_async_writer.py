@@ -4,11 +4,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from torchlake.checkpoints import async_writer, format, shards
+from torchlake.checkpoints import async_writer, format, shards, snapshot
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import FolderStore
 from torchlake.distributed import Group
@@ -31,7 +32,7 @@ def exchange(writer: CheckpointWriter) -> bool:
     """What the loop does at each step."""
     shard_written = writer.shard_written()
     if shard_written:
-        writer.commit_oldest()
+        writer.commit(writer.oldest())
     return shard_written
 
 
@@ -106,3 +107,28 @@ def test_what_is_unfinished_when_the_loop_fails_is_abandoned(tmp_path: Path) -> 
         raise RuntimeError("diverged")
     assert kept(tmp_path) == []
     assert threading.active_count() == threads
+
+
+def test_updates_wait_for_copies_until_the_shard_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the thread waits for the copies before it writes."""
+    events: list[str] = []
+    monkeypatch.setattr(snapshot.Snapshot, "hold_updates", lambda self: events.append("held"))
+    monkeypatch.setattr(snapshot.Snapshot, "wait", lambda self: events.append("copied"))
+    write, may_write = format.write_shard, threading.Event()
+
+    def written(*arguments: Any) -> None:
+        may_write.wait()
+        events.append("written")
+        write(*arguments)
+
+    monkeypatch.setattr(format, "write_shard", written)
+    with async_writer.checkpoint_writer(ALONE, nullcontext) as writer:
+        writer.hold_updates()
+        assert events == [], "there is no checkpoint yet"
+        begin(writer, tmp_path, 1, torch.ones(3))
+        writer.hold_updates()
+        may_write.set()
+        writer.finish()
+        writer.hold_updates()
+    assert sorted(events) == ["copied", "held", "written"]
+    assert events.index("copied") < events.index("written")

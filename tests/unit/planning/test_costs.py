@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -20,14 +21,17 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from torchlake.optim import ComputeWeights
 from torchlake.planning import costs
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
 from torchlake.planning.survey import _shape
+from torchlake.training import state
 
 TOLERANCE = 0.08
 CLUSTER = Cluster(flops=1e12, within=Link(bandwidth=1e11, latency=1e-5), across=Link(bandwidth=1e10, latency=1e-4))
 FP32 = ComputeSettings(bf16=False, gpu=False)
 BF16 = ComputeSettings(bf16=True, gpu=False)
+WEIGHTS = ComputeSettings(bf16=True, gpu=False, weights=True)
 BERT = {
     "vocab_size": 100,
     "hidden_size": 64,
@@ -98,13 +102,14 @@ def saved_bytes(model: torch.nn.Module, rows: int, length: int, setting: Compute
 
     ids = torch.randint(2, 100, (rows, length))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", torch.bfloat16, enabled=setting.bf16):
-            logits = model(input_ids=ids).logits
+        computed = ComputeWeights(model, torch.bfloat16) if setting.weights else model
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.bf16 and not setting.weights):
+            logits = computed(input_ids=ids).logits
         torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), torch.zeros(logits[..., 0].numel()).long())
     return sum(nbytes for nbytes, _ in kept.values())
 
 
-@pytest.mark.parametrize("setting", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("setting", [FP32, BF16, WEIGHTS], ids=["fp32", "bf16", "bf16_weights"])
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
@@ -152,6 +157,33 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer() -> None:
     assert whole - less == 8 * 64 * (11 * costs.layer_bytes(shape(), 64, FP32) - 12 * 4 * 768)
 
 
+@pytest.mark.parametrize("setting", [FP32, WEIGHTS], ids=["fp32", "bf16_weights"])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_selective_checkpointing_keeps_the_outputs_of_products(kind: str, setting: ComputeSettings) -> None:
+    """The bytes that the kept operators return in a forward pass, beside what each layer and one whole layer keep."""
+    kept = 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal kept
+            result = func(*args, **(kwargs or {}))
+            if func in state.KEPT:
+                kept += sum(each.nbytes for each in (result if isinstance(result, tuple) else (result,)))
+            return result
+
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**BERT, **plain) if kind == "bert" else LlamaConfig(**LLAMA)
+    model = BertForSequenceClassification(config) if kind == "bert" else LlamaForSequenceClassification(config)
+    layers = model.base_model.encoder.layer if kind == "bert" else model.base_model.layers
+    computed = ComputeWeights(model, torch.bfloat16) if setting.weights else model
+    with Counting():
+        computed(input_ids=torch.randint(3, 100, (4, 32)))
+    found = _shape(config, layers[0], len(layers), False)
+    whole = replace(setting, checkpointing=True)
+    planned = [costs.activation_bytes(found, 4, 32, one) for one in (whole, replace(whole, selective=True))]
+    assert planned[1] - planned[0] == pytest.approx(kept, rel=TOLERANCE)
+
+
 def test_attention_without_a_fused_kernel_keeps_its_probabilities() -> None:
     fused, plain = shape(), shape(fused=False)
     grown = costs.layer_bytes(plain, 512, FP32) - costs.layer_bytes(plain, 256, FP32)
@@ -177,6 +209,17 @@ def test_sixteen_bytes_a_parameter_in_fp32() -> None:
     assert parts["deepspeed stage=2"] == (4e6, 1e6, 3e6)
     assert parts["deepspeed stage=3"] == (1e6, 1e6, 3e6)
     assert of["fsdp reshard=true"].gathered < of["fsdp reshard=false"].gathered
+
+
+def test_eighteen_bytes_a_parameter_with_copies_in_sixteen_bits() -> None:
+    """Weights of 4 bytes and their copies of 2, gradients and two moments of 4; a frozen base has 2."""
+    whole = costs.memory(SHARDINGS[0], parameters(1_000_000), WEIGHTS, ranks=1, activations=0.0, accumulates=True)
+    assert (whole.weights, whole.gradients, whole.optimizer) == (6e6, 4e6, 8e6)
+    adapted = parameters(1_000_000, trainable=10_000)
+    little = costs.memory(SHARDINGS[0], adapted, WEIGHTS, ranks=1, activations=0.0, accumulates=True)
+    assert little.weights == 2 * 990_000 + 6 * 10_000
+    sharded = costs.memory(SHARDINGS[3], parameters(1_000_000), WEIGHTS, ranks=4, activations=0.0, accumulates=True)
+    assert (sharded.weights, sharded.gradients, sharded.optimizer) == (1e6, 1e6, 2e6)
 
 
 def test_gradients_come_as_activations_go() -> None:

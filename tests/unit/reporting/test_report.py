@@ -59,6 +59,10 @@ def step(number: int, loss: Any = None) -> dict[str, Any]:
         "rows": 32,
         "tokens": 640,
         "seconds": 0.1,
+        "data_seconds": 0.01,
+        "wait_seconds": 0.02,
+        "peak_memory_bytes": 2**30,
+        "mfu": 0.25,
     }
 
 
@@ -110,6 +114,10 @@ def test_a_finished_run(finished: Path) -> None:
         "seconds_in_steps": 10.0,
         "rows_per_s": 320.0,
         "tokens_per_s": 6400.0,
+        "mfu": 0.25,
+        "seconds_in_data": 1.0,
+        "seconds_waited": 2.0,
+        "peak_memory_bytes": 2**30,
         "steps_not_applied": 1,
     }
     assert facts["data"]["rows_in_epoch_1"] == 1600
@@ -152,7 +160,7 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     (folder / "logs" / "rank_0.jsonl").write_text(json.dumps(entry) + '\n{"torn')
     page = Page(report(folder).read_text())
     assert not {"script", "img", "b"} & (set(page.tags) - {"b"})
-    assert page.tags.count("b") == page.text.count("a second") + 2  # the tiles' own
+    assert page.tags.count("b") == page.text.count("a second") + 4  # the tiles' own
     assert attack in page.text
 
 

@@ -1,6 +1,7 @@
 """What may be asked of a training besides its recipe: precision, memory, LoRA, how it is stored and shared out."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import tiny
+import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
 from torchlake.data import batching
@@ -53,12 +56,52 @@ def test_a_loss_scale_that_is_too_large_is_halved_on_all_ranks(
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
-def test_activations_computed_again_change_nothing(tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int) -> None:
+@pytest.mark.parametrize("which", [pytest.param(True, marks=SLOW), "selective"])
+def test_activations_computed_again_change_nothing(
+    tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int, which: bool | str
+) -> None:
     sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy=strategy)
     runs.succeed(tmp_path / "kept", sections, ranks=ranks)
-    sections["train"]["activation_checkpointing"] = True
+    sections["train"]["activation_checkpointing"] = which
     runs.succeed(tmp_path / "again", sections, ranks=ranks)
     assert runs.losses(tmp_path / "again") == pytest.approx(runs.losses(tmp_path / "kept"), abs=TOLERANCE)
+
+
+def products_in_a_step(folder: Path, base: Path, which: bool | str) -> tuple[list[float], int]:
+    """The losses of a short run, and the matrix products of its steps."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from torchlake.training import loop
+    from torchlake.training import step as steps
+
+    products = 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal products
+            products += func in state.KEPT
+            return func(*args, **(kwargs or {}))
+
+    def counted(*arguments: Any) -> Any:
+        with Counting():
+            return train_step(*arguments)
+
+    train_step = steps.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", counted)
+        sections = runs.job(folder, base, rows=24, epochs=1, activation_checkpointing=which)
+        tl.train(run=folder / str(which), engine=runs.Inline(1), **sections)
+    return runs.losses(folder / str(which)), products
+
+
+def test_selective_checkpointing_computes_no_product_again(tmp_path: Path) -> None:
+    """With dropout: what is computed again draws the same numbers."""
+    base = tiny.build_encoder(tmp_path / "base", dropout=0.1)
+    (plain, few), (whole, more), (kept, same) = (
+        products_in_a_step(tmp_path, base, which) for which in (False, True, "selective")
+    )
+    assert plain == whole == kept
+    assert few == same < more
 
 
 @pytest.mark.slow  # a minute of compiling

@@ -1,0 +1,238 @@
+"""One optimizer step on this rank: launched without waiting for the device, and read a step later.
+
+    host      launch step n | launch step n + 1 | read n | launch n + 2 | read n + 1
+    device          step n ............| step n + 1 ............| step n + 2
+
+The device itself decides whether gradients are finite and the step is applied. The loss, the norm and the ranks' flags
+come back as one vector, which the host reads after it has launched the next step, so the device never runs out of work.
+Cost: what the numbers lead to (a stop, a warning, the end after non-finite steps) comes one step later. The fp16 loss
+scale of a step depends on the outcome of the one before, so with fp16 each step is read before the next.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchlake import distributed, optim
+from torchlake.config.job import TrainConfig
+from torchlake.distributed import Reading
+from torchlake.failpoints import failpoint
+from torchlake.runs import metrics_log
+from torchlake.runs.speed import Speed, peak_memory
+from torchlake.training.rows import RankSettings, Rows, pack_rows
+from torchlake.training.state import TrainProgress, TrainState
+
+log = logging.getLogger(__name__)
+
+LOSS_SCALE_GROWTH_INTERVAL = 2_000
+"Steps with finite gradients after which the fp16 loss scale doubles (Micikevicius et al. 2018)."
+
+Mark = float | torch.cuda.Event
+"A point in time, of the device if it is a GPU."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
+    """A step that the device may still be computing."""
+
+    line: metrics_log.Line
+    "What its metrics line has beside the numbers of the device."
+    numbers: Reading
+    "The loss summed over all ranks, the number of ranks that set each flag, the norm of the gradient."
+    targets: float
+    "The divisor of the loss."
+    scaled: bool
+    "The loss was scaled up for fp16."
+    operations: float
+    "Floating-point operations that its tokens need."
+    began: Mark
+    ended: Mark
+
+
+def train_step(
+    state: TrainState,
+    epoch: int,
+    rows: Rows,
+    progress: TrainProgress,
+    train: TrainConfig,
+    total: int,
+    flags: Callable[[], list[bool]],
+) -> LaunchedStep:
+    """Launch one optimizer step over the rows of all ranks, and count it.
+
+    `flags` is called once the gradients are launched, before the update is. A step with a non-finite loss or gradient
+    is not applied.
+    """
+    group, module, strategy = state.group, state.module, state.strategy
+    before_rows = state.data_seconds
+    began, doing = _mark(group.device), f"working on step {progress.step + 1:,}"
+    rate = optim.learning_rate(progress.step, total, train)
+    for parameters in state.optimizer.param_groups:
+        parameters["lr"] = rate
+    targets = state.num_targets(rows)
+    scale = progress.loss_scale if state.precision.dtype is torch.float16 else 1.0
+    with distributed.explain_lost_peers(group, doing):
+        seed = optim.step_seed(train.seed, progress.step, group.rank)
+        # Strategies average gradients over the ranks; this makes it the sum over all targets.
+        loss_sum, padded = add_gradients(state, rows, factor=scale * group.world_size / targets, seed=seed)
+    # From here on gradients are rescaled and weights partly updated: a failure restarts from the last checkpoint.
+    with state.restart_on_out_of_memory(rows, doing):
+        with distributed.explain_lost_peers(group, doing):
+            norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
+        failpoint(f"rank{group.rank}.step")
+        votes = distributed.to_device(np.array(flags(), dtype=np.float64), group.device)
+        sums = distributed.sum_on_device(group, torch.cat([loss_sum.double()[None], votes]), doing)
+        norm = norm.to(group.device, torch.float64)
+        strategy.step(module, state.optimizer, (sums[0] + norm).isfinite())
+        numbers = distributed.start_reading(torch.cat([sums, norm[None]]))
+    progress.step += 1
+    line = {
+        "step": progress.step,
+        "epoch": epoch + 1,
+        "learning_rate": rate,
+        "rows": len(rows.numbers),
+        "tokens": int(rows.lengths.sum()),
+        "padded_tokens": padded,
+        "data_seconds": round(state.data_seconds - before_rows, 6),
+    }
+    return LaunchedStep(
+        line=line,
+        numbers=numbers,
+        targets=targets,
+        scaled=scale > 1,
+        operations=state.speed.operations(rows.lengths),
+        began=began,
+        ended=_mark(group.device),
+    )
+
+
+def largest_batch(training: Rows, state: TrainState, settings: RankSettings) -> Rows:
+    """Rows of which each rank gets the largest micro-batch that the run can have, twice if a batch has several.
+
+    For language models these are blocks of the first epoch. Cost: a sort of all lengths.
+    """
+    rows, train, ranks = pack_rows(training, settings.spec), settings.job.train, state.group.world_size
+    lengths, limit, share = rows.lengths, state.micro_batch_tokens, math.ceil(train.batch_size / ranks)
+    sizes = np.unique(lengths)
+    counts = np.minimum(share, np.maximum(1, limit // np.maximum(sizes, 1)))
+    chosen = int(np.argmax(counts * sizes + sizes / (sizes.max() + 1)))  # of equal products the longest rows
+    fitting = np.flatnonzero(lengths <= sizes[chosen])
+    number = min(train.batch_size, 2 * int(counts[chosen]) * ranks)
+    return Rows(rows.table, rows.numbers[fitting[np.argsort(lengths[fitting], kind="stable")[-number:]]])
+
+
+def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
+    """Compute gradients and an optimizer step over `rows` without changing weights, moments or random numbers.
+
+    Memory that runs out here costs seconds; on several ranks in the middle of a run it costs the steps since the last
+    checkpoint. The step is one that the device skips; it creates the moments, which start at 0.
+    """
+    devices = [state.group.device] if state.group.device.type == "cuda" else []
+    doing = "trying the largest micro-batch"
+    with torch.random.fork_rng(devices):
+        with distributed.explain_lost_peers(state.group, doing):
+            add_gradients(state, rows, factor=1.0, seed=0)
+        with state.restart_on_out_of_memory(rows, doing), distributed.explain_lost_peers(state.group, doing):
+            state.strategy.clip_norm(state.module, math.inf if train.clip_norm is None else train.clip_norm, 1.0)
+            skipped = torch.zeros((), dtype=torch.bool, device=state.group.device)
+            state.strategy.step(state.module, state.optimizer, skipped)
+
+
+def read_step(
+    launched: LaunchedStep, progress: TrainProgress, group: distributed.Group, speed: Speed
+) -> tuple[metrics_log.Line, list[float]]:
+    """Wait for a step and record its outcome in `progress`; returns its metrics line and the number of ranks that set
+    each flag. Steps are read in their order.
+    """
+    line, began = launched.line, time.perf_counter()
+    with distributed.explain_lost_peers(group, f"waiting for step {line['step']:,}"):
+        loss_sum, *votes, norm = launched.numbers.wait()
+    waited = time.perf_counter() - began
+    loss = loss_sum / launched.targets
+    record_outcome(progress, line["step"], loss, norm, scaled=launched.scaled)
+    seconds = _between(launched.began, launched.ended)
+    share = speed.share(launched.operations, seconds, group.world_size)
+    measured = {
+        "seconds": round(seconds, 6),
+        "wait_seconds": round(waited, 6),
+        "tokens_per_s": round(line["tokens"] / seconds, 1),
+        "peak_memory_bytes": peak_memory(group.device),
+        **({} if share is None else {"mfu": round(share, 4)}),
+    }
+    return {**line, "loss": loss, "grad_norm": norm, **measured}, votes
+
+
+def _mark(device: torch.device) -> Mark:
+    """Now; on a GPU, when it gets here."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(first: Mark, second: Mark) -> float:
+    """Seconds between two marks that have passed."""
+    if isinstance(first, float) and isinstance(second, float):
+        return second - first
+    assert isinstance(first, torch.cuda.Event), "both are of one device"
+    assert isinstance(second, torch.cuda.Event), "both are of one device"
+    return float(first.elapsed_time(second)) / 1e3
+
+
+def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) -> tuple[torch.Tensor, int]:
+    """Add up the gradients of this rank's share of the rows, each loss times `factor`.
+
+    Returns the sum of the losses, () on the device, and the tokens that all ranks computed, padding included. When
+    memory runs out, the micro-batches are halved: on one rank at once; with several, the others wait in collectives, so
+    all ranks restart.
+    """
+    module, strategy = state.module, state.strategy
+    while True:
+        share, padded = state.micro_batches(rows)
+        torch.manual_seed(seed)
+        loss_sum = torch.zeros((), device=state.group.device)
+        try:
+            for index, positions in enumerate(share, start=1):
+                with nullcontext() if index == len(share) else strategy.no_sync(module):
+                    loss_sum += _micro_batch_loss(state, rows, positions, factor)
+            return loss_sum, padded
+        except (RuntimeError, MemoryError) as error:
+            state.shrink_micro_batches(error, rows, "computing gradients")
+        # Outside the handler: the error kept tensors alive.
+        strategy.discard_gradients(module, state.optimizer)
+        state.release_memory()
+
+
+def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
+    """The sum of the losses of one micro-batch, () fp32, after its backward pass.
+
+    A separate function, so that the logits (a language model's largest tensor) are freed before the next forward pass.
+    """
+    _, loss = state.forward(rows, positions)
+    state.strategy.backward(state.module, loss * factor)
+    return loss.detach()
+
+
+def record_outcome(progress: TrainProgress, step: int, loss: float, norm: float, *, scaled: bool) -> None:
+    """Update `progress` by the outcome of a step; `scaled`: its loss was scaled up for fp16.
+
+    Overflowing fp16 gradients are expected: the scale is halved, and the step does not count as non-finite.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        progress.non_finite, progress.loss = 0, loss
+        progress.calm += 1
+        if progress.calm % LOSS_SCALE_GROWTH_INTERVAL == 0:
+            progress.loss_scale *= 2
+    elif scaled and math.isfinite(loss):
+        progress.loss_scale, progress.calm = progress.loss_scale / 2, 0
+        log.info("step %d is not applied: gradients overflow at a loss scale above %g", step, progress.loss_scale)
+    else:
+        progress.non_finite += 1
+        log.warning("step %d is not applied: loss %s, gradient norm %s", step, loss, norm)
