@@ -95,17 +95,20 @@ class TrainState:
     "Class weights and label smoothing of the loss."
     isolates: bool
     "Whether attention stays within rows whose position ids restart; else the rows of a block are unpacked."
+    chunked: bool
+    "Whether the model computes the loss in chunks, and returns it in place of the logits."
     equal_lengths: bool
     "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
 
     def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, C) or (B, L, V) of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
 
-        A rank without rows processes the filler, to take part in every collective; its loss is 0.
+        A rank without rows processes the filler, to take part in every collective; its loss is 0. A model that computes
+        the loss in chunks returns no logits; the loss is there twice.
         """
         device = self.group.device
         numbers, tokens = rows.numbers[positions], rows.table.tokens
-        position_ids: dict[str, torch.Tensor] = {}
+        options: dict[str, torch.Tensor] = {}
         if not len(numbers):
             ids, mask = self.filler[None], np.ones((1, len(self.filler)), dtype=np.int64)
         elif isinstance(tokens, bins.Bins) and not self.isolates:
@@ -115,15 +118,20 @@ class TrainState:
         seen = mask
         if isinstance(tokens, bins.Bins) and self.isolates and len(numbers):
             # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
-            position_ids["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
+            options["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
             seen = np.ones_like(mask)
+        if self.chunked and len(numbers):
+            options["targets"] = torch.from_numpy(self.task.targets(ids, mask)).to(device)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
-            logits = self.module(
+            answer = self.module(
                 input_ids=torch.from_numpy(packing.input_ids_of(ids)).to(device),
                 attention_mask=None if seen.all() else torch.from_numpy(seen).to(device),
-                **position_ids,
+                **options,
                 **self.task.FORWARD,
-            ).logits
+            )
+        if isinstance(answer, torch.Tensor):
+            return answer, answer
+        logits = answer.logits
         if not len(numbers):
             return logits[:0], logits.float().sum() * 0
         labels = rows.table.targets
@@ -230,6 +238,10 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     stored, progress = _load_weights(model, None if job.model.lora is None else names, saved)
     equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
+    dtype = optim.autocast_dtype(train.precision, group.device)
+    # In fp16 small gradients vanish, unless the loss is scaled up before them.
+    chunked = task.PACKED and dtype is not torch.float16
+    chunked = chunked and task.chunk_loss(base, probe[1], tokens=train.micro_batch_tokens, compiled=train.compile)
     if train.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if train.compile:
@@ -252,12 +264,13 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         optimizer=optimizer,
         names=names,
         stored=stored,
-        dtype=optim.autocast_dtype(train.precision, group.device),
+        dtype=dtype,
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
         limit_file=Path(settings.run) / MICRO_BATCH,
         filler=probe[0],
         isolates=isolates,
+        chunked=chunked,
         equal_lengths=equal_lengths,
     ), progress
 
