@@ -29,7 +29,7 @@ from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import probes
 from torchlake.models.load import TaskSpec, base_model, load_tokenizer, model_folder
-from torchlake.training import lora
+from torchlake.training import kernels, lora
 from torchlake.training.rows import RankSettings, Rows
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class TrainState:
     "Class weights and label smoothing of the loss."
     isolates: bool
     "Whether attention stays within rows whose position ids restart; else the rows of a block are unpacked."
+    one_line: bool
+    "Whether packed blocks are joined to one line, in which flash attention finds restarting positions."
     chunked: bool
     "Whether the model computes the loss in chunks, and returns it in place of the logits."
     equal_lengths: bool
@@ -120,6 +122,9 @@ class TrainState:
             # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
             options["position_ids"] = torch.from_numpy(tokens.positions_of(numbers)).to(device)
             seen = np.ones_like(mask)
+            if self.one_line:
+                ids, mask, seen = ids.reshape(1, -1), mask.reshape(1, -1), seen.reshape(1, -1)
+                options["position_ids"] = options["position_ids"].reshape(1, -1)
         if self.chunked and len(numbers):
             options["targets"] = torch.from_numpy(self.task.targets(ids, mask)).to(device)
         with torch.autocast(device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None):
@@ -244,9 +249,13 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     chunked = chunked and task.chunk_loss(base, probe[1], tokens=train.micro_batch_tokens, compiled=train.compile)
     if train.activation_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
+    attention = job.model.attention
+    if attention == "flash" and isolates:
+        isolates = kernels.passes_positions(base, torch.from_numpy(probe[1])[None], task.FORWARD)
+    # After the probes, which compute on the CPU in fp32.
+    kernels.set_attention(base, attention, device=group.device, dtype=dtype)
     if train.compile:
-        # In place: a wrapper would rename the tensors.
-        model.compile(dynamic=True)
+        kernels.compile_layers(base, static=spec.problem == "next_token")
     module, optimizer = _wrap(strategy, model, group, train)
     if saved is not None:
         with format.open_tensors(saved, format.OPTIMIZER) as tensors:
@@ -270,6 +279,7 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         limit_file=Path(settings.run) / MICRO_BATCH,
         filler=probe[0],
         isolates=isolates,
+        one_line=attention == "flash",
         chunked=chunked,
         equal_lengths=equal_lengths,
     ), progress
