@@ -185,6 +185,13 @@ def mark_fault() -> None:
     mark(Path(os.environ[RUN]), "fault")
 
 
+def small_chunks() -> None:
+    """For stubs: the loss of a language model in chunks of 7 tokens or so."""
+    from torchlake.tasks import _chunked_loss
+
+    _chunked_loss.CHUNK_BYTES = 7 * 4 * 400
+
+
 def succeed(run: Path, sections: dict[str, Any], **options: Any) -> Attempt:
     """`attempt`, which must end well."""
     done = attempt(run, sections, **options)

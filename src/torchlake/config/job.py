@@ -118,6 +118,9 @@ class ModelConfig(BaseModel):
     max_length: Int | None = Field(default=None, ge=2)
     """Maximum tokens of a row, including special tokens; for text generation, tokens of a block. null: the model's
     maximum, at most 512."""
+    attention: Literal["auto", "sdpa", "flash", "flex", "eager"] = "auto"
+    """Implementation of attention in training; auto: the default of transformers. flash needs a GPU, flash-attn and 16
+    bits; flex needs a GPU."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of all weights; null: train all weights."""
 
@@ -157,7 +160,7 @@ class TrainConfig(BaseModel):
     """Recompute each layer's activations in the backward pass instead of keeping them: a third slower, far less memory.
     selective: keep the outputs of matrix products and attention and recompute the rest, which is little work."""
     compile: Bool = False
-    """Compile the model with torch.compile: takes minutes at the start, faster steps on GPUs."""
+    """Compile the model's layers with torch.compile: takes a minute at the start, faster steps on GPUs."""
     strategy: StrategyName = "auto"
     """How ranks share the model: a file in torchlake/strategies; auto: single for 1 rank, else ddp."""
     ddp: DdpOptions = DdpOptions()

@@ -17,6 +17,8 @@ Not included: the optimizer's own time, kernel launches, validation, checkpoints
 import math
 from dataclasses import dataclass
 
+from torchlake.loss import CHUNK_BYTES
+
 MIB = 2**20
 DEEPSPEED_BUCKET = 500_000_000
 "Elements that DeepSpeed reduces at once: the size of its buffer, limited by the number of gradients."
@@ -57,6 +59,8 @@ class Shape:
     outputs: int
     "Classes or words."
     output_per_token: bool
+    output_trained: bool = True
+    "Whether the layer that makes the outputs is trained."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,9 +247,20 @@ def activation_bytes(shape: Shape, rows: int, length: int, setting: ComputeSetti
         layers = shape.layers * (_size_of_residual(setting) * shape.hidden + kept) + layer
     # The embeddings' norm and dropout, and the last layer's output or the final norm.
     ends = _size_of_residual(setting) * shape.hidden * (2 + (shape.dropouts > 0))
-    answers = tokens if shape.output_per_token else rows
-    head = answers * (shape.outputs * (10 if setting.bf16 else 8) + 8 * shape.hidden)
-    return tokens * (layers + ends) + head
+    return tokens * (layers + ends) + head_bytes(shape, tokens if shape.output_per_token else rows, setting)
+
+
+def head_bytes(shape: Shape, answers: int, setting: ComputeSettings) -> float:
+    """Return the bytes of the logits, the loss and their gradients, for `answers` rows or tokens.
+
+    A language model's loss is computed in chunks: the logits of one, its fp32 copy, log-softmax and gradient, and the
+    gradients of the hidden states and of the head's weight, the latter in fp32 beside the chunk's.
+    """
+    logits, size = answers * shape.outputs, 2 if setting.bf16 else 4
+    if not shape.output_per_token or 4 * logits <= CHUNK_BYTES:
+        return float(logits * (10 if setting.bf16 else 8) + answers * 8 * shape.hidden)
+    weight = shape.outputs * shape.hidden * (4 + size) if shape.output_trained else 0
+    return float(CHUNK_BYTES // 4 * (12 if setting.bf16 else 8) + weight + answers * (size + 8) * shape.hidden)
 
 
 def _kept_bytes(shape: Shape, length: int, setting: ComputeSettings) -> int:

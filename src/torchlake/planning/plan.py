@@ -243,6 +243,8 @@ def _left_out(job: Job) -> tuple[str, ...]:
     train = job.train
     options = {
         "train.fsdp.shard_ranks (counted as all ranks)": train.fsdp.shard_ranks is not None,
+        "train.precision=fp16, in which a language model's logits stay whole": train.precision == "fp16"
+        and plugins.load("tasks", job.model.task).PACKED,
         "train.fsdp.cpu_offload": train.fsdp.cpu_offload,
         "train.deepspeed.offload_optimizer": train.deepspeed.offload_optimizer,
         "train.deepspeed.offload_parameters": train.deepspeed.offload_parameters,

@@ -160,6 +160,7 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
     layers = max(lists, key=_numbers)
     times = getattr(config, "num_hidden_layers", None) or len(layers)
     shape = _shape(config, max(layers, key=_numbers), times, per_token)
+    shape = replace(shape, output_trained=not per_token or job.model.lora is None)
     parameters = _parameters(model, layers, times / len(layers))
     return shape, parameters if job.model.lora is None else _with_lora(parameters, model, layers, job.model.lora)
 

@@ -48,6 +48,7 @@ class ModelSection(TypedDict, total=False):
     base: str | Path
     task: str
     max_length: int | None
+    attention: Literal["auto", "sdpa", "flash", "flex", "eager"]
     lora: LoraOptions | LoraSection | None
 
 

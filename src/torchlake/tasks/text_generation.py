@@ -25,6 +25,7 @@ from torchlake.tasks._chat import is_chat, marks_answers, render_chats, tokenize
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = [
     "AUTO_CLASS",
@@ -34,6 +35,7 @@ __all__ = [
     "NO_TARGET",
     "PACKED",
     "PROBLEMS",
+    "chunk_loss",
     "conversations",
     "documents",
     "flat",
@@ -130,6 +132,19 @@ def loss_sum(logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec) ->
     return functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
     )
+
+
+def chunk_loss(model: "nn.Module", row: np.ndarray, *, tokens: int, compiled: bool) -> bool:
+    """Let the model return the loss of `loss_sum` if called with `targets`, without holding a micro-batch's logits.
+
+    Returns whether it can; see `_chunked_loss.attach`. `row` (L,) int64: token ids; `tokens`: the most of one call.
+    """
+    import torch
+
+    from torchlake.tasks import _chunked_loss
+
+    ids = torch.from_numpy(row)[None]
+    return _chunked_loss.attach(model, ids, FORWARD, tokens=tokens, compiled=compiled)
 
 
 def num_targets(lengths: np.ndarray, spec: TaskSpec) -> int:

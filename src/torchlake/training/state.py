@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import masking_utils
 
 from torchlake import atomic_io, optim, plugins
 from torchlake.checkpoints import format
@@ -29,29 +26,17 @@ from torchlake.checkpoints.store import STATE
 from torchlake.config.job import TrainConfig
 from torchlake.data import batching, bins, packing
 from torchlake.distributed import Group, to_device
-from torchlake.errors import ConfigError, OutOfMemory, UsageError, ran_out_of_memory
+from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models import probes
 from torchlake.models.load import TaskSpec, base_model, layers, load_tokenizer, model_folder
 from torchlake.runs.speed import Speed, measure
-from torchlake.training import lora
+from torchlake.training import kernels, lora
 from torchlake.training.rows import RankSettings, Rows
 
 log = logging.getLogger(__name__)
 
 MICRO_BATCH = "micro_batch.json"
-aten = torch.ops.aten
-KEPT = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
-"Operators whose outputs selective activation checkpointing keeps: nearly all of the work is in them."
 
 
 @dataclass(kw_only=True)
@@ -114,17 +99,22 @@ class TrainState:
     "Class weights and label smoothing of the loss."
     isolates: bool
     "Whether attention stays within rows whose position ids restart; else the rows of a block are unpacked."
+    one_line: bool
+    "Whether packed blocks are joined to one line, in which flash attention finds restarting positions."
+    chunked: bool
+    "Whether the model computes the loss in chunks, and returns it in place of the logits."
     equal_lengths: bool
     "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
 
     def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, C) or (B, L, V) of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
 
-        A rank without rows processes the filler, to take part in every collective; its loss is 0.
+        A rank without rows processes the filler, to take part in every collective; its loss is 0. A model that computes
+        the loss in chunks returns no logits; the loss is there twice.
         """
         device, began = self.group.device, time.perf_counter()
         numbers, tokens = rows.numbers[positions], rows.table.tokens
-        position_ids: dict[str, torch.Tensor] = {}
+        options: dict[str, torch.Tensor] = {}
         if not len(numbers):
             ids, mask = self.filler[None], np.ones((1, len(self.filler)), dtype=np.int64)
         elif isinstance(tokens, bins.Bins) and not self.isolates:
@@ -134,20 +124,29 @@ class TrainState:
         seen = mask
         if isinstance(tokens, bins.Bins) and self.isolates and len(numbers):
             # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
-            position_ids["position_ids"] = to_device(tokens.positions_of(numbers), device)
+            options["position_ids"] = to_device(tokens.positions_of(numbers), device)
             seen = np.ones_like(mask)
+            if self.one_line:
+                ids, mask, seen = ids.reshape(1, -1), mask.reshape(1, -1), seen.reshape(1, -1)
+                options["position_ids"] = options["position_ids"].reshape(1, -1)
+        packed = bool(options)
+        if self.chunked and len(numbers):
+            options["targets"] = to_device(self.task.targets(ids, mask), device)
         self.data_seconds += time.perf_counter() - began
         precision = self.precision
         with (
             torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast),
-            _masks_known(packed=bool(position_ids)),
+            kernels.masks_known(packed=packed),
         ):
-            logits = self.module(
+            answer = self.module(
                 input_ids=to_device(packing.input_ids_of(ids), device),
                 attention_mask=None if seen.all() else to_device(seen, device),
-                **position_ids,
+                **options,
                 **self.task.FORWARD,
-            ).logits
+            )
+        if isinstance(answer, torch.Tensor):
+            return answer, answer
+        logits = answer.logits
         if not len(numbers):
             return logits[:0], logits.float().sum() * 0
         labels = rows.table.targets
@@ -254,22 +253,24 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     stored, progress = _load_weights(model, None if job.model.lora is None else names, saved)
     equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
-    train = _with_precision(train, model, probe[1], task, group.device)
+    train = kernels.usable_precision(train, model, probe[1], task, group.device)
     precision = optim.find_precision(train.precision, group.device)
     speed = measure(
         layers(model), base.config, per_token=task.PACKED, device=group.device, dtype=precision.dtype or torch.float32
     )
+    # In fp16 small gradients vanish, unless the loss is scaled up before them.
+    chunked = task.PACKED and precision.dtype is not torch.float16
+    chunked = chunked and task.chunk_loss(base, probe[1], tokens=train.micro_batch_tokens, compiled=train.compile)
+    attention = job.model.attention
+    if attention == "flash" and isolates:
+        isolates = kernels.passes_positions(base, torch.from_numpy(probe[1])[None], task.FORWARD)
+    # After the probes, which compute on the CPU in fp32.
     if precision.weights and job.model.lora is not None:
-        _freeze_in(precision.dtype, model)
-    if train.activation_checkpointing:
-        selected = {"context_fn": partial(create_selective_checkpoint_contexts, list(KEPT))}
-        options = selected if train.activation_checkpointing == "selective" else {}
-        # A later transformers 5 renamed it and warns about the old name.
-        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-        enable({"use_reentrant": False, **options})
+        kernels.convert_frozen(model, precision.dtype)
+    kernels.recompute_activations(base, train.activation_checkpointing)
+    kernels.set_attention(base, attention, device=group.device, dtype=precision.dtype)
     if train.compile:
-        # In place: a wrapper would rename the tensors.
-        model.compile(dynamic=True)
+        kernels.compile_layers(base, static=spec.problem == "next_token")
     module, optimizer = _wrap(strategy, model, group, train)
     if saved is not None:
         with format.open_tensors(saved, format.OPTIMIZER) as tensors:
@@ -294,65 +295,10 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         limit_file=Path(settings.run) / MICRO_BATCH,
         filler=probe[0],
         isolates=isolates,
+        one_line=attention == "flash",
+        chunked=chunked,
         equal_lengths=equal_lengths,
     ), progress
-
-
-def _with_precision(
-    train: TrainConfig, model: nn.Module, row: np.ndarray, task: ModuleType, device: torch.device
-) -> TrainConfig:
-    """`train` with bf16 instead of "auto" for a model that cannot compute with 16-bit weights.
-
-    Raises ConfigError if they were asked for by name.
-    """
-    precision = optim.find_precision(train.precision, device)
-    if precision.dtype is None or not precision.weights:
-        return train
-    obstacle = probes.obstacle_in(precision.dtype, model, row, task.FORWARD)
-    if obstacle is None:
-        return train
-    if train.precision != "auto":
-        raise ConfigError(
-            f"train.precision=bf16_weights: {type(model).__name__} cannot compute with weights in bf16 ({obstacle}). "
-            "Take train.precision=bf16, which converts the operands of each operation."
-        )
-    log.info("precision bf16 (autocast), because the model cannot compute with weights in bf16: %s", obstacle)
-    return train.model_copy(update={"precision": "bf16"})
-
-
-@contextmanager
-def _masks_known(*, packed: bool) -> Iterator[None]:
-    """Let transformers build attention masks without values from the device; `packed`: positions restart inside rows.
-
-    In each forward pass it looks whether a mask has padding and whether positions restart, and the host waits until the
-    device has finished everything before. `forward` knows: it gives a mask only for padding. Another version of
-    transformers that lacks these functions looks itself.
-    """
-    answers = {"is_tracing": _look_at_no_value} | ({} if packed else {"find_packed_sequence_indices": _not_packed})
-    before = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
-    for name in before:
-        setattr(masking_utils, name, answers[name])
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(masking_utils, name, function)
-
-
-def _look_at_no_value(tensor: torch.Tensor | None = None) -> bool:
-    """Where values may decide, take the branch that is right for any."""
-    return True
-
-
-def _not_packed(position_ids: torch.Tensor) -> None:
-    """Each row is one text."""
-
-
-def _freeze_in(dtype: torch.dtype | None, model: nn.Module) -> None:
-    """Convert frozen weights, which checkpoints do not store, one by one; no fp32 copy of them is kept."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
 
 
 def _load_weights(

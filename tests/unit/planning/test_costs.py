@@ -25,7 +25,7 @@ from torchlake.optim import ComputeWeights
 from torchlake.planning import costs
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
 from torchlake.planning.survey import _shape
-from torchlake.training import state
+from torchlake.training import kernels
 
 TOLERANCE = 0.08
 CLUSTER = Cluster(flops=1e12, within=Link(bandwidth=1e11, latency=1e-5), across=Link(bandwidth=1e10, latency=1e-4))
@@ -167,7 +167,7 @@ def test_selective_checkpointing_keeps_the_outputs_of_products(kind: str, settin
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal kept
             result = func(*args, **(kwargs or {}))
-            if func in state.KEPT:
+            if func in kernels.KEPT:
                 kept += sum(each.nbytes for each in (result if isinstance(result, tuple) else (result,)))
             return result
 
@@ -327,3 +327,19 @@ def test_the_operations_are_those_that_torch_counts() -> None:
     model = replace(parameters(), matrices=matrices, matrices_trainable=matrices)
     planned = 3 * (33 * costs.token_flops(model, found, FP32) + 33**2 * costs.pair_flops(found, FP32))
     assert planned == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("setting", [FP32, BF16])
+def test_the_loss_of_a_large_vocabulary_is_counted_in_chunks(setting: ComputeSettings) -> None:
+    """A Llama of 1 B parameters over 16,384 tokens; the whole logits are the plain formula of a classifier."""
+    model = shape(hidden=2048, outputs=128_256, output_per_token=True)
+    whole = costs.head_bytes(replace(model, output_per_token=False), 16_384, setting)
+    chunked = costs.head_bytes(model, 16_384, setting)
+    assert whole > 16e9
+    assert chunked < whole / 3
+    frozen = costs.head_bytes(replace(model, output_trained=False), 16_384, setting)
+    assert chunked - frozen == 128_256 * 2048 * (6 if setting.bf16 else 8)
+    small = replace(model, outputs=400)
+    assert costs.head_bytes(small, 16_384, setting) == costs.head_bytes(
+        replace(small, output_per_token=False), 16_384, setting
+    )

@@ -15,7 +15,7 @@ import training_runs as runs
 from sweeps import sweep
 from torchlake.data import batching
 from torchlake.models import load
-from torchlake.training import state
+from torchlake.training import kernels, state
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -79,7 +79,7 @@ def products_in_a_step(folder: Path, base: Path, which: bool | str) -> tuple[lis
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal products
-            products += func in state.KEPT
+            products += func in kernels.KEPT
             return func(*args, **(kwargs or {}))
 
     def counted(*arguments: Any) -> Any:

@@ -1,0 +1,198 @@
+"""How a model's layers compute: precision, recomputed activations, compiled layers, attention and its masks.
+
+Layers are compiled one by one, in place. All layers of one kind share the code, so the compiler sees one layer instead
+of the whole model, and FSDP's hooks, which it cannot follow, stay outside. Blocks of packed text have one size: their
+graphs are static, one for each shape of a micro-batch (full, last of a step, last of an epoch). After eight graphs
+torch runs other shapes uncompiled. Padded batches have one graph for all shapes.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import masking_utils
+
+from torchlake import optim
+from torchlake.config.job import TrainConfig
+from torchlake.errors import ConfigError, UsageError
+from torchlake.models import probes
+from torchlake.models.load import layers
+
+log = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "flex": "flex_attention"}
+"transformers' names of the values of model.attention."
+PROBE = "torchlake_probe"
+aten = torch.ops.aten
+KEPT = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"Operators whose outputs selective activation checkpointing keeps: nearly all of the work is in them."
+
+
+def usable_precision(
+    train: TrainConfig, model: nn.Module, row: np.ndarray, task: ModuleType, device: torch.device
+) -> TrainConfig:
+    """`train` with bf16 instead of "auto" for a model that cannot compute with 16-bit weights.
+
+    Raises ConfigError if they were asked for by name.
+    """
+    precision = optim.find_precision(train.precision, device)
+    if precision.dtype is None or not precision.weights:
+        return train
+    obstacle = probes.obstacle_in(precision.dtype, model, row, task.FORWARD)
+    if obstacle is None:
+        return train
+    if train.precision != "auto":
+        raise ConfigError(
+            f"train.precision=bf16_weights: {type(model).__name__} cannot compute with weights in bf16 ({obstacle}). "
+            "Take train.precision=bf16, which converts the operands of each operation."
+        )
+    log.info("precision bf16 (autocast), because the model cannot compute with weights in bf16: %s", obstacle)
+    return train.model_copy(update={"precision": "bf16"})
+
+
+def convert_frozen(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Convert frozen weights, which checkpoints do not store, one by one; no fp32 copy of them is kept."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def recompute_activations(base: Any, how: bool | str) -> None:
+    """Let the layers of a transformers model recompute their activations in the backward pass, if `how` says so.
+
+    "selective": the outputs of the operators in `KEPT` are kept.
+    """
+    if how:
+        selected = {"context_fn": partial(create_selective_checkpoint_contexts, list(KEPT))}
+        options = selected if how == "selective" else {}
+        # A later transformers 5 renamed it and warns about the old name.
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable({"use_reentrant": False, **options})
+
+
+def compile_layers(model: nn.Module, *, static: bool) -> None:
+    """Compile the `forward` of every transformer layer; `static`: batches have few shapes, else one graph has all.
+
+    Call it before a strategy wraps the model, and after activation checkpointing is enabled. Names of tensors stay.
+    """
+    for layer in layers(model):
+        # Not layer.compile(): that would trace the hooks that FSDP adds.
+        layer.forward = torch.compile(layer.forward, dynamic=not static)
+
+
+def set_attention(model: Any, attention: str, *, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Let a transformers model compute attention as the job says ("auto": as transformers chooses).
+
+    Raises UsageError if the machine or the model cannot. `dtype`: that of autocast, None: fp32.
+    """
+    if attention == "auto":
+        return
+    reason = _refusal(model, attention, device, dtype)
+    wanted = IMPLEMENTATIONS[attention]
+    if reason is None:
+        try:
+            model.set_attn_implementation(wanted)
+        except (ValueError, ImportError) as error:
+            reason = str(error).partition("\n")[0]
+        else:
+            if model.config._attn_implementation != wanted:
+                reason = f"{type(model).__name__} has its own attention, which transformers cannot exchange"
+    if reason is not None:
+        raise UsageError(f"model.attention={attention}: {reason}. Take sdpa, or auto.")
+
+
+def _refusal(model: Any, attention: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    supported = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn", "flex": "_supports_flex_attn"}
+    if attention in supported and not getattr(model, supported[attention], False):
+        return f"transformers has no such attention for {type(model).__name__}"
+    if attention in ("flash", "flex") and device.type != "cuda":
+        return "it needs a GPU: on CPUs there is no backward pass for it"
+    if attention == "flash" and dtype is None:
+        return "it computes in 16 bits only; set train.precision to bf16"
+    # Without this check transformers would download a kernel.
+    if attention == "flash" and not is_flash_attn_2_available():
+        return "the library flash-attn is not installed (pip install flash-attn)"
+    if attention == "flex" and _attention_dropout(model.config) > 0:
+        return "it has no dropout, and the model's configuration has dropout of the attention"
+    return None
+
+
+def _attention_dropout(config: Any) -> float:
+    values = config.get_text_config().to_dict()
+    names = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
+    return max(float(values.get(name) or 0) for name in names)
+
+
+def passes_positions(model: Any, row: torch.Tensor, forward: dict[str, Any]) -> bool:
+    """Return whether every attention of the model gets the position ids of a row (1, L).
+
+    Flash attention finds the packed texts by them: without them it would mix texts, where sdpa has a mask.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    passed: list[bool] = []
+
+    def attention(*args: Any, **options: Any) -> Any:
+        passed.append(options.get("position_ids") is not None)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **options)
+
+    AttentionInterface.register(PROBE, attention)
+    AttentionMaskInterface.register(PROBE, sdpa_mask)
+    before, training = model.config._attn_implementation, model.training
+    model.eval()
+    try:
+        model.set_attn_implementation(PROBE)
+        with torch.no_grad():
+            model(input_ids=row, position_ids=torch.arange(row.shape[1])[None], **forward)
+    finally:
+        model.set_attn_implementation(before)
+        model.train(training)
+    return len(passed) >= len(layers(model)) and all(passed)
+
+
+@contextmanager
+def masks_known(*, packed: bool) -> Iterator[None]:
+    """Let transformers build attention masks without values from the device; `packed`: positions restart inside rows.
+
+    In each forward pass it looks whether a mask has padding and whether positions restart, and the host waits until the
+    device has finished everything before. `forward` knows: it gives a mask only for padding. Another version of
+    transformers that lacks these functions looks itself.
+    """
+    answers = {"is_tracing": _look_at_no_value} | ({} if packed else {"find_packed_sequence_indices": _not_packed})
+    before = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
+    for name in before:
+        setattr(masking_utils, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masking_utils, name, function)
+
+
+def _look_at_no_value(tensor: torch.Tensor | None = None) -> bool:
+    """Where values may decide, take the branch that is right for any."""
+    return True
+
+
+def _not_packed(position_ids: torch.Tensor) -> None:
+    """Each row is one text."""

@@ -1,0 +1,139 @@
+"""Compiled layers and implementations of attention: the same losses, few graphs, and clear refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import families
+import training_runs as runs
+from torchlake.errors import UsageError
+from torchlake.training import kernels
+
+CPU = torch.device("cpu")
+SHAPES = [(4, 16), (4, 16), (3, 16), (1, 9), (4, 16)]
+FEW_GRAPHS = 8
+
+
+def model_of(folder: Path, name: str, kind: Any = "writer") -> Any:
+    families.build(folder, name, kind=kind, dropout=False)
+    auto = transformers.AutoModelForCausalLM if kind == "writer" else transformers.AutoModelForSequenceClassification
+    return auto.from_pretrained(folder, dtype=torch.float32).train()
+
+
+def losses(model: Any) -> list[float]:
+    found = []
+    for shape in SHAPES:
+        ids = torch.randint(5, 250, shape, generator=torch.Generator().manual_seed(0))
+        loss = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).sum()
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_compiled_layers_share_few_graphs(static: bool, checkpointing: bool, tmp_path: Path) -> None:
+    """One for each shape and kind of pass at most, however many layers there are; no break inside a layer."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = model_of(tmp_path / "model", "llama")
+    names = list(model.state_dict())
+    plain = losses(model)
+    gradient = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    kernels.compile_layers(model, static=static)
+    assert losses(model) == pytest.approx(plain, rel=1e-5)
+    assert torch.allclose(model.model.embed_tokens.weight.grad, gradient, atol=1e-4 * float(gradient.abs().max()))
+    assert list(model.state_dict()) == names
+    graphs = counters["stats"]["unique_graphs"]
+    assert 1 <= graphs <= FEW_GRAPHS
+    assert not counters["graph_break"]
+    losses(model)
+    assert counters["stats"]["unique_graphs"] == graphs, "known shapes are not compiled again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_a_compiled_run_has_the_losses_of_a_plain_one(
+    strategy: str, ranks: int, tmp_path: Path, tiny_llama: Path
+) -> None:
+    sections = runs.job(tmp_path, tiny_llama, rows=24, epochs=1, strategy="single")
+    sections["model"] |= {"task": "text_generation", "max_length": 24}
+    runs.succeed(tmp_path / "plain", sections)
+    sections["train"] |= {"compile": True, "strategy": strategy}
+    runs.succeed(tmp_path / "compiled", sections, ranks=ranks)
+    assert runs.losses(tmp_path / "compiled") == pytest.approx(runs.losses(tmp_path / "plain"), abs=2e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_implementations_of_attention_agree_on_packed_rows(attention: str, tmp_path: Path, tiny_llama: Path) -> None:
+    sections = runs.job(tmp_path, tiny_llama, rows=40, epochs=1)
+    sections["model"] |= {"task": "text_generation", "max_length": 24}
+    runs.succeed(tmp_path / "auto", sections)
+    sections["model"]["attention"] = attention
+    runs.succeed(tmp_path / "run", sections)
+    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "auto"), abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_flex_attention_keeps_packed_texts_apart_like_sdpa(tmp_path: Path) -> None:
+    """Forward only: torch has no backward pass for it on CPUs."""
+    model = model_of(tmp_path / "model", "llama").eval()
+    ids = torch.randint(5, 250, (2, 40), generator=torch.Generator().manual_seed(0))
+    positions = torch.from_numpy(np.concatenate([np.arange(13), np.arange(20), np.arange(7)]))[None].expand(2, -1)
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        alone = model(input_ids=ids[:, 13:33], use_cache=False).logits
+        model.set_attn_implementation("flex_attention")
+        found = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()))
+    assert torch.allclose(found[:, 13:33], alone, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("attention", "why"), [("flash", "needs a GPU"), ("flex", "needs a GPU")])
+def test_a_machine_without_a_gpu_refuses(attention: str, why: str, tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", "llama")
+    with pytest.raises(UsageError, match=f"model.attention={attention}.*{why}.*Take sdpa"):
+        kernels.set_attention(model, attention, device=CPU, dtype=None)
+
+
+def test_refusals_for_a_gpu(tmp_path: Path) -> None:
+    """Decided before anything moves to the device, so that they can be tested without one."""
+    gpu = torch.device("cuda")
+    llama = model_of(tmp_path / "llama", "llama")
+    with pytest.raises(UsageError, match="16 bits only"):
+        kernels.set_attention(llama, "flash", device=gpu, dtype=None)
+    if not transformers.utils.is_flash_attn_2_available():
+        with pytest.raises(UsageError, match="flash-attn is not installed"):
+            kernels.set_attention(llama, "flash", device=gpu, dtype=torch.bfloat16)
+    kernels.set_attention(llama, "flex", device=gpu, dtype=None)
+    assert llama.config._attn_implementation == "flex_attention"
+    llama.config.attention_dropout = 0.1
+    with pytest.raises(UsageError, match="no dropout"):
+        kernels.set_attention(llama, "flex", device=gpu, dtype=None)
+    bloom = model_of(tmp_path / "bloom", "bloom")
+    with pytest.raises(UsageError, match="no such attention for BloomForCausalLM"):
+        kernels.set_attention(bloom, "flash", device=gpu, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+def test_flash_attention_gets_the_positions_of_packed_texts(name: str, tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", name)
+    row = torch.arange(5, 20)[None]
+    assert kernels.passes_positions(model, row, {"use_cache": False})
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+    own = model.model.layers[1].self_attn.forward
+    model.model.layers[1].self_attn.forward = lambda *args, position_ids=None, **options: own(*args, **options)
+    assert not kernels.passes_positions(model, row, {"use_cache": False})
