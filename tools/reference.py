@@ -75,9 +75,18 @@ def job_page() -> Iterator[str]:
     yield ""
     yield 'A job is a YAML file with these sections. `--set train.epochs=5` and `tl.train(..., train={"epochs": 5})`'
     yield "override single fields. Unknown fields are errors. Only `data.train` and `model.base` are required."
-    yield "`null` means that the field is not set."
+    yield "`null` means that the field is not set. The section `train` is on [its own page](job-train.md)."
     for name, model in SECTIONS.items():
-        yield from _section(name, model)
+        if name != "train":
+            yield from _section(name, model)
+
+
+def job_train_page() -> Iterator[str]:
+    """The fields of a job's section train."""
+    yield "# Job fields: train"
+    yield ""
+    yield "The section `train` of a [job](job.md)."
+    yield from _section("train", SECTIONS["train"])
     yield from ("", "## Intervals and times", "", meanings.INTERVALS)
 
 
@@ -372,6 +381,7 @@ def _prose(text: str) -> str:
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job.md": job_page,
+    "job-train.md": job_train_page,
     "command-line.md": command_line_page,
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,

@@ -19,7 +19,7 @@ from torchlake.errors import ConfigError
 if TYPE_CHECKING:  # the job's model imports pydantic, and scoring imports this module
     from torchlake.config.job import TrainConfig
 
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = 2**30
 """Logits in fp32 above which a language model's loss is computed in chunks, and those of a chunk.
 
 Every chunk adds to the whole gradient of the head's weight, so few large ones are faster than many small ones."""

@@ -197,3 +197,20 @@ def test_a_step_does_not_wait_for_the_gpu(
     sections["train"]["precision"] = precision
     tl.train(run=tmp_path / "run", engine=runs.Inline(1), **sections)
     assert len(runs.losses(tmp_path / "run")) > 4
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash", "flex"])
+def test_attention_gives_the_losses_of_the_cpu_with_packed_rows(
+    attention: str, tmp_path: Path, tiny_llama: Path, device: str
+) -> None:
+    """Packed blocks of one size; flash attention in bf16."""
+    if attention != "sdpa" and device == "cpu":
+        pytest.skip("it has no backward pass on CPUs")
+    if attention == "flash":
+        pytest.importorskip("flash_attn")
+    sections = runs.job(tmp_path, tiny_llama, rows=64, epochs=1)
+    sections["model"] |= {"task": "text_generation", "max_length": 64}
+    runs.succeed(tmp_path / "cpu", sections)
+    sections["model"]["attention"] = attention
+    found = losses(tmp_path / "here", sections, precision="bf16" if attention == "flash" else "fp32")
+    assert found == pytest.approx(runs.losses(tmp_path / "cpu"), abs=0.05 if attention == "flash" else 1e-3)

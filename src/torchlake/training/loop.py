@@ -30,24 +30,25 @@ from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import Draft
 from torchlake.config.types import Every
-from torchlake.errors import Diverged, Interrupted
+from torchlake.errors import Interrupted
 from torchlake.failpoints import failpoint
 from torchlake.loss import find_objective
+from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
 from torchlake.training import saving
-from torchlake.training.progress_bar import training_bar
 from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
 from torchlake.training.state import TrainProgress, TrainState, make_train_state
-from torchlake.training.step import LaunchedStep, largest_batch, read_step, train_step, try_largest
+from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
 
 log = logging.getLogger(__name__)
 
-MAX_NON_FINITE_STEPS = 3
 LOSS = saving.LOSS
 TRIED_ON = {"cuda"}
 "Devices on which the largest micro-batch is tried first; main memory is rarely short, and CPUs are slow."
 
 WriteLine = Callable[[metrics_log.Line], None]
+Show = Callable[[int, metrics_log.Line], None]
+"Advances by a number of steps, and shows the metrics line of the step or validation."
 
 
 def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
@@ -113,7 +114,7 @@ def train_loop(
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
         _metrics_writer(settings, group, progress) as write_line,
-        training_bar(group.rank, progress, total, settings.metric) as show,
+        _training_bar(group.rank, progress, total, settings.metric) as show,
     ):
         votes = _Votes(state, progress, train.checkpoint_every.seconds, stop_requested, writer, stop=stop)
         read_at_once = state.precision.dtype is torch.float16
@@ -123,7 +124,7 @@ def train_loop(
             if line is not None:
                 write_line(line)
                 show(1, line)
-                _check_divergence(settings, progress, line["step"])
+                check_divergence(settings, progress, line["step"])
 
         while True:
             step = progress.step
@@ -203,15 +204,6 @@ class _Votes:
         self.saved_at, self.overdue = time.monotonic(), False
 
 
-def _check_divergence(settings: RankSettings, progress: TrainProgress, step: int) -> None:
-    if progress.non_finite == MAX_NON_FINITE_STEPS:
-        raise Diverged(
-            f"step {step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in a row, "
-            f"on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
-            "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
-        )
-
-
 def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
     """The loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was asked to stop.
 
@@ -280,3 +272,32 @@ def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: 
     metrics_log.truncate_metrics(path, progress.step, progress.validated)
     with metrics_log.metrics_file(path) as file:
         yield lambda line: metrics_log.write_line(file, line)
+
+
+@contextmanager
+def _training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -> Iterator[Show]:
+    """A function that shows `progress` (updated in place) up to step `total`; `metric` chooses the best model."""
+    if rank != 0:
+        yield lambda steps, outcome: None
+        return
+    validated = speed = ""
+    with progress_bar("train", total, "steps", done=progress.step) as advance:
+
+        def show(steps: int, outcome: metrics_log.Line) -> None:
+            nonlocal validated, speed
+            if "tokens_per_s" in outcome:
+                share = f", {outcome['mfu']:.0%} of the matrix rate" if "mfu" in outcome else ""
+                speed = f"{outcome['tokens_per_s']:,.0f} tokens/s{share}"
+            else:
+                name = "validation loss" if metric == LOSS else metric
+                validated = f"{name} {_short(outcome[metric])}"
+            loss = "" if progress.loss is None else f"loss {_short(progress.loss)}"
+            best = "" if progress.best is None else f"best at step {progress.best['step']:,}"
+            advance(steps, [note for note in (loss, validated, best, speed) if note])
+
+        yield show
+
+
+def _short(value: float) -> str:
+    """A number in about six characters."""
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"

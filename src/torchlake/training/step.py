@@ -22,14 +22,17 @@ import torch
 from torchlake import distributed, optim
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Reading
+from torchlake.errors import Diverged
 from torchlake.failpoints import failpoint
 from torchlake.runs import metrics_log
 from torchlake.runs.speed import Speed, peak_memory
+from torchlake.training import saving
 from torchlake.training.rows import RankSettings, Rows, pack_rows
 from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
 
+MAX_NON_FINITE_STEPS = 3
 LOSS_SCALE_GROWTH_INTERVAL = 2_000
 "Steps with finite gradients after which the fp16 loss scale doubles (Micikevicius et al. 2018)."
 
@@ -236,3 +239,13 @@ def record_outcome(progress: TrainProgress, step: int, loss: float, norm: float,
     else:
         progress.non_finite += 1
         log.warning("step %d is not applied: loss %s, gradient norm %s", step, loss, norm)
+
+
+def check_divergence(settings: RankSettings, progress: TrainProgress, step: int) -> None:
+    """Raise Diverged when no gradient of the last steps was finite."""
+    if progress.non_finite == MAX_NON_FINITE_STEPS:
+        raise Diverged(
+            f"step {step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in a row, "
+            f"on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
+            "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
+        )
