@@ -29,7 +29,7 @@ from torchlake.models.load import Label, TaskSpec, load_spec
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.failures import count_reasons
+from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources.files import StoredTable

@@ -30,13 +30,14 @@ from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
 from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
-from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
+from torchlake.tables.arrays import is_blank, string_column, without_rows
+from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import TABLE, Part, part_name, part_of_lost_attempt, write_part
+from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
-from torchlake.tables.text_columns import is_blank, string_column, without_rows
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ import pyarrow as pa
 
 from torchlake.atomic_io import storage_error
 from torchlake.errors import TableError
-from torchlake.tables.chunks import Chunk
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 
 BEAT_S = 5.0

@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TableError
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tables.chunks import Chunk
 from torchlake.tables.formats import values
 from torchlake.tables.formats.bad_text import without_bad_text
 from torchlake.tables.formats.columnar import (
@@ -27,7 +26,8 @@ from torchlake.tables.formats.columnar import (
 )
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
-from torchlake.tables.sources.versions import ContentChecker
+from torchlake.tables.plan import Chunk
+from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import check_columns, is_compatible
 
 BATCH_ROWS = 4096

@@ -18,12 +18,14 @@ import pyarrow as pa
 
 from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
-from torchlake.tables.formats.layout import format_of, is_table_file, schema_of
+from torchlake.tables.formats.layout import format_of, schema_of
 from torchlake.tables.record import COMMIT, committed_files
-from torchlake.tables.sources.files import InputPath, describe, find, local_path, unavailable
-from torchlake.tables.sources.lakehouse import refuse_lakehouse_tables
-from torchlake.tables.sources.urls import is_url
-from torchlake.tables.sources.versions import settled_version_of
+from torchlake.tables.sources._interface import SourceFile, SourceTable
+from torchlake.tables.sources.files import StoredTable, describe, local_path
+from torchlake.tables.sources.files import open_source as open_files
+from torchlake.tables.storage.access import unavailable
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.versions import settled_version_of
 
 T = TypeVar("T")
 THREADS = 16
@@ -50,7 +52,7 @@ class Table:
 
 
 def open_table(
-    source: str | Path | Sequence[str | Path],
+    source: StoredTable,
     *,
     columns: Sequence[str] = (),
     on_bad_file: Literal["error", "quarantine"] = "error",
@@ -65,13 +67,13 @@ def open_table(
     """
     bad: list[tuple[str, str]] = []
 
-    def leave_out(path: InputPath, error: DataError) -> None:
+    def leave_out(path: SourceFile, error: DataError) -> None:
         if on_bad_file == "error" or isinstance(error, Unavailable):
             raise error
         bad.append((path.file, str(error)))
 
     readable: list[_File] = []
-    for path, result in _map_files(partial(_inspect, columns=columns), _find_files(source)):
+    for path, result in _map_files(partial(_inspect, columns=columns), _open_source(source).files):
         if isinstance(result, DataError):
             leave_out(path, result)
         else:
@@ -126,13 +128,13 @@ def is_compatible(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 class _File(NamedTuple):
-    path: InputPath
+    path: SourceFile
     format: str
     schema: pa.Schema
     footer: Footer | None
 
 
-def _find_files(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
+def _open_source(source: StoredTable) -> SourceTable:
     """The files of `source`; of a committed output those in its record, whatever else is in the folder."""
     if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
         folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
@@ -141,13 +143,13 @@ def _find_files(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
         except OSError as error:
             raise unavailable(os.fspath(source), error) from error
         if is_output:
-            return [InputPath(path.name, str(path)) for path in committed_files(folder)]
-    found = find(source, is_table_file)
-    refuse_lakehouse_tables(found)
-    return found
+            return SourceTable(
+                files=tuple(SourceFile(name=path.name, file=str(path)) for path in committed_files(folder))
+            )
+    return open_files(source)
 
 
-def _inspect(path: InputPath, columns: Sequence[str]) -> _File | DataError:
+def _inspect(path: SourceFile, columns: Sequence[str]) -> _File | DataError:
     """A file's format, schema and footer, or its error."""
     file = path.file
     try:
@@ -164,7 +166,7 @@ def _inspect(path: InputPath, columns: Sequence[str]) -> _File | DataError:
     return _File(path, format, schema, footer)
 
 
-def _map_files(function: Callable[[InputPath], T], files: Sequence[InputPath]) -> Iterator[tuple[InputPath, T]]:
+def _map_files(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, T]]:
     """Each file with the result of `function`; URLs by several threads, as most of the time is waiting.
 
     Local files take mostly Python's own time, and 16 threads would be four times slower.

@@ -15,10 +15,11 @@ import pytest
 
 from s3_server import BUCKET, S3Server, serving
 from torchlake.errors import FingerprintError, TableError, Unavailable
-from torchlake.tables.chunks import MAX_BYTES, Plan, plan_chunks, plan_from_json, plan_to_json
+from torchlake.tables.chunks import MAX_BYTES, plan_chunks
 from torchlake.tables.output.parts import write_part
+from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.sources.versions import content_id, version_of
+from torchlake.tables.storage.versions import content_id, version_of
 from torchlake.tables.table import Table, open_table
 
 
@@ -95,7 +96,7 @@ def test_quarantine_takes_no_file_that_the_storage_does_not_give(
         return real(path, *arguments, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlake.tables.sources.versions.os.stat", throttled)
+        patch.setattr("torchlake.tables.storage.versions.os.stat", throttled)
         with pytest.raises(Unavailable, match=r"b.parquet: Please reduce your request rate"):
             open_table(tmp_path, columns=["id"], on_bad_file="quarantine")
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, FingerprintError, OutputError
-from torchlake.tables.chunks import Chunk, InputFile, Plan, plan_from_json
 from torchlake.tables.output import staging
 from torchlake.tables.output.parts import schema_in_words
+from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json
 from torchlake.tables.record import COMMIT, PLAN, output_path, read_commit
 
 

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.errors import TableError
-from torchlake.tables.chunks import Chunk, Plan
-from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import translate_errors
+from torchlake.tables.output.failures import count_failed
+from torchlake.tables.plan import Chunk, Plan
 
 TABLE = "table"
 "The folder in the staging folder that becomes the output."

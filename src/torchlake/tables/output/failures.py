@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake.errors import TooManyErrors
-from torchlake.tables.chunks import Plan
+from torchlake.tables.plan import Plan
 
 LINES = 5
 ROWS_BEFORE_STOPPING = 1000

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from torchlake.errors import TableError
-from torchlake.tables.sources.files import InputPath
-from torchlake.tables.sources.urls import filesystem_of, is_url
+from torchlake.tables.storage.urls import filesystem_of, is_url
 
 THREADS = 16
 _LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
@@ -25,9 +24,9 @@ _ADVICE = {
 }
 
 
-def refuse_lakehouse_tables(found: Sequence[InputPath]) -> None:
-    """Raise TableError when a listed file lies in such a table."""
-    files = {one.file for one in found if one.listed}
+def refuse_lakehouse_tables(listed: Sequence[str]) -> None:
+    """Raise TableError when a file that was found in a folder or by a glob lies in such a table."""
+    files = {*listed}
     files |= {os.path.realpath(file) for file in files if not is_url(file) and os.path.islink(file)}
     folders: set[str] = set()
     for folder in {file.rpartition("/")[0] for file in files}:
