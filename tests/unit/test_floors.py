@@ -16,7 +16,8 @@ FLOORS = {
     4: "evaluation optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
-    1: "config distributed logs loss metrics optim processes tables tables.formats tables.output tables.sources tables.storage",
+    1: "config distributed logs loss metrics optim processes "
+    "tables tables.formats tables.output tables.sources tables.storage",
     0: "atomic_io errors failpoints plugins progress",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
