@@ -158,8 +158,7 @@ def _stored_targets(table: str | Path | Sequence[str | Path], spec: TaskSpec) ->
         try:
             pieces.append(task.encode_labels(rows[spec.label], spec))
         except DataError as error:
-            rows_read = f"rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}"
-            raise DataError(f"{chunk.file}, {rows_read}: {error}") from error
+            raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
         reasons |= {first + row: reason for row, reason in unreadable.items()}
         first += chunk.rows
     reader.close()

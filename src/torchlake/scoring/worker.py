@@ -226,4 +226,4 @@ def _output(table: pa.Table, settings: ScoringSettings, chunk: Chunk, prediction
 def _examples(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:
     reasons = errors.to_pylist() if errors.null_count < len(errors) else []
     failed = [(row, reason) for row, reason in enumerate(reasons) if reason is not None][:3]
-    return tuple(f"{chunk.file} row {chunk.first_row + row}: {reason}" for row, reason in failed)
+    return tuple(f"{chunk.file} row {chunk.number(row)}: {reason}" for row, reason in failed)

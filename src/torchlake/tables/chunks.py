@@ -6,14 +6,20 @@ files are split between records. Cost: one pass over text files, the footers of 
 file; memory 16 bytes per 256 text records.
 """
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 
+from torchlake.atomic_io import fingerprint
 from torchlake.errors import TableError
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
+from torchlake.tables.selecting import select_rows
+from torchlake.tables.sources._interface import View
 from torchlake.tables.storage.versions import content_id, settled_version_of, version_of
 from torchlake.tables.table import Table, check_columns
 
@@ -36,35 +42,85 @@ def plan_chunks(
     """
     check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
+    views = {file: view.to_json() for file, view in _needed_views(table, columns).items()}
+    known = {(one.path, one.version): one.sha256 for one in cached}
+    inputs, splits = [], []
+    files = list(zip(table.files, table.names, strict=True))
     # The versions before the scan, so that rows appended later count as a change.
     versions = [settled_version_of(file) for file in table.files]
+    own = [_stored(table, file, columns) for file in table.files]
     candidates = [
-        split_candidates(file, table.format, version, table.footers.get(file), columns, chunk_rows)
-        for file, version in zip(table.files, versions, strict=True)
+        split_candidates(file, table.format, version, table.footers.get(file), stored, chunk_rows)
+        for file, version, stored in zip(table.files, versions, own, strict=True)
     ]
-    rows = [sum(segment.rows for segment in one.segments) for one in candidates]
-    known = {(one.path, one.version): one.sha256 for one in cached}
-    inputs = []
-    for file, name, version, one, count in zip(table.files, table.names, versions, candidates, rows, strict=True):
+    total = sum(segment.rows for one in candidates for segment in one.segments)
+    size = chunk_rows or min(max(total // CHUNKS, MIN_ROWS), MAX_ROWS)
+    for (file, name), version, one in zip(files, versions, candidates, strict=True):
         sha256 = (known.get((file, version)) or content_id(file)) if hashed else ""
         if version_of(file) != version:
             raise TableError(
                 f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
             )
-        inputs.append(
-            InputFile(path=file, name=name, version=version, sha256=sha256, rows=count, checksums=one.checksums)
+        planned = InputFile(
+            path=file,
+            name=name,
+            version=version,
+            sha256=sha256,
+            rows=sum(segment.rows for segment in one.segments),
+            checksums=one.checksums,
+            view=views.get(file, ""),
         )
-    size = chunk_rows or min(max(sum(rows) // CHUNKS, MIN_ROWS), MAX_ROWS)
-    is_text = table.format in ("csv", "jsonl")
-    splits = [
-        (file, split)
-        for file, one in zip(inputs, candidates, strict=True)
-        for split in (split_text(one, size) if is_text else split_row_groups(one.segments, size))
-    ]
+        inputs.append(planned)
+        is_text = table.format in ("csv", "jsonl")
+        split = split_text(one, size) if is_text else split_row_groups(one.segments, size)
+        splits += [(planned, each) for each in split]
+    left_out: Counter[str] = Counter()
+    if table.deleted:
+        splits = list(select_rows(table, splits, left_out))
+        inputs = _selected_files(inputs, splits)
     chunks = tuple(
         new_chunk(index, file, table.format, serialized, split) for index, (file, split) in enumerate(splits)
     )
-    return Plan(inputs=tuple(inputs), chunks=chunks, serialized=serialized, rows=sum(rows))
+    return Plan(
+        inputs=tuple(inputs),
+        chunks=chunks,
+        serialized=serialized,
+        rows=sum(one.rows for one in inputs),
+        sources=table.sources,
+        selection={"left_out": dict(left_out)} if left_out else {},
+    )
+
+
+def _needed_views(table: Table, columns: Sequence[str]) -> dict[str, View]:
+    """The views of the files, with these columns only: others do not change what is read."""
+    return {
+        file: View(
+            constants={name: value for name, value in view.constants.items() if name in columns},
+            names={name: stored for name, stored in view.names.items() if name in columns},
+        )
+        for file, view in table.views.items()
+    }
+
+
+def _stored(table: Table, file: str, columns: Sequence[str]) -> Sequence[str]:
+    """The file's own names of the columns that it has."""
+    view = table.views.get(file)
+    if view is None:
+        return columns
+    return [view.names.get(name, name) for name in columns if name not in view.constants]
+
+
+def _selected_files(inputs: Sequence[InputFile], splits: Sequence[tuple[InputFile, Split]]) -> list[InputFile]:
+    """The files with the rows that are read of them, and what identifies these rows."""
+    rows: Counter[str] = Counter()
+    ranges: dict[str, list[tuple[int, int, str]]] = {one.name: [] for one in inputs}
+    for file, split in splits:
+        rows[file.name] += split.rows
+        ranges[file.name].append((split.first_row, split.rows, hashlib.sha256(split.skipped).hexdigest()))
+    return [
+        one if rows[one.name] == one.rows else replace(one, rows=rows[one.name], selected=fingerprint(ranges[one.name]))
+        for one in inputs
+    ]
 
 
 def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:

@@ -3,16 +3,22 @@
 import base64
 import hashlib
 import json
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
+from torchlake.atomic_io import fingerprint
 from torchlake.errors import DataError
 from torchlake.tables.storage.versions import Version
 
 FORMAT = 2
+FORMAT_OF_VIEWS = 3
+"Of a plan with files whose rows or columns are not all those of the file."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +34,20 @@ class InputFile:
     rows: int
     checksums: bool | None
     "Whether its pages have checksums; None if the format has none."
+    view: str = ""
+    "How the table's columns are read from the file, as JSON (`SourceFile`); empty if by their names."
+    selected: str = ""
+    "The sha256 of the rows that are read; empty if all are."
+
+    @property
+    def content(self) -> str:
+        """The sha256 of the rows that are read from the file."""
+        return fingerprint([self.sha256, self.view, self.selected]) if self.view or self.selected else self.sha256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Rows `first_row` to `first_row + rows` of a file, with everything that a worker needs to read them."""
+    """A range of rows of a file, with everything that a worker needs to read them."""
 
     index: int
     "Its number in the job; there are gaps if files were removed from the input."
@@ -48,10 +63,44 @@ class Chunk:
     "The first row of the first row group."
     first_row: int
     rows: int
+    "Rows to read: those of the range that are not skipped."
     offset: int = 0
     schema: bytes
     "The Arrow schema of the plan's columns, serialized."
+    view: str = ""
+    "As in InputFile."
+    skipped: bytes = b""
+    "A bitmap of the range, with the rows that are left out; empty if none is. Costs a bit per row of the range."
     bytes: int = 0
+
+    @property
+    def span(self) -> int:
+        """Rows of the range, with those that are skipped."""
+        return self.rows + int.from_bytes(self.skipped, "little").bit_count()
+
+    @property
+    def kept(self) -> np.ndarray:
+        """(span,) bool, the rows of the range that are read."""
+        if not self.skipped:
+            return np.ones(self.rows, bool)
+        bits = np.unpackbits(np.frombuffer(self.skipped, np.uint8), count=self.span, bitorder="little")
+        return ~bits.astype(bool)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """(rows,) int64, the number in the file of each row that is read."""
+        if not self.skipped:
+            return np.arange(self.first_row, self.first_row + self.rows)
+        return self.first_row + np.flatnonzero(self.kept)
+
+    def number(self, row: int) -> int:
+        """The number in the file of the chunk's row `row`."""
+        return int(self.numbers[row]) if self.skipped else self.first_row + row
+
+    @property
+    def where(self) -> str:
+        """The range in words, for messages."""
+        return f"rows {self.first_row:,} to {self.first_row + self.span - 1:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +112,10 @@ class Plan:
     serialized: bytes
     "The Arrow schema of the columns to read. Kept as bytes, because versions of Arrow serialize it differently."
     rows: int
+    sources: tuple[Mapping[str, Any], ...] = ()
+    "What was read, for each table with versions (`SourceTable.identity`)."
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    "Which rows were asked for, and how many were `left_out` for each reason; empty if all were."
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -73,14 +126,19 @@ class Plan:
     def id(self) -> str:
         """The sha256 of the files' names, content and rows, the columns, and the chunks' ranges."""
         value = plan_to_json(self)
-        files = [value["inputs"][field] for field in ("name", "sha256", "rows")]
+        views = [name for name in ("view", "selected") if name in value["inputs"]]
+        files = [value["inputs"][name] for name in ("name", "sha256", "rows", *views)]
         content = json.dumps([files, value["schema"], value["chunks"]], separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
-    def sha256_of(self) -> dict[str, str]:
-        """The sha256 of each input, by the file's name."""
-        return {one.name: one.sha256 for one in self.inputs}
+    def content_of(self) -> dict[str, str]:
+        """The sha256 of each input's rows, by the file's name."""
+        return {one.name: one.content for one in self.inputs}
+
+
+Bitmap = bytes
+_VIEWS = ("view", "selected")
 
 
 class Split(NamedTuple):
@@ -92,6 +150,7 @@ class Split(NamedTuple):
     groups_row: int = 0
     offset: int = 0
     bytes: int = 0
+    skipped: Bitmap = b""
 
 
 def new_chunk(index: int, file: InputFile, format: str, schema: bytes, split: Split) -> Chunk:
@@ -104,6 +163,7 @@ def new_chunk(index: int, file: InputFile, format: str, schema: bytes, split: Sp
         sha256=file.sha256,
         format=format,
         schema=schema,
+        view=file.view,
         **split._asdict(),
     )
 
@@ -112,19 +172,29 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values, stored by column: fast and small for 100,000 chunks."""
     place = {one.name: number for number, one in enumerate(plan.inputs)}
     chunks = plan.chunks
+    used = [name for name in _VIEWS if any(getattr(one, name) for one in plan.inputs)]
+    files = [name for name in InputFile.__slots__ if name not in _VIEWS or name in used]
+    views: dict[str, Any] = {}
+    if any(chunk.skipped for chunk in chunks):
+        views["skipped"] = [_packed(chunk.skipped) for chunk in chunks]
+        views["groups_row"] = [chunk.groups_row for chunk in chunks]
+    whole = not views and not used
     return {
-        "format": FORMAT,
+        "format": FORMAT if whole else FORMAT_OF_VIEWS,
         "rows": plan.rows,
         "schema": base64.b64encode(plan.serialized).decode(),
-        "inputs": {field: [getattr(one, field) for one in plan.inputs] for field in InputFile.__slots__},
+        **({"sources": [dict(one) for one in plan.sources]} if plan.sources else {}),
+        **({"selection": dict(plan.selection)} if plan.selection else {}),
+        "inputs": {name: [getattr(one, name) for one in plan.inputs] for name in files},
         "chunks": {
             "index": [chunk.index for chunk in chunks],
             "input": [place[chunk.name] for chunk in chunks],
             "format": chunks[0].format if chunks else "",
             **{
-                field: [getattr(chunk, field) for chunk in chunks]
-                for field in ("row_groups", "first_row", "rows", "offset", "bytes")
+                name: [getattr(chunk, name) for chunk in chunks]
+                for name in ("row_groups", "first_row", "rows", "offset", "bytes")
             },
+            **views,
         },
     }
 
@@ -132,19 +202,21 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 def plan_from_json(value: Any) -> Plan:
     """The plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
     try:
-        if value["format"] not in (1, FORMAT):
-            raise DataError(f"this plan has format {value['format']}; this version reads formats 1 and {FORMAT}")
+        if value["format"] not in (1, FORMAT, FORMAT_OF_VIEWS):
+            raise DataError(f"this plan has format {value['format']}; this version reads 1 to {FORMAT_OF_VIEWS}")
         fields = value["inputs"]
         if value["format"] == 1:  # has sizes and times only; such files are compared by content
             fields["version"] = list(zip(fields.pop("size"), fields.pop("mtime_ns"), strict=True))
         fields["version"] = [Version(*version) for version in fields["version"]]
+        names = [name for name in InputFile.__slots__ if name in fields or name not in _VIEWS]
         inputs = tuple(
-            InputFile(**dict(zip(InputFile.__slots__, row, strict=True)))
-            for row in zip(*(fields[field] for field in InputFile.__slots__), strict=True)
+            InputFile(**dict(zip(names, row, strict=True)))
+            for row in zip(*(fields[name] for name in names), strict=True)
         )
         serialized = base64.b64decode(value["schema"])
         columns = value["chunks"]
-        columns["groups_row"] = _starts_of_groups(columns)
+        columns.setdefault("groups_row", _starts_of_groups(columns))
+        columns["skipped"] = [_unpacked(one) for one in columns.get("skipped", [""] * len(columns["index"]))]
         columns["row_groups"] = [(first, count) for first, count in columns["row_groups"]]
         splits = zip(*(columns[field] for field in Split._fields), strict=True)
         chunks = tuple(
@@ -152,11 +224,26 @@ def plan_from_json(value: Any) -> Plan:
             for index, place, split in zip(columns["index"], columns["input"], splits, strict=True)
         )
         pa.ipc.read_schema(pa.py_buffer(serialized))  # raises if it is damaged
-        return Plan(inputs=inputs, chunks=chunks, serialized=serialized, rows=value["rows"])
-    except (KeyError, TypeError, IndexError, ValueError, pa.ArrowException) as error:
+        return Plan(
+            inputs=inputs,
+            chunks=chunks,
+            serialized=serialized,
+            rows=value["rows"],
+            sources=tuple(value.get("sources", ())),
+            selection=value.get("selection", {}),
+        )
+    except (KeyError, TypeError, IndexError, ValueError, zlib.error, pa.ArrowException) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"not a plan: {error!r}") from error
+
+
+def _packed(bitmap: bytes) -> str:
+    return base64.b64encode(zlib.compress(bitmap)).decode() if bitmap else ""
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text)) if text else b""
 
 
 def _starts_of_groups(columns: dict[str, list[Any]]) -> list[int]:

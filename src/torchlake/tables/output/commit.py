@@ -139,6 +139,8 @@ class WriteTransaction:
             "environments": self.job.environments,
             "quarantined": [list(one) for one in self.quarantined],
             "removed": self.removed,
+            **({"sources": [dict(one) for one in self.plan.sources]} if self.plan.sources else {}),
+            **({"selection": dict(self.plan.selection)} if self.plan.selection else {}),
             "provenance": dict(provenance),
             "committed": datetime.now(UTC).isoformat(timespec="seconds"),
         }

@@ -41,7 +41,7 @@ def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
     plan: a part stays valid when files are added to the input.
     """
     place = [chunk.name, chunk.row_groups, chunk.first_row, chunk.rows, chunk.offset, chunk.bytes]
-    value = [plan.sha256_of[chunk.name], *place, plan.schema.names, fingerprint]
+    value = [plan.content_of[chunk.name], *place, plan.schema.names, fingerprint]
     return f"part-{chunk.index:05d}-{atomic_io.fingerprint(value)[:16]}.parquet"
 
 

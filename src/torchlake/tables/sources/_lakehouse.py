@@ -1,4 +1,4 @@
-"""Refuse folders of Delta, Iceberg and Hudi tables: read as loose files they include deleted rows.
+"""Refuse loose files of Delta, Iceberg and Hudi tables: without the table's log they include deleted rows.
 
 A table is recognized by its log, in the folder of a file or any folder above it, whether the input is a folder, a
 partition, a glob, a folder of tables, a link or a URL. Files that are named one by one are read.
@@ -18,7 +18,7 @@ THREADS = 16
 _LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 _ICEBERG = "*.metadata.json"
 _ADVICE = {
-    "Delta": "for example those of deltalake's DeltaTable(...).file_uris()",
+    "Delta": "or the table's folder itself",
     "Iceberg": "for example those of pyiceberg's table.scan().plan_files()",
     "Hudi": "for example those of a Spark query's inputFiles()",
 }
