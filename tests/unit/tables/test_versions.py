@@ -151,7 +151,7 @@ def test_a_table_of_another_format_is_refused_however_it_is_named(lake: Path, na
 def test_a_link_into_a_table_of_another_format_is_refused(lake: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     os.symlink(lake / "reviews" / "day=1", tmp_path / "in" / "today")
-    with pytest.raises(TableError, match="reviews: (a table in|the Delta table cannot be read)"):
+    with pytest.raises(TableError, match="reviews: a table in"):
         ids_of(tmp_path / "in")
 
 
@@ -170,7 +170,7 @@ def test_a_table_of_another_format_is_refused_by_url(lake: Path) -> None:
             "memory://formats/*/*/*.parquet",
             "memory://formats/reviews/day=1",
         ):
-            with pytest.raises(TableError, match="reviews: a table in"):
+            with pytest.raises(TableError, match="reviews: (a table in|the Delta table cannot be read)"):
                 ids_of(url)
         assert ids_of("memory://formats/reviews/day=1/part-1.parquet") == [1, 2, 3]
     finally:
