@@ -179,7 +179,7 @@ def keys(rows: int) -> dict[str, Any]:
 
 def hashing(mib: int) -> dict[str, Any]:
     """The sha256 of an input file, on the driver."""
-    from torchlake.tables.sources.versions import content_id
+    from torchlake.tables.storage.versions import content_id
 
     row: dict[str, Any] = {"name": "hashing", "mib": mib}
     path = HOME / "bytes"

@@ -2,6 +2,7 @@
 
     engines/    where Python runs                   strategies/   how ranks share a model
     tasks/      what a model predicts               runtimes/     what executes a forward pass when scoring
+    tables/sources/   kinds of tables
 
 Files whose names begin with an underscore are helpers, not plug-ins.
 """
@@ -16,13 +17,19 @@ from typing import Literal
 
 from torchlake.errors import MissingExtra, UsageError
 
-Kind = Literal["engines", "strategies", "tasks", "runtimes"]
-ONE: dict[Kind, str] = {"engines": "engine", "strategies": "strategy", "tasks": "task", "runtimes": "runtime"}
+Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources"]
+ONE: dict[Kind, str] = {
+    "engines": "engine",
+    "strategies": "strategy",
+    "tasks": "task",
+    "runtimes": "runtime",
+    "sources": "source",
+}
 
 
 def names(kind: Kind) -> list[str]:
     """The names of one kind's plug-ins, sorted. Imports neither the plug-ins nor their package."""
-    package = find_spec(f"torchlake.{kind}")
+    package = find_spec(_package(kind))
     assert package is not None
     found = (module.name for module in pkgutil.iter_modules(package.submodule_search_locations))
     return sorted(name for name in found if not name.startswith("_"))
@@ -50,7 +57,7 @@ def load(kind: Kind, name: str) -> ModuleType:
     if problem is not None:
         raise UsageError(problem[0].upper() + problem[1:])
     try:
-        return importlib.import_module(f"torchlake.{kind}.{name}")
+        return importlib.import_module(f"{_package(kind)}.{name}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("torchlake"):
             raise
@@ -58,3 +65,7 @@ def load(kind: Kind, name: str) -> ModuleType:
             f"The {ONE[kind]} {name!r} needs the library {error.name!r}, which is not installed: "
             f"pip install 'torchlake[{name}]'"
         ) from error
+
+
+def _package(kind: Kind) -> str:
+    return "torchlake.tables.sources" if kind == "sources" else f"torchlake.{kind}"

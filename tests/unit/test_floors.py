@@ -16,7 +16,8 @@ FLOORS = {
     4: "evaluation optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
-    1: "config distributed logs loss metrics optim processes tables tables.formats tables.output tables.sources",
+    1: "config distributed logs loss metrics optim processes "
+    "tables tables.formats tables.output tables.sources tables.storage",
     0: "atomic_io errors failpoints plugins progress",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
@@ -37,15 +38,25 @@ NEIGHBORS = {
     "loss": {"config"},
     "optim": {"config", "processes"},
     "processes": {"logs"},
-    "tables": {"config", "tables.formats", "tables.sources"},
-    "tables.formats": {"tables.sources"},
-    "tables.output": {"processes", "tables", "tables.formats", "tables.sources"},
-    "tables.sources": {"config"},
+    "tables": {"config", "tables.formats", "tables.sources", "tables.storage"},
+    "tables.formats": {"tables.storage"},
+    "tables.output": {"processes", "tables", "tables.formats", "tables.storage"},
+    "tables.sources": {"tables.formats", "tables.storage"},
+    "tables.storage": {"config"},
     "atomic_io": {"errors", "failpoints"},
     "plugins": {"errors"},
 }
 # Packages that must work without torch, beside floor 0.
-GROUND = {"config", "engines", "processes", "tables", "tables.formats", "tables.output", "tables.sources"}
+GROUND = {
+    "config",
+    "engines",
+    "processes",
+    "tables",
+    "tables.formats",
+    "tables.output",
+    "tables.sources",
+    "tables.storage",
+}
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
 HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino", "optuna", "mlflow", "tensorboard"}
 # What an engine is made of.

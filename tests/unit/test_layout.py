@@ -9,7 +9,13 @@ import pytest
 import torchlake
 
 SOURCE = Path(torchlake.__file__).parent
-PLUG_INS = {"engines", "runtimes", "strategies", "tasks"}  # one file for each plug-in, however many there are
+PLUG_INS = {
+    "engines",
+    "runtimes",
+    "sources",
+    "strategies",
+    "tasks",
+}  # one file for each plug-in, however many there are
 PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE)
 MAX_BODY = 60
 MAX_PARAMETERS = 12

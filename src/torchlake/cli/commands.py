@@ -135,7 +135,7 @@ def predict(
 ) -> Outcome:
     """Score a stored table; with `profile`, also show the seconds of each step."""
     from torchlake.scoring.predict import predict
-    from torchlake.tables.failures import format_reasons
+    from torchlake.tables.output.failures import format_reasons
 
     started = _seconds_running()
     done = predict(model, table, output, engine=engine, **options)
@@ -159,7 +159,7 @@ def predict(
 def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Measure a model on a labeled table."""
     from torchlake.evaluation.evaluate import evaluate
-    from torchlake.tables.failures import format_reasons
+    from torchlake.tables.output.failures import format_reasons
 
     done = evaluate(model, table, engine=engine, **options)
     values = {name: getattr(done, name) for name in ("rows", "failed", "errors", "labels", "confusion", "tokens")}

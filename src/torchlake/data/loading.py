@@ -24,7 +24,7 @@ from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.bins import Bins
 from torchlake.data.packing import Blocks
 from torchlake.errors import DataError
-from torchlake.tables.failures import count_failed
+from torchlake.tables.output.failures import count_failed
 from torchlake.tables.record import committed_files, read_commit
 
 FORMAT = 1

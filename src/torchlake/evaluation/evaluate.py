@@ -29,7 +29,7 @@ from torchlake.models.load import Label, TaskSpec, load_spec
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.failures import count_reasons
+from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources.files import StoredTable
@@ -158,8 +158,7 @@ def _stored_targets(table: str | Path | Sequence[str | Path], spec: TaskSpec) ->
         try:
             pieces.append(task.encode_labels(rows[spec.label], spec))
         except DataError as error:
-            rows_read = f"rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}"
-            raise DataError(f"{chunk.file}, {rows_read}: {error}") from error
+            raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
         reasons |= {first + row: reason for row, reason in unreadable.items()}
         first += chunk.rows
     reader.close()

@@ -36,7 +36,7 @@ from torchlake.progress import progress
 from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import REFERENCE, requested
 from torchlake.scoring.scorer import device, worker_memory
-from torchlake.tables.failures import count_reasons
+from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources.frames import is_frame, to_arrow
 

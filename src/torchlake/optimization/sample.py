@@ -23,12 +23,13 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
 from torchlake.scoring.rows import check_text
-from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.arrays import is_blank, string_column
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.sampling import evenly_spaced
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
-from torchlake.tables.text_columns import is_blank, string_column
 
 log = logging.getLogger(__name__)
 

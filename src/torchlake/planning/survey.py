@@ -29,11 +29,11 @@ from torchlake.models.load import check_folder, load_config, load_tokenizer, max
 from torchlake.planning.costs import Parameters, Shape
 from torchlake.preparation.prepare import check_answers, select_texts
 from torchlake.scoring.rows import check_prompts, check_text
-from torchlake.tables.chunks import Chunk, Plan
+from torchlake.tables.arrays import is_blank, string_column
+from torchlake.tables.plan import Chunk, Plan
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sampling import evenly_spaced, sample_rows
 from torchlake.tables.table import open_table
-from torchlake.tables.text_columns import is_blank, string_column
 
 if TYPE_CHECKING:
     from torch import nn

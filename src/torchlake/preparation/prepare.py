@@ -30,13 +30,14 @@ from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
 from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
-from torchlake.tables.chunks import Chunk, chunk_label, plan_chunks
+from torchlake.tables.arrays import is_blank, string_column, without_rows
+from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import TABLE, Part, part_name, part_of_lost_attempt, write_part
+from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
-from torchlake.tables.text_columns import is_blank, string_column, without_rows
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +156,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
         try:
             targets = [] if labels is None else [task.encode_labels(pc.filter(labels, good), spec)]
         except DataError as error:
-            last = chunk.first_row + chunk.rows - 1
-            raise DataError(f"{chunk.file}, rows {chunk.first_row:,} to {last:,}: {error}") from error
+            raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
         place = pc.if_else(good, pc.subtract(pc.cumulative_sum(pc.cast(good, pa.int64())), 1), None)
         columns = [
             ids.take(place),
@@ -194,9 +194,9 @@ def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
     """Raise DataError if any row cannot be trained on."""
     bad = [(row, errors[row].as_py()) for row in pc.indices_nonzero(pc.is_valid(errors)).to_pylist()]
     if bad:
-        first = "; ".join(f"row {chunk.first_row + row}: {reason}" for row, reason in bad[:3])
+        first = "; ".join(f"row {chunk.number(row)}: {reason}" for row, reason in bad[:3])
         raise DataError(
-            f"{chunk.file}: {len(bad):,} of the rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,} "
+            f"{chunk.file}: {len(bad):,} of the {chunk.where} "
             f"cannot be trained on ({first}). Correct them, or leave such rows out with --set data.bad_rows=drop."
         )
 
@@ -228,7 +228,7 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
     if unknown:
         reason = next(iter(unknown.values()))
         raise DataError(
-            f"{chunk.file}, rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}: {reason}, while the "
+            f"{chunk.file}, {chunk.where}: {reason}, while the "
             f"tokenizer has {len(tokenizer):,} tokens. Use the model's own tokenizer. If you have added tokens to it, "
             "give the model embeddings for them (model.resize_token_embeddings(len(tokenizer)) of transformers), and "
             "save both."

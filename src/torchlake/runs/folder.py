@@ -217,7 +217,7 @@ def _describe_content(prepared: Path) -> str:
     """The rows and the hash of a table when it was prepared."""
     files = planned_inputs(prepared)
     rows = sum(one.rows for one in files)
-    content = atomic_io.fingerprint(sorted([one.name, one.sha256] for one in files))
+    content = atomic_io.fingerprint(sorted([one.name, one.content] for one in files))
     return f"{rows} rows in {len(files)} file{'s' * (len(files) != 1)}, sha256 {content}"
 
 

@@ -28,8 +28,8 @@ from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
 from torchlake.scoring.scorer import Scorer, worker_memory
 from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_staging
 from torchlake.tables.arrays import from_strings
-from torchlake.tables.chunks import Chunk, chunk_label
 from torchlake.tables.output.commit import WriteTransaction
+from torchlake.tables.plan import Chunk, chunk_label
 
 log = logging.getLogger(__name__)
 

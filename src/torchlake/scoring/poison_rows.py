@@ -38,7 +38,7 @@ import pyarrow as pa
 
 from torchlake.atomic_io import storage_error
 from torchlake.errors import TableError
-from torchlake.tables.chunks import Chunk
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 
 BEAT_S = 5.0
@@ -196,7 +196,7 @@ def read_chunk(reader: ChunkReader, chunk: Chunk, attempt: Attempt) -> tuple[pa.
     """
     if attempt.lost_reads >= MAX_LOST_READS:
         raise TableError(
-            f"{chunk.file}: the rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,} cannot be read: "
+            f"{chunk.file}: the {chunk.where} cannot be read: "
             f"{attempt.lost_reads + 1} processes that tried died, or took more than "
             f"{max(attempt.limit_s, WHOLE_CHUNK_S):g} s. Write the file again, leave it out, or give each process more "
             "memory."

@@ -40,10 +40,10 @@ from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.failures import check_error_rate, read_failures
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.commit import WriteTransaction, write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs, recorded_fingerprint
+from torchlake.tables.output.failures import check_error_rate, read_failures
 from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.record import local_output
 from torchlake.tables.sources.files import StoredTable

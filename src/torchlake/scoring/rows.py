@@ -23,8 +23,7 @@ from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
-from torchlake.tables.arrays import from_numpy
-from torchlake.tables.text_columns import is_blank, nulls_as_empty, without_rows
+from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty, without_rows
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."

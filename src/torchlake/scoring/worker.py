@@ -24,11 +24,10 @@ from torchlake.data.batching import Ragged
 from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import ScoringSettings, TextReader, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
-from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tables.chunks import Chunk
+from torchlake.tables.arrays import from_numpy, from_strings, string_column
 from torchlake.tables.output.parts import Part, part_of_lost_attempt, write_part
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
-from torchlake.tables.text_columns import string_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,4 +226,4 @@ def _output(table: pa.Table, settings: ScoringSettings, chunk: Chunk, prediction
 def _examples(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:
     reasons = errors.to_pylist() if errors.null_count < len(errors) else []
     failed = [(row, reason) for row, reason in enumerate(reasons) if reason is not None][:3]
-    return tuple(f"{chunk.file} row {chunk.first_row + row}: {reason}" for row, reason in failed)
+    return tuple(f"{chunk.file} row {chunk.number(row)}: {reason}" for row, reason in failed)

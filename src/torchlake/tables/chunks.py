@@ -6,93 +6,25 @@ files are split between records. Cost: one pass over text files, the footers of 
 file; memory 16 bytes per 256 text records.
 """
 
-import base64
 import hashlib
-import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import pyarrow as pa
 
-from torchlake.errors import DataError, TableError
+from torchlake.atomic_io import fingerprint
+from torchlake.errors import TableError
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
 from torchlake.tables.formats.lines import Segment
-from torchlake.tables.sources.versions import Version, content_id, settled_version_of, version_of
+from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
+from torchlake.tables.selecting import select_rows
+from torchlake.tables.sources._interface import View
+from torchlake.tables.storage.versions import content_id, settled_version_of, version_of
 from torchlake.tables.table import Table, check_columns
 
-FORMAT = 2
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputFile:
-    """One file of the input, as planned."""
-
-    path: str
-    name: str
-    "Relative to the folder that the user gave, so that it stays the same when the folder moves."
-    version: Version
-    sha256: str
-    "Of its bytes, or of the ETag of an object; empty in a plan made with `hashed=False`."
-    rows: int
-    checksums: bool | None
-    "Whether its pages have checksums; None if the format has none."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """Rows `first_row` to `first_row + rows` of a file, with everything that a worker needs to read them."""
-
-    index: int
-    "Its number in the job; there are gaps if files were removed from the input."
-    file: str
-    name: str
-    "As in InputFile; so are version and sha256."
-    version: Version
-    sha256: str
-    format: str
-    row_groups: tuple[int, int]
-    "First row group (or record batch) and their number; (0, 0) for text."
-    groups_row: int = 0
-    "The first row of the first row group."
-    first_row: int
-    rows: int
-    offset: int = 0
-    schema: bytes
-    "The Arrow schema of the plan's columns, serialized."
-    bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The files of a job and their chunks. Plans with equal `id` have equal rows in equal chunks."""
-
-    inputs: tuple[InputFile, ...]
-    chunks: tuple[Chunk, ...]
-    serialized: bytes
-    "The Arrow schema of the columns to read. Kept as bytes, because versions of Arrow serialize it differently."
-    rows: int
-
-    @cached_property
-    def schema(self) -> pa.Schema:
-        """The schema of the columns to read."""
-        return pa.ipc.read_schema(pa.py_buffer(self.serialized))
-
-    @cached_property
-    def id(self) -> str:
-        """The sha256 of the files' names, content and rows, the columns, and the chunks' ranges."""
-        value = plan_to_json(self)
-        files = [value["inputs"][field] for field in ("name", "sha256", "rows")]
-        content = json.dumps([files, value["schema"], value["chunks"]], separators=(",", ":"))
-        return hashlib.sha256(content.encode()).hexdigest()
-
-    @cached_property
-    def sha256_of(self) -> dict[str, str]:
-        """The sha256 of each input, by the file's name."""
-        return {one.name: one.sha256 for one in self.inputs}
 
 
 def plan_chunks(
@@ -110,57 +42,85 @@ def plan_chunks(
     """
     check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
+    views = {file: view.to_json() for file, view in _needed_views(table, columns).items()}
+    known = {(one.path, one.version): one.sha256 for one in cached}
+    inputs, splits = [], []
+    files = list(zip(table.files, table.names, strict=True))
     # The versions before the scan, so that rows appended later count as a change.
     versions = [settled_version_of(file) for file in table.files]
+    own = [_stored(table, file, columns) for file in table.files]
     candidates = [
-        split_candidates(file, table.format, version, table.footers.get(file), columns, chunk_rows)
-        for file, version in zip(table.files, versions, strict=True)
+        split_candidates(file, table.format, version, table.footers.get(file), stored, chunk_rows)
+        for file, version, stored in zip(table.files, versions, own, strict=True)
     ]
-    rows = [sum(segment.rows for segment in one.segments) for one in candidates]
-    known = {(one.path, one.version): one.sha256 for one in cached}
-    inputs = []
-    for file, name, version, one, count in zip(table.files, table.names, versions, candidates, rows, strict=True):
+    total = sum(segment.rows for one in candidates for segment in one.segments)
+    size = chunk_rows or min(max(total // CHUNKS, MIN_ROWS), MAX_ROWS)
+    for (file, name), version, one in zip(files, versions, candidates, strict=True):
         sha256 = (known.get((file, version)) or content_id(file)) if hashed else ""
         if version_of(file) != version:
             raise TableError(
                 f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
             )
-        inputs.append(
-            InputFile(path=file, name=name, version=version, sha256=sha256, rows=count, checksums=one.checksums)
+        planned = InputFile(
+            path=file,
+            name=name,
+            version=version,
+            sha256=sha256,
+            rows=sum(segment.rows for segment in one.segments),
+            checksums=one.checksums,
+            view=views.get(file, ""),
         )
-    size = chunk_rows or min(max(sum(rows) // CHUNKS, MIN_ROWS), MAX_ROWS)
-    is_text = table.format in ("csv", "jsonl")
-    splits = [
-        (file, split)
-        for file, one in zip(inputs, candidates, strict=True)
-        for split in (split_text(one, size) if is_text else split_row_groups(one.segments, size))
-    ]
-    chunks = tuple(_chunk(index, file, table.format, serialized, split) for index, (file, split) in enumerate(splits))
-    return Plan(inputs=tuple(inputs), chunks=chunks, serialized=serialized, rows=sum(rows))
-
-
-class Split(NamedTuple):
-    """A range of rows of one file; the fields are those of `Chunk`."""
-
-    first_row: int
-    rows: int
-    row_groups: tuple[int, int] = (0, 0)
-    groups_row: int = 0
-    offset: int = 0
-    bytes: int = 0
-
-
-def _chunk(index: int, file: InputFile, format: str, schema: bytes, split: Split) -> Chunk:
-    return Chunk(
-        index=index,
-        file=file.path,
-        name=file.name,
-        version=file.version,
-        sha256=file.sha256,
-        format=format,
-        schema=schema,
-        **split._asdict(),
+        inputs.append(planned)
+        is_text = table.format in ("csv", "jsonl")
+        split = split_text(one, size) if is_text else split_row_groups(one.segments, size)
+        splits += [(planned, each) for each in split]
+    left_out: Counter[str] = Counter()
+    if table.deleted:
+        splits = list(select_rows(table, splits, left_out))
+        inputs = _selected_files(inputs, splits)
+    chunks = tuple(
+        new_chunk(index, file, table.format, serialized, split) for index, (file, split) in enumerate(splits)
     )
+    return Plan(
+        inputs=tuple(inputs),
+        chunks=chunks,
+        serialized=serialized,
+        rows=sum(one.rows for one in inputs),
+        sources=table.sources,
+        selection={"left_out": dict(left_out)} if left_out else {},
+    )
+
+
+def _needed_views(table: Table, columns: Sequence[str]) -> dict[str, View]:
+    """The views of the files, with these columns only: others do not change what is read."""
+    return {
+        file: View(
+            constants={name: value for name, value in view.constants.items() if name in columns},
+            names={name: stored for name, stored in view.names.items() if name in columns},
+        )
+        for file, view in table.views.items()
+    }
+
+
+def _stored(table: Table, file: str, columns: Sequence[str]) -> Sequence[str]:
+    """The file's own names of the columns that it has."""
+    view = table.views.get(file)
+    if view is None:
+        return columns
+    return [view.names.get(name, name) for name in columns if name not in view.constants]
+
+
+def _selected_files(inputs: Sequence[InputFile], splits: Sequence[tuple[InputFile, Split]]) -> list[InputFile]:
+    """The files with the rows that are read of them, and what identifies these rows."""
+    rows: Counter[str] = Counter()
+    ranges: dict[str, list[tuple[int, int, str]]] = {one.name: [] for one in inputs}
+    for file, split in splits:
+        rows[file.name] += split.rows
+        ranges[file.name].append((split.first_row, split.rows, hashlib.sha256(split.skipped).hexdigest()))
+    return [
+        one if rows[one.name] == one.rows else replace(one, rows=rows[one.name], selected=fingerprint(ranges[one.name]))
+        for one in inputs
+    ]
 
 
 def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:
@@ -196,71 +156,6 @@ def split_text(file: SplitCandidates, size: int) -> Iterator[Split]:
         rows, length = rows + segment.rows, length + segment.bytes
     if rows:
         yield Split(first_row, rows, offset=offset, bytes=length)
-
-
-def chunk_label(item: tuple[Chunk, str]) -> str:
-    """The label of an item (chunk, part name) in an engine's user interface: the chunk's number and file."""
-    return f"chunk {item[0].index} {item[0].name}"
-
-
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, stored by column: fast and small for 100,000 chunks."""
-    place = {one.name: number for number, one in enumerate(plan.inputs)}
-    chunks = plan.chunks
-    return {
-        "format": FORMAT,
-        "rows": plan.rows,
-        "schema": base64.b64encode(plan.serialized).decode(),
-        "inputs": {field: [getattr(one, field) for one in plan.inputs] for field in InputFile.__slots__},
-        "chunks": {
-            "index": [chunk.index for chunk in chunks],
-            "input": [place[chunk.name] for chunk in chunks],
-            "format": chunks[0].format if chunks else "",
-            **{
-                field: [getattr(chunk, field) for chunk in chunks]
-                for field in ("row_groups", "first_row", "rows", "offset", "bytes")
-            },
-        },
-    }
-
-
-def plan_from_json(value: Any) -> Plan:
-    """The plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
-    try:
-        if value["format"] not in (1, FORMAT):
-            raise DataError(f"this plan has format {value['format']}; this version reads formats 1 and {FORMAT}")
-        fields = value["inputs"]
-        if value["format"] == 1:  # has sizes and times only; such files are compared by content
-            fields["version"] = list(zip(fields.pop("size"), fields.pop("mtime_ns"), strict=True))
-        fields["version"] = [Version(*version) for version in fields["version"]]
-        inputs = tuple(
-            InputFile(**dict(zip(InputFile.__slots__, row, strict=True)))
-            for row in zip(*(fields[field] for field in InputFile.__slots__), strict=True)
-        )
-        serialized = base64.b64decode(value["schema"])
-        columns = value["chunks"]
-        columns["groups_row"] = _starts_of_groups(columns)
-        columns["row_groups"] = [(first, count) for first, count in columns["row_groups"]]
-        splits = zip(*(columns[field] for field in Split._fields), strict=True)
-        chunks = tuple(
-            _chunk(index, inputs[place], columns["format"], serialized, Split(*split))
-            for index, place, split in zip(columns["index"], columns["input"], splits, strict=True)
-        )
-        pa.ipc.read_schema(pa.py_buffer(serialized))  # raises if it is damaged
-        return Plan(inputs=inputs, chunks=chunks, serialized=serialized, rows=value["rows"])
-    except (KeyError, TypeError, IndexError, ValueError, pa.ArrowException) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"not a plan: {error!r}") from error
-
-
-def _starts_of_groups(columns: dict[str, list[Any]]) -> list[int]:
-    """Each chunk's `groups_row`: the first row of the first chunk with the same row groups."""
-    keys = [(place, *groups) for place, groups in zip(columns["input"], columns["row_groups"], strict=True)]
-    first: dict[tuple[int, ...], int] = {}
-    for key, row in zip(keys, columns["first_row"], strict=True):
-        first[key] = min(row, first.get(key, row))
-    return [first[key] for key in keys]
 
 
 def _ceil_div(amount: int, size: int) -> int:

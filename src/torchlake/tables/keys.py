@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from torchlake.errors import TableError
-from torchlake.tables.chunks import Plan
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.hashes import Words, hashes, identities, is_hashable
+from torchlake.tables.plan import Plan
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table
 

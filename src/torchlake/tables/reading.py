@@ -5,7 +5,7 @@ one stopped, so nothing is decoded twice, and a row group of any size takes cons
 verified. Strings are validated by column; only a column that fails is searched for its bad rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 
 from torchlake.errors import TableError
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tables.chunks import Chunk
 from torchlake.tables.formats import values
 from torchlake.tables.formats.bad_text import without_bad_text
 from torchlake.tables.formats.columnar import (
@@ -27,8 +26,10 @@ from torchlake.tables.formats.columnar import (
 )
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
-from torchlake.tables.sources.versions import ContentChecker
-from torchlake.tables.table import check_columns, is_compatible
+from torchlake.tables.plan import Chunk
+from torchlake.tables.sources._interface import View, view_of
+from torchlake.tables.storage.versions import ContentChecker
+from torchlake.tables.table import check_columns, common_type
 
 BATCH_ROWS = 4096
 FEW_ROWS = 10_000
@@ -60,20 +61,17 @@ class ChunkReader:
             raise
 
     def _read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
-        schema = self._schema(chunk)
+        schema, view = self._schema(chunk), view_of(chunk.view)
+        stored = pa.schema([field for field in schema if field.name not in view.constants]) if chunk.view else schema
         if chunk.format == "csv":
-            table, errors = self._read_csv(chunk, schema)
+            table, errors = self._read_csv(chunk, stored)
         elif chunk.format == "jsonl":
-            table, errors = _read_json(chunk, schema)
+            table, errors = _read_json(chunk, stored)
         else:
-            table, errors = isolate_bad_text(self._read_binary(chunk, schema))
-        if table.num_rows != chunk.rows:
-            raise TableError(
-                f"{chunk.file}: {table.num_rows:,} rows where {chunk.rows:,} were planned from row {chunk.first_row:,} "
-                "on; the file has changed since."
-            )
+            table, errors = isolate_bad_text(self._read_binary(chunk, stored, view.names))
+        _check_rows(chunk, table.num_rows, chunk.rows)
         self._unchanged.check(chunk.file, chunk.version, chunk.sha256)
-        return table, dict(sorted(errors.items()))
+        return _with_constants(table, schema, view, chunk.rows), dict(sorted(errors.items()))
 
     def close(self) -> None:
         """Close the open file, if any."""
@@ -93,7 +91,7 @@ class ChunkReader:
         header = self._headers[chunk.file]
         check_columns(chunk.file, schema.names, pa.schema([pa.field(name, pa.string()) for name in header]))
         places = [header.index(name) for name in schema.names]
-        records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes, len(header)))
+        records = _kept_records(chunk, read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes, len(header)))
         errors = _bad_records(chunk, records)
         columns = [
             _text_column([None if row in errors else record[place] for row, record in enumerate(records)])
@@ -104,25 +102,29 @@ class ChunkReader:
         arrays = [array.cast(field.type) for (array, _), field in zip(columns, schema, strict=True)]
         return pa.table(arrays, schema=schema) if arrays else _no_columns(len(records)), errors
 
-    def _read_binary(self, chunk: Chunk, schema: pa.Schema) -> pa.Table:
-        where = f": rows {chunk.first_row:,} to {chunk.first_row + chunk.rows - 1:,}"
+    def _read_binary(self, chunk: Chunk, schema: pa.Schema, renamed: Mapping[str, str]) -> pa.Table:
+        names = [renamed.get(field.name, field.name) for field in schema]
         try:
-            with translate_errors(chunk.file, where):
+            with translate_errors(chunk.file, f": {chunk.where}"):
                 if self._cursor is None or not self._cursor.reaches(chunk):
                     self.close()
-                    self._cursor = _Cursor(chunk, self.columns)
+                    self._cursor = _Cursor(chunk, names)
                 batches = self._cursor.take(chunk)
         except TableError:
             self.close()
             raise
         table = pa.Table.from_batches(batches) if batches else schema.empty_table()
-        return pa.table([_as_planned(chunk.file, table[field.name], field) for field in schema], schema=schema)
+        _check_rows(chunk, table.num_rows, chunk.span)
+        if chunk.skipped:
+            table = table.take(from_numpy(np.flatnonzero(chunk.kept)))
+        arrays = [_as_planned(chunk.file, table[name], field) for name, field in zip(names, schema, strict=True)]
+        return pa.table(arrays, schema=schema) if arrays else _no_columns(chunk.rows)
 
 
 class _Cursor:
     """An open file that is read forward through one range of row groups or record batches."""
 
-    def __init__(self, chunk: Chunk, columns: tuple[str, ...]) -> None:
+    def __init__(self, chunk: Chunk, columns: Sequence[str]) -> None:
         self.file, self.row_groups = chunk.file, chunk.row_groups
         self.row = chunk.groups_row
         self.left: pa.RecordBatch | None = None
@@ -141,8 +143,8 @@ class _Cursor:
         return (chunk.file, chunk.row_groups) == (self.file, self.row_groups) and self.row <= chunk.first_row
 
     def take(self, chunk: Chunk) -> list[pa.RecordBatch]:
-        """The chunk's rows, fewer if the file ends; rows before it are skipped."""
-        stop, taken = chunk.first_row + chunk.rows, []
+        """The rows of the chunk's range, fewer if the file ends; rows before it are skipped."""
+        stop, taken = chunk.first_row + chunk.span, []
         while self.row < stop:
             batch = self.left if self.left is not None else next(self.batches, None)
             self.left = None
@@ -160,7 +162,7 @@ class _Cursor:
     def close(self) -> None:
         self._open.close()
 
-    def _open_parquet(self, first: int, count: int, columns: tuple[str, ...]) -> None:
+    def _open_parquet(self, first: int, count: int, columns: Sequence[str]) -> None:
         parquet = self._open.enter_context(open_parquet(self.file))
         groups = range(first, min(first + count, parquet.metadata.num_row_groups))
         check_columns(self.file, columns, parquet.schema_arrow)
@@ -168,7 +170,7 @@ class _Cursor:
             parquet_batches(self.file, parquet, groups, columns, BATCH_ROWS) if groups else iter(())
         )
 
-    def _open_arrow(self, first: int, count: int, columns: tuple[str, ...]) -> None:
+    def _open_arrow(self, first: int, count: int, columns: Sequence[str]) -> None:
         reader = self._open.enter_context(open_arrow(self.file, columns))
         check_columns(self.file, columns, reader.schema)
         self.batches = (batch.select(list(columns)) for batch in record_batches(reader, first, count))
@@ -176,7 +178,7 @@ class _Cursor:
 
 def row_ids(chunk: Chunk) -> pa.Array:
     """Each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
-    numbers = from_numpy(np.arange(chunk.first_row, chunk.first_row + chunk.rows)).cast(pa.string())
+    numbers = from_numpy(chunk.numbers).cast(pa.string())
     return pc.binary_join_element_wise(from_strings([chunk.name])[0], numbers, from_strings([":"])[0])
 
 
@@ -210,11 +212,26 @@ def _bad_records(chunk: Chunk, records: Sequence[Any]) -> dict[int, str]:
 
 
 def _where(chunk: Chunk, row: int) -> str:
-    return f" (row {chunk.first_row + row:,} of {chunk.name})"
+    return f" (row {chunk.number(row):,} of {chunk.name})"
+
+
+def _kept_records(chunk: Chunk, records: Iterator[Any]) -> list[Any]:
+    """The records of the chunk's range, without those that are skipped."""
+    found = list(records)
+    _check_rows(chunk, len(found), chunk.span)
+    return [found[row] for row in np.flatnonzero(chunk.kept)] if chunk.skipped else found
+
+
+def _check_rows(chunk: Chunk, rows: int, planned: int) -> None:
+    if rows != planned:
+        raise TableError(
+            f"{chunk.file}: {rows:,} rows where {planned:,} were planned from row {chunk.first_row:,} on; the file has "
+            "changed since."
+        )
 
 
 def _read_json(chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
-    records = list(read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes))
+    records = _kept_records(chunk, read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes))
     errors = _bad_records(chunk, records)
     arrays = []
     for field in schema:
@@ -226,6 +243,19 @@ def _read_json(chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str
                 reason = f"bad_json: column {field.name!r}: {reason}{_where(chunk, row)}"
             errors.setdefault(row, reason)
     return pa.table(arrays, schema=schema) if arrays else _no_columns(len(records)), errors
+
+
+def _with_constants(table: pa.Table, schema: pa.Schema, view: View, rows: int) -> pa.Table:
+    """The table with the columns that have one value in all rows of its file."""
+    if not view.constants:
+        return table
+    arrays = {name: table[name] for name in table.column_names}
+    for name in schema.names:
+        if name in view.constants:
+            value, kind = view.constants[name], schema.field(name).type
+            constant = pa.nulls(rows, kind) if value is None else from_strings([value])[0].cast(kind)
+            arrays[name] = constant if value is None else pa.repeat(constant, rows)
+    return pa.table([arrays[name] for name in schema.names], schema=schema)
 
 
 def _as_list(array: pa.FixedSizeListArray) -> pa.ListArray:
@@ -245,7 +275,7 @@ def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.Chunk
         column = pa.chunked_array([_as_list(chunk) for chunk in column.chunks], storage_type(column.type))
     if column.type == field.type:
         return column
-    if not is_compatible(storage_type(column.type), field.type):
+    if common_type(storage_type(column.type), field.type) != field.type:
         raise TableError(f"{file}: the column {field.name!r} is {column.type} now; it was {field.type} when planned.")
     return column.cast(field.type)
 

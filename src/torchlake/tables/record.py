@@ -12,7 +12,7 @@ from torchlake import atomic_io
 from torchlake.config.redaction import redacted
 from torchlake.errors import TableError, UsageError
 from torchlake.tables.sources.files import local_path
-from torchlake.tables.sources.urls import is_url
+from torchlake.tables.storage.urls import is_url
 
 FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from torchlake.tables.chunks import Plan, plan_chunks
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.plan import Plan
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import Table
 

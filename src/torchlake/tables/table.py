@@ -1,4 +1,4 @@
-"""A table: rows in files of one format, with one schema.
+"""A table: rows in files of one format, with one schema, from one or several sources.
 
 Opening a table reads only footers and headers, and raises at once for what would fail a job hours later: a truncated
 file, a column that is missing or has another type in the third file, a Delta table read as loose Parquet files.
@@ -8,22 +8,25 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pyarrow as pa
 
+from torchlake import plugins
 from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
-from torchlake.tables.formats.layout import format_of, is_table_file, schema_of
+from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.record import COMMIT, committed_files
-from torchlake.tables.sources.files import InputPath, describe, find, local_path, unavailable
-from torchlake.tables.sources.lakehouse import refuse_lakehouse_tables
-from torchlake.tables.sources.urls import is_url
-from torchlake.tables.sources.versions import settled_version_of
+from torchlake.tables.sources._interface import SourceFile, SourceTable, View
+from torchlake.tables.sources.files import StoredTable, describe, local_path
+from torchlake.tables.sources.files import open_source as open_files
+from torchlake.tables.storage.access import unavailable
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.versions import settled_version_of
 
 T = TypeVar("T")
 THREADS = 16
@@ -47,10 +50,16 @@ class Table:
     "Files left out, and why."
     footers: Mapping[str, Footer] = field(default_factory=dict, repr=False)
     "Of Parquet files, by path."
+    views: Mapping[str, View] = field(default_factory=dict, repr=False)
+    "By path, of files whose columns are not the table's."
+    deleted: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    "By path, a bitmap of deleted rows."
+    sources: tuple[Mapping[str, Any], ...] = ()
+    "What was read, for each table with versions."
 
 
 def open_table(
-    source: str | Path | Sequence[str | Path],
+    source: StoredTable,
     *,
     columns: Sequence[str] = (),
     on_bad_file: Literal["error", "quarantine"] = "error",
@@ -64,19 +73,23 @@ def open_table(
     would have to run code to be loaded.
     """
     bad: list[tuple[str, str]] = []
+    sources = _open_sources(source)
 
-    def leave_out(path: InputPath, error: DataError) -> None:
+    def leave_out(path: SourceFile, error: DataError) -> None:
         if on_bad_file == "error" or isinstance(error, Unavailable):
             raise error
         bad.append((path.file, str(error)))
 
     readable: list[_File] = []
-    for path, result in _map_files(partial(_inspect, columns=columns), _find_files(source)):
-        if isinstance(result, DataError):
-            leave_out(path, result)
-        else:
-            readable.append(result)
-    names = list(columns) or (readable[0].schema.names if readable else [])
+    for table in sources:
+        for path, result in _map_files(partial(_inspect, columns=columns, source=table), table.files):
+            if isinstance(result, DataError):
+                leave_out(path, result)
+            else:
+                readable.append(result)
+    given = next((table.schema for table in sources if table.schema is not None), None)
+    schema = readable[0].schema if readable else given
+    names = list(columns) or (schema.names if schema is not None else [])
     common = _majority_types(readable, names) if on_bad_file == "quarantine" else {}
     files: list[_File] = []
     for one in readable:
@@ -85,8 +98,9 @@ def open_table(
             files.append(one)
         except TableError as error:
             leave_out(one.path, error)
-    if not files:
+    if schema is None or (bad and not files):
         raise TableError(f"{describe(source)}: every file is bad; the first: {bad[0][1]}")
+    check_columns(describe(source), names, schema)
     formats = {one.format: one.path.file for one in files}
     if len(formats) > 1:
         listed = ", ".join(f"{format} ({file})" for format, file in formats.items())
@@ -95,10 +109,13 @@ def open_table(
         source=describe(source),
         files=tuple(one.path.file for one in files),
         names=tuple(one.path.name for one in files),
-        format=files[0].format,
-        schema=pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in files[0].schema]),
+        format=files[0].format if files else "parquet",
+        schema=pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in schema]),
         quarantined=tuple(bad),
         footers={one.path.file: one.footer for one in files if one.footer is not None},
+        views={one.path.file: one.path.view for one in files if one.path.view != View()},
+        deleted={one.path.file: one.path.deleted for one in files if one.path.deleted},
+        sources=tuple(table.identity for table in sources if table.identity),
     )
 
 
@@ -116,24 +133,72 @@ def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:
             raise missing_column(file, name, schema)
 
 
-def is_compatible(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether files may have one column in these types: equal, both strings, both binary, or one of them null."""
-    if pa.types.is_null(one) or pa.types.is_null(other) or one == other:
-        return True
-    texts = (pa.string(), pa.large_string())
-    binaries = (pa.binary(), pa.large_binary())
-    return (one in texts and other in texts) or (one in binaries and other in binaries)
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The type that a column has whose files have these types, so that no value changes; None if there is none.
+
+    Null gives way to any type, int32 to int64, float to double, and a string to one with 64-bit offsets.
+    """
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    for kinds in _WIDENING:
+        if one in kinds and other in kinds:
+            return max(one, other, key=kinds.index)
+    return None
+
+
+_WIDENING = (
+    (pa.string(), pa.large_string()),
+    (pa.binary(), pa.large_binary()),
+    (pa.int8(), pa.int16(), pa.int32(), pa.int64()),
+    (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+    (pa.float16(), pa.float32(), pa.float64()),
+    # Spark's INT96 has no zone and means UTC.
+    (pa.timestamp("us"), pa.timestamp("us", "UTC")),
+)
 
 
 class _File(NamedTuple):
-    path: InputPath
+    path: SourceFile
     format: str
     schema: pa.Schema
     footer: Footer | None
 
 
-def _find_files(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
-    """The files of `source`; of a committed output those in its record, whatever else is in the folder."""
+def _open_sources(source: StoredTable) -> list[SourceTable]:
+    """The tables of `source`: files together, each other table by the source that recognizes it."""
+    given = [source] if isinstance(source, str | Path) else list(source)
+    kinds = [plugins.load("sources", name) for name in plugins.names("sources") if name != "files"]
+    loose: list[str | Path] = []
+    tables = []
+    for one in given:
+        kind = next((kind for kind in kinds if kind.recognizes(one)), None)
+        if kind is None:
+            loose.append(one)
+        else:
+            tables.append(kind.open_source(one))
+    if loose or not given:
+        tables.insert(0, _open_files(loose if len(given) > 1 or not isinstance(source, str | Path) else source))
+    return _with_own_names(tables) if len(tables) > 1 else tables
+
+
+def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
+    """The tables with names that begin with the table's, as several may have files of one name."""
+    renamed = []
+    for table in tables:
+        folder = f"{str(table.identity['table']).rstrip('/').rpartition('/')[2]}/" if table.identity else ""
+        files = tuple(replace(one, name=f"{folder}{one.name}") for one in table.files)
+        renamed.append(replace(table, files=files))
+    counts = Counter(one.name for table in renamed for one in table.files)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise TableError(f"Two of the tables have a file {twice}, and row ids need different names. Rename one folder.")
+    return renamed
+
+
+def _open_files(source: StoredTable) -> SourceTable:
+    """Loose files; of a committed output those in its record, whatever else is in the folder."""
     if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
         folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
         try:
@@ -141,30 +206,64 @@ def _find_files(source: str | Path | Sequence[str | Path]) -> list[InputPath]:
         except OSError as error:
             raise unavailable(os.fspath(source), error) from error
         if is_output:
-            return [InputPath(path.name, str(path)) for path in committed_files(folder)]
-    found = find(source, is_table_file)
-    refuse_lakehouse_tables(found)
-    return found
+            return SourceTable(
+                files=tuple(SourceFile(name=path.name, file=str(path)) for path in committed_files(folder))
+            )
+    return open_files(source)
 
 
-def _inspect(path: InputPath, columns: Sequence[str]) -> _File | DataError:
-    """A file's format, schema and footer, or its error."""
+def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _File | DataError:
+    """A file's format, its footer and its columns as the table names them, or its error."""
     file = path.file
     try:
         version = settled_version_of(file)
+        if path.size not in (None, version.size):
+            raise TableError(f"{file}: has {version.size:,} bytes, {path.size:,} in the table's log; restore the file.")
         format = format_of(file)
-        schema, footer = schema_of(file, format, version, columns)
+        stored = [path.view.names.get(name, name) for name in columns if name not in path.view.constants]
+        schema, footer = schema_of(file, format, version, stored)
+        path, schema = _as_in_table(path, schema, source)
         check_columns(file, columns, schema)
         for name in columns:
             times = schema.names.count(name)
             if times > 1:
                 raise TableError(f"{file}: has {times} columns named {name!r}; rename all but one.")
+    except Unavailable as error:
+        if source.identity.get("version") is None:
+            return error
+        return Unavailable(
+            f"{error}. Version {source.identity['version']} of {source.identity['table']} lists this file: it was "
+            "removed, for example by VACUUM. Read a version that is still there."
+        )
     except DataError as error:
         return error
     return _File(path, format, schema, footer)
 
 
-def _map_files(function: Callable[[InputPath], T], files: Sequence[InputPath]) -> Iterator[tuple[InputPath, T]]:
+def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tuple[SourceFile, pa.Schema]:
+    """The file and its columns as the table has them: renamed, with constants, and null where it lacks a column."""
+    if source.schema is None and not path.view.constants:
+        return path, stored
+    names = {name: logical for logical, name in path.view.names.items()}
+    fields = [field.with_name(names.get(field.name, field.name)) for field in stored]
+    fields = [field for field in fields if field.name not in path.view.constants]
+    if source.schema is None:
+        return path, pa.schema([*fields, *(source.partitions.field(name) for name in path.view.constants)])
+    own = {field.name: field.type for field in fields}
+    lacking = {name: None for name in source.schema.names if name not in own and name not in path.view.constants}
+    view = View(
+        constants={**path.view.constants, **lacking},
+        names={one: name for one, name in path.view.names.items() if one not in lacking},
+    )
+    typed = []
+    for column in source.schema:
+        kind, stored_as = storage_type(column.type), own.get(column.name, column.type)
+        # A file that cannot be read as the table's type keeps its own, and is refused if the column is needed.
+        typed.append(pa.field(column.name, kind if common_type(storage_type(stored_as), kind) == kind else stored_as))
+    return replace(path, view=view), pa.schema(typed)
+
+
+def _map_files(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, T]]:
     """Each file with the result of `function`; URLs by several threads, as most of the time is waiting.
 
     Local files take mostly Python's own time, and 16 threads would be four times slower.
@@ -195,13 +294,13 @@ def _check_types(one: _File, names: Sequence[str], common: dict[str, tuple[pa.Da
     for name in names:
         kind = _type_of(one, name)
         before, where = common.get(name, (kind, file))
-        if not is_compatible(kind, before):
+        wider = common_type(kind, before)
+        if wider is None:
             raise TableError(
                 f"{file}: the column {name!r} is {kind}, but {before} in {where}. Convert one of them, or name only "
                 "files that agree."
             )
-        widened = pa.types.is_null(before) or kind in (pa.large_string(), pa.large_binary())
-        common[name] = (kind, file) if widened and not pa.types.is_null(kind) else (before, where)
+        common[name] = (before, where) if wider == before else (kind, file)
 
 
 def _type_of(file: _File, name: str) -> pa.DataType:

@@ -34,7 +34,7 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.sources.frames import engine_of
-from torchlake.tables.sources.versions import ContentChecker
+from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
 from torchlake.training import lora, restarts
 

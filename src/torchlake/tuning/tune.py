@@ -33,7 +33,7 @@ from torchlake.runs.folder import JOB_FILE, LEASE_S, RESULT, STOP, differences, 
 from torchlake.runs.follow import follow_metrics
 from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
-from torchlake.tables.sources.versions import content_id
+from torchlake.tables.storage.versions import content_id
 from torchlake.tables.table import open_table
 from torchlake.training.train import choose_metric, named_engine, train
 from torchlake.tuning.search_space import Range, Space, read_space

@@ -22,10 +22,11 @@ from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.runtime_choice import refuse_unable
 from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.worker import make_chunk_worker, output_schema
-from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.arrays import without_rows
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
-from torchlake.tables.text_columns import without_rows
 from torchlake.tasks import text_classification
 
 

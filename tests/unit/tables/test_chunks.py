@@ -16,21 +16,11 @@ from hypothesis import strategies as st
 from torchlake import atomic_io
 from torchlake.errors import DataError, TableError
 from torchlake.tables import chunks as planning
-from torchlake.tables.chunks import (
-    MAX_BYTES,
-    Chunk,
-    InputFile,
-    Plan,
-    Split,
-    plan_chunks,
-    plan_from_json,
-    plan_to_json,
-    split_row_groups,
-    split_text,
-)
+from torchlake.tables.chunks import MAX_BYTES, Split, plan_chunks, split_row_groups, split_text
 from torchlake.tables.formats.layout import SplitCandidates
 from torchlake.tables.formats.lines import Segment
-from torchlake.tables.sources.versions import Version
+from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json, plan_to_json
+from torchlake.tables.storage.versions import Version
 from torchlake.tables.table import open_table
 
 SEGMENTS = st.lists(
@@ -52,7 +42,7 @@ def test_row_groups_are_covered_once(groups: list[Segment], size: int) -> None:
     cuts = list(split_row_groups(groups, size))
     covers(cuts, sum(group.rows for group in groups))
     starts = [sum(group.rows for group in groups[:place]) for place in range(len(groups) + 1)]
-    for first_row, taken, (first, count), groups_row, _, _ in cuts:
+    for first_row, taken, (first, count), groups_row, *_ in cuts:
         assert taken <= size
         assert groups_row == starts[first] <= first_row
         assert first_row + taken <= starts[first + count]
@@ -70,7 +60,7 @@ def test_text_segments_are_covered_once(segments: list[Segment], size: int, star
     cuts = list(split_text(SplitCandidates(segments, start, None), size))
     covers(cuts, sum(segment.rows for segment in segments))
     at = start
-    for _, taken, groups, _, offset, length in cuts:
+    for _, taken, groups, _, offset, length, _ in cuts:
         assert groups == (0, 0)
         assert offset == at
         assert taken <= max(size, 256)

@@ -24,12 +24,13 @@ import pytest
 
 from sweeps import sweep
 from torchlake.errors import FingerprintError, LeaseLost, Locked, OutputError, StorageError, TableError, UsageError
-from torchlake.tables.chunks import Plan, plan_chunks
+from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output import staging
 from torchlake.tables.output.commit import WriteTransaction, write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import Part, part_name, write_part
 from torchlake.tables.output.verify import verify
+from torchlake.tables.plan import Plan
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, committed_files, read_commit
 from torchlake.tables.table import open_table

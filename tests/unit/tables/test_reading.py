@@ -13,7 +13,8 @@ import pytest
 from pyarrow import csv
 
 from torchlake.errors import FingerprintError, TableError
-from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 
@@ -209,7 +210,8 @@ def test_a_row_group_of_any_size_streams_in_constant_memory(tmp_path: Path) -> N
         writer.write_table(pa.table({"t": [f"{n}{text}"[:400] for n in range(count)]}), row_group_size=count)
     script = f"""
 import pyarrow as pa
-from torchlake.tables.chunks import Chunk, plan_chunks
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
 plan = plan_chunks(open_table({str(path)!r}), columns=["t"])

@@ -85,6 +85,19 @@ def test_drift_names_file_column_and_types(tmp_path: Path) -> None:
         open_table(tmp_path, columns=["n"])
 
 
+@pytest.mark.parametrize("wide_first", [False, True])
+def test_integers_and_floats_of_several_widths_are_read_as_the_widest(tmp_path: Path, wide_first: bool) -> None:
+    narrow, wide = ("b", "a") if wide_first else ("a", "b")
+    parquet(tmp_path / f"{narrow}.parquet", n=pa.array([-1, None], pa.int32()), f=pa.array([0.1, None], pa.float32()))
+    parquet(tmp_path / f"{wide}.parquet", n=pa.array([2**40, 0], pa.int64()), f=pa.array([0.1, 0], pa.float64()))
+    table = open_table(tmp_path, columns=["n", "f"])
+    assert table.schema.types == [pa.int64(), pa.float64()]
+    reader = ChunkReader(["n", "f"])
+    rows = pa.concat_tables([reader.read(chunk)[0] for chunk in plan_chunks(table, columns=["n", "f"]).chunks])
+    assert sorted(rows["n"].drop_null().to_pylist()) == [-1, 0, 2**40]
+    assert sorted(rows["f"].drop_null().to_pylist()) == [0, 0.1, pa.scalar(0.1, pa.float32()).as_py()]
+
+
 def test_nulls_encodings_and_extra_columns_are_no_drift(tmp_path: Path) -> None:
     parquet(tmp_path / "1.parquet", t=pa.nulls(2), extra=[1, 2])
     parquet(tmp_path / "2.parquet", t=["a", "b"])
@@ -130,12 +143,15 @@ def test_files_of_two_formats_are_refused(tmp_path: Path) -> None:
         open_table(tmp_path)
 
 
-@pytest.mark.parametrize("marker", ["_delta_log/0.json", "metadata/v1.metadata.json"])
-def test_a_lakehouse_table_is_not_read_as_loose_files(tmp_path: Path, marker: str) -> None:
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [("_delta_log/0.json", "Delta table cannot be read"), ("metadata/v1.metadata.json", "deleted rows")],
+)
+def test_a_lakehouse_table_is_not_read_as_loose_files(tmp_path: Path, marker: str, message: str) -> None:
     parquet(tmp_path / "a.parquet", a=[1])
     (tmp_path / marker).parent.mkdir()
     (tmp_path / marker).write_text("{}")
-    with pytest.raises(TableError, match="deleted rows"):
+    with pytest.raises(TableError, match=message):
         open_table(tmp_path)
 
 

@@ -15,10 +15,11 @@ import pytest
 
 from s3_server import BUCKET, S3Server, serving
 from torchlake.errors import FingerprintError, TableError, Unavailable
-from torchlake.tables.chunks import MAX_BYTES, Plan, plan_chunks, plan_from_json, plan_to_json
+from torchlake.tables.chunks import MAX_BYTES, plan_chunks
 from torchlake.tables.output.parts import write_part
+from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.sources.versions import content_id, version_of
+from torchlake.tables.storage.versions import content_id, version_of
 from torchlake.tables.table import Table, open_table
 
 
@@ -74,10 +75,10 @@ def test_files_without_extension_are_known_by_their_first_bytes(
 
 
 def test_quarantine_keeps_the_type_that_most_files_have(tmp_path: Path) -> None:
-    put(tmp_path / "part-0.parquet", [0], pa.int32())
+    put(tmp_path / "part-0.parquet", [0], pa.uint8())
     for number in range(1, 4):
         put(tmp_path / f"part-{number}.parquet", [number])
-    with pytest.raises(TableError, match=r"part-1.parquet: the column 'id' is int64, but int32 in .*part-0"):
+    with pytest.raises(TableError, match=r"part-1.parquet: the column 'id' is int64, but uint8 in .*part-0"):
         open_table(tmp_path, columns=["id"])
     assert ids_of(tmp_path, on_bad_file="quarantine") == [1, 2, 3]
 
@@ -95,7 +96,7 @@ def test_quarantine_takes_no_file_that_the_storage_does_not_give(
         return real(path, *arguments, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlake.tables.sources.versions.os.stat", throttled)
+        patch.setattr("torchlake.tables.storage.versions.os.stat", throttled)
         with pytest.raises(Unavailable, match=r"b.parquet: Please reduce your request rate"):
             open_table(tmp_path, columns=["id"], on_bad_file="quarantine")
 
@@ -141,7 +142,9 @@ NAMES: list[Callable[[Path], object]] = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_table_of_another_format_is_refused_however_it_is_named(lake: Path, name: Callable[[Path], object]) -> None:
-    with pytest.raises(TableError, match=r"reviews: a table in (Delta|Iceberg|Hudi) format; .* Give the files of one"):
+    with pytest.raises(
+        TableError, match=r"reviews: (a table in (Delta|Iceberg|Hudi) format; .* Give the files of one|the Delta)"
+    ):
         ids_of(name(lake))
 
 
@@ -167,7 +170,7 @@ def test_a_table_of_another_format_is_refused_by_url(lake: Path) -> None:
             "memory://formats/*/*/*.parquet",
             "memory://formats/reviews/day=1",
         ):
-            with pytest.raises(TableError, match="reviews: a table in"):
+            with pytest.raises(TableError, match="reviews: (a table in|the Delta table cannot be read)"):
                 ids_of(url)
         assert ids_of("memory://formats/reviews/day=1/part-1.parquet") == [1, 2, 3]
     finally:

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 from torchlake.errors import TableError
 from torchlake.tables.formats import extensions
 from torchlake.tables.formats.lines import Segment
-from torchlake.tables.sources.files import open_binary, read_range, unavailable
-from torchlake.tables.sources.urls import is_url
-from torchlake.tables.sources.versions import Version
+from torchlake.tables.storage.access import open_binary, read_range, unavailable
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.versions import Version
 
 ARROW_MAGIC = b"ARROW1\0\0"
 TAIL_BYTES = 1 << 16  # of a Parquet file, read by one request: most footers are shorter

@@ -14,8 +14,8 @@ from torchlake.errors import TableError
 from torchlake.tables.formats import lines, values
 from torchlake.tables.formats.columnar import Footer, arrow_segments, open_arrow, parquet_footer, sampled_size
 from torchlake.tables.formats.lines import BadRecord, Segment
-from torchlake.tables.sources.files import read_range
-from torchlake.tables.sources.versions import Version
+from torchlake.tables.storage.access import read_range
+from torchlake.tables.storage.versions import Version
 
 EXTENSIONS = {
     **dict.fromkeys((".parquet", ".parq", ".pq"), "parquet"),

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from torchlake.errors import TableError
 from torchlake.tables.formats.values import is_utf8
-from torchlake.tables.sources.files import open_binary, read_range
+from torchlake.tables.storage.access import open_binary, read_range
 
 SEGMENT_BYTES = 1 << 20
 SEGMENT_ROWS = 256

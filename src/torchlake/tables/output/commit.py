@@ -27,7 +27,6 @@ import pyarrow.parquet as pq
 from torchlake import atomic_io
 from torchlake.errors import LeaseLost, Locked, OutputError, StorageError
 from torchlake.processes.hardware import cores
-from torchlake.tables.chunks import Chunk, Plan, plan_to_json
 from torchlake.tables.output import staging
 from torchlake.tables.output.compatibility import (
     AllowedChanges,
@@ -43,8 +42,9 @@ from torchlake.tables.output.compatibility import (
 )
 from torchlake.tables.output.lease import Lease, acquire, locked
 from torchlake.tables.output.parts import TABLE, Part, part_name, read_part, write_part
+from torchlake.tables.plan import Chunk, Plan, plan_to_json
 from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
-from torchlake.tables.sources.versions import ContentChecker
+from torchlake.tables.storage.versions import ContentChecker
 
 NO_CHANGES = AllowedChanges()
 MAX_READERS = 8
@@ -139,6 +139,8 @@ class WriteTransaction:
             "environments": self.job.environments,
             "quarantined": [list(one) for one in self.quarantined],
             "removed": self.removed,
+            **({"sources": [dict(one) for one in self.plan.sources]} if self.plan.sources else {}),
+            **({"selection": dict(self.plan.selection)} if self.plan.selection else {}),
             "provenance": dict(provenance),
             "committed": datetime.now(UTC).isoformat(timespec="seconds"),
         }

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, FingerprintError, OutputError
-from torchlake.tables.chunks import Chunk, InputFile, Plan, plan_from_json
 from torchlake.tables.output import staging
 from torchlake.tables.output.parts import schema_in_words
+from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json
 from torchlake.tables.record import COMMIT, PLAN, output_path, read_commit
 
 
@@ -190,6 +190,12 @@ def differences(old: JobSpec, new: JobSpec) -> list[str]:
     # Compare types, not their names: the names of map and list types depend on the library that wrote the file.
     if not old.plan.schema.equals(new.plan.schema):
         found.append(f"input columns: {schema_in_words(old.plan.schema)} -> {schema_in_words(new.plan.schema)}")
+    asked, asks = (
+        {name: value for name, value in one.plan.selection.items() if name != "left_out"} for one in (old, new)
+    )
+    for name in dict.fromkeys([*asked, *asks]):
+        if asked.get(name) != asks.get(name):
+            found.append(f"{name}: {asked.get(name)!r} -> {asks.get(name)!r}")
     return found
 
 
@@ -202,7 +208,7 @@ def input_changes(old: Plan, new: Plan) -> tuple[list[str], list[str], list[str]
         [
             f"{one.path}: rewritten ({before[one.name].rows:,} rows -> {one.rows:,} rows)"
             for one in new.inputs
-            if one.name in before and before[one.name].sha256 != one.sha256
+            if one.name in before and before[one.name].content != one.content
         ],
     )
 
@@ -212,8 +218,8 @@ def merge(old: Plan, new: Plan) -> Plan:
 
     Chunks of other files get higher numbers, so that every kept part keeps its name.
     """
-    before = {one.name: one.sha256 for one in old.inputs}
-    kept = {one.name: one for one in new.inputs if before.get(one.name) == one.sha256}
+    before = old.content_of
+    kept = {one.name: one for one in new.inputs if before.get(one.name) == one.content}
     chunks: list[Chunk] = [
         replace(chunk, file=kept[chunk.name].path, version=kept[chunk.name].version, schema=new.serialized)
         for chunk in old.chunks
@@ -222,4 +228,4 @@ def merge(old: Plan, new: Plan) -> Plan:
     number = max((chunk.index for chunk in old.chunks), default=-1) + 1
     fresh = [chunk for chunk in new.chunks if chunk.name not in kept]
     chunks += [replace(chunk, index=number + place) for place, chunk in enumerate(fresh)]
-    return Plan(inputs=new.inputs, chunks=tuple(chunks), serialized=new.serialized, rows=new.rows)
+    return replace(new, chunks=tuple(chunks))

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.errors import TableError
-from torchlake.tables.chunks import Chunk, Plan
-from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import translate_errors
+from torchlake.tables.output.failures import count_failed
+from torchlake.tables.plan import Chunk, Plan
 
 TABLE = "table"
 "The folder in the staging folder that becomes the output."
@@ -41,7 +41,7 @@ def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
     plan: a part stays valid when files are added to the input.
     """
     place = [chunk.name, chunk.row_groups, chunk.first_row, chunk.rows, chunk.offset, chunk.bytes]
-    value = [plan.sha256_of[chunk.name], *place, plan.schema.names, fingerprint]
+    value = [plan.content_of[chunk.name], *place, plan.schema.names, fingerprint]
     return f"part-{chunk.index:05d}-{atomic_io.fingerprint(value)[:16]}.parquet"
 
 

@@ -20,13 +20,13 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, TableError, UnsafeError
-from torchlake.tables.chunks import Chunk, Plan, plan_from_json
-from torchlake.tables.failures import count_failed
 from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.keys import Keys, key_problem
+from torchlake.tables.output.failures import count_failed
+from torchlake.tables.plan import Chunk, Plan, plan_from_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import FOLDER, PLAN, output_path, read_commit, recorded_schema
-from torchlake.tables.sources.versions import ContentChecker
+from torchlake.tables.storage.versions import ContentChecker
 
 THREADS = 4
 "Parts that are read at the same time: hashing and decoding release the GIL."

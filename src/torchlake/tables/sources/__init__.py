@@ -1,5 +1,5 @@
-"""Where tables come from: local files, folders, URLs and frames in memory; and the version of each file.
+"""Where tables come from: one file for each kind of source. `_interface.py` says what a source gives.
 
-In: a path, a glob, a URL or a frame. Out: files to open, each with a version that is checked before and after reading.
-Read `files.py` first.
+In: a path, a glob, a URL or a frame. Out: the files that hold the rows, in order, and what was read.
+Read `_interface.py` first, then `files.py`.
 """

@@ -1,4 +1,4 @@
-"""Find and open a table's files: local paths, folders, globs and fsspec URLs.
+"""Loose files: local paths, folders, globs and fsspec URLs.
 
 A file has two names: its path or URL, and its name relative to the folder that the user gave, which stays the same when
 the folder moves and is used in row ids. In folders and globs, links are followed and each file counts once; names that
@@ -14,11 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 from urllib.parse import unquote
 
-from torchlake.errors import TableError, Unavailable
-from torchlake.tables.sources.urls import filesystem_of, is_url
+from torchlake.errors import TableError
+from torchlake.tables.formats.layout import is_table_file
+from torchlake.tables.sources._interface import SourceFile, SourceTable
+from torchlake.tables.sources._lakehouse import refuse_lakehouse_tables
+from torchlake.tables.storage.access import unavailable
+from torchlake.tables.storage.urls import filesystem_of, is_url
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ class InputPath(NamedTuple):
     "Found in a folder or by a glob; False for a file that was named directly."
 
 
-def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool]) -> list[InputPath]:
+def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
     """The files of `source`, sorted by name; in folders and globs only those for which `wanted` is true.
 
     Raises TableError when there is none, or a file is named twice.
@@ -59,7 +63,17 @@ def find(source: str | Path | Sequence[str | Path], wanted: Callable[[str], bool
     return [_check_utf8_name(one) for one in sorted(named)]
 
 
-def describe(source: str | Path | Sequence[str | Path]) -> str:
+def open_source(source: StoredTable) -> SourceTable:
+    """The files of `source`, in the order of their names.
+
+    Raises TableError when there is none, a file is named twice, or a listed one lies in a table with a log.
+    """
+    found = find(source, is_table_file)
+    refuse_lakehouse_tables([one.file for one in found if one.listed])
+    return SourceTable(files=tuple(SourceFile(name=one.name, file=one.file) for one in found))
+
+
+def describe(source: StoredTable) -> str:
     """`source` as the user wrote it."""
     return os.fspath(source) if isinstance(source, str | Path) else ", ".join(os.fspath(one) for one in source)
 
@@ -71,38 +85,6 @@ def local_path(source: str) -> str:
         return source
     path = source[match.end() :]
     return path if os.path.exists(path) or "%" not in path else unquote(path)
-
-
-def open_binary(file: str) -> BinaryIO:
-    """Open a local file or a URL for reading. Raises Unavailable when it cannot be opened."""
-    try:
-        if not is_url(file):
-            return open(file, "rb")
-        filesystem, path = filesystem_of(file)
-        return cast(BinaryIO, filesystem.open(path, "rb"))
-    except OSError as error:
-        raise unavailable(file, error) from error
-
-
-def read_range(file: str, start: int, stop: int) -> bytes:
-    """The bytes from `start` to `stop` of a local file or a URL, by one request; fewer if the file ends.
-
-    Raises Unavailable when it cannot be read.
-    """
-    try:
-        if not is_url(file):
-            with open(file, "rb") as source:
-                source.seek(start)
-                return source.read(stop - start)
-        filesystem, path = filesystem_of(file)
-        return bytes(filesystem.cat_file(path, start=start, end=stop))
-    except OSError as error:
-        raise unavailable(file, error) from error
-
-
-def unavailable(file: str, error: OSError) -> Unavailable:
-    """The error for a file that cannot be opened or read."""
-    return Unavailable(f"{file}: {error.strerror or error}")
 
 
 def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:

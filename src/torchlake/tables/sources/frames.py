@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import pyarrow as pa
 
 from torchlake.errors import TableError
+from torchlake.tables.sources._interface import SourceTable
 
 
 class Frame(Protocol):
@@ -25,6 +26,19 @@ FrameT = TypeVar("FrameT", bound=Frame)
 def is_frame(value: Any) -> bool:
     """Whether `value` is a pyarrow Table or RecordBatch, a pandas DataFrame or a polars DataFrame."""
     return isinstance(value, pa.Table | pa.RecordBatch) or _is(value, "pandas") or _is(value, "polars")
+
+
+def recognizes(source: Any) -> bool:
+    """Whether `source` is a frame, in memory or lazy."""
+    return is_frame(source) or engine_of(source) is not None
+
+
+def open_source(source: Any) -> SourceTable:
+    """Raises TableError: a frame has no files; the functions that take one read it themselves."""
+    raise TableError(
+        f"{type(source).__name__}: a frame is given alone, to predict, evaluate, optimize or train. To read it beside "
+        "other tables, save it as Parquet first."
+    )
 
 
 def engine_of(value: Any) -> str | None:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torchlake import atomic_io
 from torchlake.errors import FingerprintError, TableError, Unavailable
-from torchlake.tables.sources.files import open_binary, unavailable
-from torchlake.tables.sources.urls import filesystem_of, is_url
+from torchlake.tables.storage.access import open_binary, unavailable
+from torchlake.tables.storage.urls import filesystem_of, is_url
 
 CONTENT_MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "oid")
 TIME_MARKS = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified", "created")

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake.errors import TooManyErrors
-from torchlake.tables.chunks import Plan
+from torchlake.tables.plan import Plan
 
 LINES = 5
 ROWS_BEFORE_STOPPING = 1000
@@ -52,7 +52,7 @@ def read_failures(output: Path, record: Mapping[str, Any], plan: Plan) -> Failur
                 errors = parquet.read(columns=["error"])["error"]
             if example is None:
                 chunk, row = chunks[part["chunk"]], pc.index(errors.is_valid(), True).as_py()
-                example = f"{chunk.file} row {chunk.first_row + row}: {errors[row]}"
+                example = f"{chunk.file} row {chunk.number(row)}: {errors[row]}"
             counts += count_reasons(errors.drop_null())
     return Failures(dict(counts.most_common()), example)
 

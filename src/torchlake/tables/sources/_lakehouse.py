@@ -1,4 +1,4 @@
-"""Refuse folders of Delta, Iceberg and Hudi tables: read as loose files they include deleted rows.
+"""Refuse loose files of Delta, Iceberg and Hudi tables: without the table's log they include deleted rows.
 
 A table is recognized by its log, in the folder of a file or any folder above it, whether the input is a folder, a
 partition, a glob, a folder of tables, a link or a URL. Files that are named one by one are read.
@@ -12,22 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from torchlake.errors import TableError
-from torchlake.tables.sources.files import InputPath
-from torchlake.tables.sources.urls import filesystem_of, is_url
+from torchlake.tables.storage.urls import filesystem_of, is_url
 
 THREADS = 16
 _LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 _ICEBERG = "*.metadata.json"
 _ADVICE = {
-    "Delta": "for example those of deltalake's DeltaTable(...).file_uris()",
+    "Delta": "or the table's folder itself",
     "Iceberg": "for example those of pyiceberg's table.scan().plan_files()",
     "Hudi": "for example those of a Spark query's inputFiles()",
 }
 
 
-def refuse_lakehouse_tables(found: Sequence[InputPath]) -> None:
-    """Raise TableError when a listed file lies in such a table."""
-    files = {one.file for one in found if one.listed}
+def refuse_lakehouse_tables(listed: Sequence[str]) -> None:
+    """Raise TableError when a file that was found in a folder or by a glob lies in such a table."""
+    files = {*listed}
     files |= {os.path.realpath(file) for file in files if not is_url(file) and os.path.islink(file)}
     folders: set[str] = set()
     for folder in {file.rpartition("/")[0] for file in files}:

@@ -1,0 +1,69 @@
+"""What a source gives: the identity of a table, its schema, and the files that its rows are read from.
+
+A source is a file in this package, with two functions:
+
+    recognizes(source)      whether a string, path or object names a table of this kind; cheap, and imports no library
+    open_source(source)     its `SourceTable`; raises TableError, or MissingExtra when a library is not installed
+
+Everything above reads files: a chunk is a range of rows of one file, and its version is checked before and after. A
+file may have fewer columns than its table, or other names for them (its `View`), and rows that are deleted.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """How a table's columns are read from one file; other columns are read by their names."""
+
+    constants: Mapping[str, str | None] = field(default_factory=dict)
+    "Columns that the file lacks and their value in all of its rows, as Arrow casts it from a string."
+    names: Mapping[str, str] = field(default_factory=dict)
+    "The file's name of a column."
+
+    def to_json(self) -> str:
+        """The empty string for a file whose columns are the table's."""
+        if not self.constants and not self.names:
+            return ""
+        return json.dumps({"constants": dict(self.constants), "names": dict(self.names)}, sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One file of a table."""
+
+    name: str
+    "Relative to the table's folder; used in row ids."
+    file: str
+    "An absolute path or a URL."
+    size: int | None = None
+    "In bytes, if the table's log says so."
+    view: View = field(default_factory=View)
+    deleted: bytes = b""
+    "A bitmap of the file's rows, with those that are deleted; rows after its end are not."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTable:
+    """A table as a source found it."""
+
+    files: tuple[SourceFile, ...]
+    "In the order of the rows."
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    "For records: the kind, the table, its version; empty for loose files, each of which is recorded."
+    schema: pa.Schema | None = None
+    "A column that a file lacks is null in its rows. None: every file has the columns of the first one."
+    partitions: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    "The types of columns that are constants of files."
+
+
+@lru_cache(maxsize=1024)
+def view_of(text: str) -> View:
+    """The view that `to_json` wrote."""
+    return View(**json.loads(text)) if text else View()

@@ -1,0 +1,179 @@
+"""Delta tables: a folder or URL with a `_delta_log`, at its current version or an earlier one (`table@v12`).
+
+The log lists the Parquet files of a version, their partition values and deletion vectors; deltalake (delta-rs) reads
+it. Each file is then read like any other, without its deleted rows. Files of a Delta table never change, so a version
+that was opened stays readable until a vacuum removes its files.
+
+Read: partition columns, deletion vectors, column mapping, columns that were added later, widened integers and floats.
+A table that needs another reader feature is refused by its name.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake.errors import MissingExtra, TableError
+from torchlake.tables.sources._interface import SourceFile, SourceTable, View
+from torchlake.tables.sources.files import local_path
+from torchlake.tables.storage.urls import check_url, filesystem_of, is_url
+
+LOG = "_delta_log"
+VERSION = re.compile(r"(?P<table>.+)@v(?P<version>\d+)", re.DOTALL)
+FEATURES = frozenset(
+    {"columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview", "v2Checkpoint",
+     "vacuumProtocolCheck"}
+)  # fmt: skip
+"Reader features that need nothing, or are read here."
+_PHYSICAL = "delta.columnMapping.physicalName"
+
+
+class DeltaPath(NamedTuple):
+    """A Delta table's folder as an absolute path or URL, and the version that was asked for (None: the current)."""
+
+    table: str
+    version: int | None
+
+
+def recognizes(source: Any) -> bool:
+    """Whether a path or URL, without its version, is a folder with a `_delta_log`."""
+    return isinstance(source, str | Path) and _parse(source) is not None
+
+
+def open_source(source: str | Path) -> SourceTable:
+    """The files of the table's version.
+
+    Raises TableError for a version that is not there and for reader features that are not supported, MissingExtra when
+    deltalake is not installed.
+    """
+    found = _parse(source)
+    assert found is not None, "open_source is called for what is recognized"
+    table = _load(found)
+    version = table.version()
+    where = f"{found.table}@v{version}"
+    physical = _checked_names(table, where)
+    schema = pa.schema(table.schema().to_arrow())
+    names = {logical: name for logical, name in physical.items() if logical != name}
+    logical = {name: one for one, name in physical.items()}
+    deleted = _deleted_rows(table)
+    actions = pa.table(table.get_add_actions()).to_struct_array().combine_chunks() if table.file_uris() else []
+    files = []
+    for action in actions:
+        path = unquote(action["path"].as_py())
+        constants = {} if "partition" not in action else _as_text(where, action["partition"])
+        constants = {logical.get(name, name): value for name, value in constants.items()}
+        file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
+        view = View(constants=constants, names={one: name for one, name in names.items() if one not in constants})
+        size = action["size_bytes"].as_py()
+        files.append(SourceFile(name=path, file=file, size=size, view=view, deleted=deleted.pop(unquote(path), b"")))
+    assert not deleted, f"{where}: deletion vectors of files that the version does not list: {sorted(deleted)}"
+    partitions = pa.schema([schema.field(name) for name in table.metadata().partition_columns])
+    return SourceTable(
+        files=tuple(sorted(files, key=lambda one: one.name)),
+        identity={"kind": "delta", "table": found.table, "version": version},
+        schema=schema,
+        partitions=partitions,
+    )
+
+
+def _parse(source: str | Path) -> DeltaPath | None:
+    text = local_path(os.fspath(source))
+    if _has_log(text):
+        return DeltaPath(_absolute(text), None)
+    match = VERSION.fullmatch(text)
+    if match is None or not _has_log(match["table"]):
+        return None
+    return DeltaPath(_absolute(match["table"]), int(match["version"]))
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(os.path.expanduser(path))
+
+
+def _has_log(path: str) -> bool:
+    if not is_url(path):
+        return os.path.isdir(os.path.join(os.path.expanduser(path), LOG))
+    last = path.rstrip("/").rpartition("/")[2]
+    if "*" in path or "?" in path or os.path.splitext(last)[1] or "::" in path:  # a glob or a file: no request
+        return False
+    try:
+        filesystem, folder = filesystem_of(path)
+        return bool(filesystem.isdir(f"{folder.rstrip('/')}/{LOG}"))
+    except OSError:  # reported when its files are listed
+        return False
+
+
+def _load(found: DeltaPath) -> Any:
+    """The deltalake table. Raises TableError when it cannot be read."""
+    try:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+    except ImportError as error:
+        raise MissingExtra(
+            f"{found.table}: a Delta table needs the library 'deltalake', which is not installed: "
+            "pip install 'torchlake[delta]'"
+        ) from error
+    if is_url(found.table):
+        check_url(found.table)
+    try:
+        return DeltaTable(found.table, version=found.version)
+    except (DeltaError, OSError, ValueError) as error:
+        shown = found.table if found.version is None else f"{found.table}@v{found.version}"
+        hint = ""
+        if found.version is not None:
+            hint = f" Is there a version {found.version}? Its log may also have been cleaned up."
+        raise TableError(f"{shown}: the Delta table cannot be read: {str(error).splitlines()[0]}.{hint}") from error
+
+
+def _checked_names(table: Any, where: str) -> dict[str, str]:
+    """The files' names of the columns, by the table's. Raises TableError for a feature that is not read here."""
+    unknown = sorted({*(table.protocol().reader_features or ())} - FEATURES)
+    if "variantType" in unknown and not any("variant" in str(one.type) for one in table.schema().fields):
+        unknown.remove("variantType")  # delta-rs lists it in tables without such a column
+    if unknown:
+        raise TableError(
+            f"{where}: needs the Delta reader features {', '.join(unknown)}, which are not supported. Write the rows "
+            "to a table without them (for example CREATE TABLE ... AS SELECT), and give that one."
+        )
+    names = {}
+    mapped = table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none"
+    for one in table.schema().fields:
+        names[one.name] = one.metadata.get(_PHYSICAL, one.name) if mapped else one.name
+        if mapped and _PHYSICAL in str(one.type.to_json() if hasattr(one.type, "to_json") else ""):
+            raise TableError(
+                f"{where}: the column {one.name!r} is nested, and the table maps the names of its fields (column "
+                "mapping), which is not supported. Write the rows to a table without column mapping."
+            )
+    return names
+
+
+def _deleted_rows(table: Any) -> dict[str, bytes]:
+    """A bitmap of the deleted rows, by the file's path in the log."""
+    if "deletionVectors" not in (table.protocol().reader_features or ()):
+        return {}
+    root = table.table_uri if table.table_uri.endswith("/") else f"{table.table_uri}/"
+    vectors = pa.table(table.deletion_vectors())
+    found = {}
+    for path, kept in zip(vectors["filepath"], vectors["selection_vector"], strict=True):
+        bits = ~np.asarray(kept.values.to_numpy(zero_copy_only=False), dtype=bool)
+        # These URLs encode the path once more than the log does.
+        found[unquote(unquote(path.as_py().removeprefix(root)))] = np.packbits(bits, bitorder="little").tobytes()
+    return found
+
+
+def _as_text(where: str, partition: pa.StructScalar) -> dict[str, str | None]:
+    """Partition values as strings that Arrow casts back. Raises TableError for types that have none."""
+    values: dict[str, str | None] = {}
+    for name, value in partition.items():
+        try:
+            text = value.cast(pa.string()) if value.is_valid else None
+            if text is not None and text.cast(value.type) != value:
+                raise TableError(f"{where}: the value {value} of the partition column {name!r} is not read exactly.")
+        except pa.ArrowException as error:
+            raise TableError(f"{where}: the partition column {name!r} is {value.type}, which is not read.") from error
+        values[name] = None if text is None else text.as_py()
+    return values
