@@ -26,7 +26,7 @@ from torchlake.cli.main import main
 from torchlake.errors import DataError, OutputError, TableError, TorchlakeError, UnsafeError, UsageError
 from torchlake.models import load as models
 from torchlake.tables.record import COMMIT, PLAN
-from torchlake.tables.sources import files, urls, versions
+from torchlake.tables.storage import access, urls, versions
 from torchlake.tables.table import open_table
 
 TENSORS = {"weight": torch.zeros(2, 2)}
@@ -192,7 +192,7 @@ def test_a_table_url_is_read_from_a_storage_of_files_or_not_at_all(tmp_path: Pat
             with pytest.raises(TableError, match="is refused") as refused:
                 open_table(source)
             assert "hush" not in str(refused.value)
-        for use in (versions.version_of, files.open_binary, versions.content_id, urls.filesystem_of):
+        for use in (versions.version_of, access.open_binary, versions.content_id, urls.filesystem_of):
             with pytest.raises(TableError, match="is refused"):
                 use(full)
         with pytest.raises(UsageError, match="train.checkpoint_folder: .* is refused"):
