@@ -1,8 +1,8 @@
 """The ranks of one launch, and the collectives they use besides gradients.
 
-A rank reads the variables that torchrun sets. At world size 1 everything works without a process group, so the training
-loop has one path. Every wait is limited by `collective_timeout`: when a rank hangs, its peers time out, report it and
-fail, and the launch restarts from the last checkpoint.
+A rank reads the variables that torchrun sets. At world size 1 everything here works without a process group, so the
+training loop has one path. Every wait is limited by `collective_timeout`: when a rank hangs, its peers time out, report
+it and fail, and the launch restarts from the last checkpoint.
 """
 
 import gc
@@ -33,21 +33,23 @@ class Group:
 
 
 @contextmanager
-def process_group(timeout_s: float) -> Iterator[Group]:
-    """Join the ranks of this launch: nccl between GPUs, gloo between CPUs; no group at world size 1.
+def process_group(timeout_s: float, *, alone: bool = False, main_memory: bool = False) -> Iterator[Group]:
+    """Join the ranks of this launch: nccl between GPUs, gloo between CPUs.
 
-    Raises UsageError when a machine has GPUs, but fewer than ranks.
+    At world size 1 there is a group only if `alone`: what shards a model needs one. `main_memory`: GPUs' ranks also
+    join by gloo, for tensors in main memory. Raises UsageError when a machine has GPUs, but fewer than ranks.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)
     group = Group(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
-    if world_size == 1:
+    if world_size == 1 and not alone:
         yield group
         return
+    on_gpus = "cpu:gloo,cuda:nccl" if main_memory else "nccl"
     with explain_lost_peers(group, "joining the other ranks"):
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            on_gpus if device.type == "cuda" else "gloo",
             store=_store(group, timedelta(seconds=timeout_s)),
             rank=rank,
             world_size=world_size,
@@ -153,11 +155,13 @@ def explain_lost_peers(group: Group, doing: str) -> Iterator[None]:
 
 
 def _store(group: Group, timeout: timedelta) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT where the ranks meet; rank 0 listens.
+    """The store at MASTER_ADDR and MASTER_PORT where the ranks meet; rank 0 listens. One rank alone needs no address.
 
     torchlake's launcher passes rank 0 a socket bound to 127.0.0.1, which keeps the store off the network. Under another
     launcher the store listens as torch's `env://` does; torchrun has its own store, which survives its restarts.
     """
+    if group.world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
     held = os.environ.get("TORCHLAKE_MASTER_FD")
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch forgets to export it by name

@@ -36,6 +36,16 @@ def skip_where_it_cannot_run(name: str) -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.parametrize("name", sweep((name for name in NAMES if name != "single"), quick={"fsdp"}))
+def test_one_rank_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> None:
+    skip_where_it_cannot_run(name)
+    sections = runs.job(tmp_path, tiny_bert, rows=40, batch_size=10, clip_norm=0.5, strategy="single")
+    runs.succeed(tmp_path / "single", sections)
+    sections["train"]["strategy"] = name
+    runs.succeed(tmp_path / name, sections, ranks=1)
+    assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> None:
     """The losses of `single`, over batches of one row too, and a model that loads without the strategy."""

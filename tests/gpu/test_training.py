@@ -90,8 +90,6 @@ def test_a_strategy_trains_like_single(
     strategy = plugins.load("strategies", name)
     ranks = torch.cuda.device_count() if device == "cuda" else 2
     reason = strategy.refusal(TrainConfig())
-    if reason is None and ranks < strategy.MIN_RANKS:
-        reason = f"needs {strategy.MIN_RANKS} GPUs"
     if reason is not None:
         pytest.skip(reason)
     found = losses(tmp_path / name, sections, processes=ranks, strategy=name)
@@ -109,6 +107,15 @@ def _with_little_memory(fn: Callable[..., Any], *args: Any) -> Any:
     whole = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(LITTLE_MEMORY / whole)
     return fn(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda")
+def test_weights_in_main_memory_train_alike(tmp_path: Path, sections: dict[str, Any], expected: list[float]) -> None:
+    """Their gradients are clipped in main memory, over gloo."""
+    ranks, offload = torch.cuda.device_count(), {"cpu_offload": True}
+    found = losses(tmp_path / "run", sections, processes=ranks, strategy="fsdp", fsdp=offload, precision="fp32")
+    assert found == pytest.approx(expected, abs=TOLERANCE["fp32"])
 
 
 @pytest.mark.usefixtures("cuda")

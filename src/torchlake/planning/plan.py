@@ -313,8 +313,6 @@ def _obstacle(job: Job, sharding: Sharding, ranks: int, *, here: bool) -> str | 
     if sharding.plugin not in plugins.names("strategies"):
         return "not in this version"
     strategy = plugins.load("strategies", sharding.plugin)
-    if ranks < strategy.MIN_RANKS:
-        return f"needs {strategy.MIN_RANKS} processes or more"
     if strategy.MAX_RANKS is not None and ranks > strategy.MAX_RANKS:
         return f"runs on {strategy.MAX_RANKS} process"
     never: str | None = strategy.never.get(job.model.task)

@@ -1,9 +1,9 @@
 """How ranks share one model; each file here is a strategy.
 
-    MIN_RANKS: int                           the fewest ranks it runs with
-    MAX_RANKS: int | None                    the most, None: any number
+    MAX_RANKS: int | None                    the most ranks it runs with, None: any number
     never: dict[str, str]                    task -> why it cannot be trained with this strategy
     refusal(train) -> str | None             why it cannot run here with these settings; None: it can
+    reduces_in_main_memory(train) -> bool    whether its collectives also have tensors that are not on `group.device`
     wrap(model, make_optimizer, *, group, train) -> (module, optimizer)
                                              the module that the loop calls, sharded if the strategy shards, on
                                              `group.device`; calls make_optimizer(model) after sharding

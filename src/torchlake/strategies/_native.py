@@ -21,6 +21,11 @@ def refusal(train: TrainConfig) -> str | None:
     return None
 
 
+def reduces_in_main_memory(train: TrainConfig) -> bool:
+    """All tensors of a collective are on the group's device."""
+    return False
+
+
 def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
     """The model, computing with 16-bit copies of its weights if the precision is that of the weights."""
     precision = optim.find_precision(train.precision, group.device)

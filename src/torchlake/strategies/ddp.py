@@ -18,11 +18,10 @@ from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.strategies import _native
 
-MIN_RANKS = 2
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
 HOOKS: dict[str, Any] = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-backward, clip_norm = _native.backward, _native.clip_norm
+reduces_in_main_memory, backward, clip_norm = _native.reduces_in_main_memory, _native.backward, _native.clip_norm
 step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
 model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 

@@ -34,11 +34,11 @@ from torchlake.checkpoints.shards import Piece, Pieces, Shards
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import ConfigError, DataError
-from torchlake.strategies import _deepspeed_config
+from torchlake.strategies import _deepspeed_config, _native
 
-MIN_RANKS = 2
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
+reduces_in_main_memory = _native.reduces_in_main_memory
 
 STEP = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -219,6 +219,7 @@ def _library(device: torch.device) -> ModuleType:
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("LOCAL_RANK", "0")  # a rank alone may lack it
     import deepspeed
 
     logger = logging.getLogger("DeepSpeed")

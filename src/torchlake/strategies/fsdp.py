@@ -25,7 +25,6 @@ from torchlake.errors import UsageError
 from torchlake.models.load import layers
 from torchlake.strategies import _native
 
-MIN_RANKS = 2
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
 backward, clip_norm = _native.backward, _native.clip_norm
@@ -38,6 +37,11 @@ def refusal(train: TrainConfig) -> str | None:
     if train.fsdp.cpu_offload and not torch.cuda.is_available():
         return "train.fsdp.cpu_offload moves weights from a GPU to main memory, and there is no GPU here"
     return None
+
+
+def reduces_in_main_memory(train: TrainConfig) -> bool:
+    """Offloaded gradients are clipped there."""
+    return train.fsdp.cpu_offload
 
 
 def wrap(

@@ -10,10 +10,10 @@ from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.strategies import _native
 
-MIN_RANKS = 1
 MAX_RANKS: int | None = 1
 never: dict[str, str] = {}
-refusal, backward, clip_norm = _native.refusal, _native.backward, _native.clip_norm
+refusal, reduces_in_main_memory = _native.refusal, _native.reduces_in_main_memory
+backward, clip_norm = _native.backward, _native.clip_norm
 step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
 model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchlake import distributed, optim
+from torchlake import distributed, optim, plugins
 from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import Draft
@@ -58,9 +58,10 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
     any rank, after a checkpoint; Diverged after three steps in a row without a finite gradient; StorageError when a
     checkpoint cannot be written.
     """
-    train = settings.job.train
+    train, strategy = settings.job.train, plugins.load("strategies", settings.strategy)
+    alone, main_memory = strategy.MAX_RANKS != 1, strategy.reduces_in_main_memory(train)
     with (
-        distributed.process_group(train.collective_timeout) as group,
+        distributed.process_group(train.collective_timeout, alone=alone, main_memory=main_memory) as group,
         optim.arithmetic(train, group.device),
     ):
         summary, write_model = _run(group, settings, stop_requested)

@@ -176,11 +176,6 @@ def choose_strategy(job: Job, processes: int) -> str:
     if name == "auto":
         return "single" if processes == 1 else "ddp"
     strategy = plugins.load("strategies", name)
-    if processes < strategy.MIN_RANKS:
-        raise UsageError(
-            f"train.strategy {name!r} needs {strategy.MIN_RANKS} processes or more, {processes} was asked for. "
-            f"Use strategy auto, or engine.processes={strategy.MIN_RANKS} (--processes {strategy.MIN_RANKS})."
-        )
     if strategy.MAX_RANKS is not None and processes > strategy.MAX_RANKS:
         raise UsageError(
             f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, {processes} were asked for. "

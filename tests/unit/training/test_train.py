@@ -251,16 +251,11 @@ def job(**train: Any) -> config.Job:
     return config.load_job(None, data={"train": "x"}, model={"base": "y"}, train=train)
 
 
-def test_a_strategy_for_several_ranks_is_refused_on_one() -> None:
-    job = config.load_job(None, data={"train": "t"}, model={"base": "b"}, train={"strategy": "ddp"})
-    with pytest.raises(UsageError, match="needs 2 processes or more"):
-        training.choose_strategy(job, 1)
-
-
 def test_the_strategy_follows_the_number_of_ranks() -> None:
     assert training.choose_strategy(job(), 1) == "single"
     assert training.choose_strategy(job(), 2) == "ddp"
     assert training.choose_strategy(job(strategy="single"), 1) == "single"
+    assert training.choose_strategy(job(strategy="fsdp"), 1) == "fsdp"
     with pytest.raises(UsageError):
         training.choose_strategy(job(strategy="single"), 2)
 
