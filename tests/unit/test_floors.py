@@ -18,7 +18,7 @@ FLOORS = {
     2: "checkpoints data models runs",
     1: "config distributed logs loss metrics optim processes "
     "tables tables.formats tables.output tables.sources tables.storage",
-    0: "atomic_io errors failpoints plugins progress",
+    0: "atomic_io errors failpoints plugins progress spread",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Which rooms may import a neighbor on their own floor. Plug-ins have none: they meet on floor 4 as arguments.
@@ -40,7 +40,7 @@ NEIGHBORS = {
     "processes": {"logs"},
     "tables": {"config", "tables.formats", "tables.sources", "tables.storage"},
     "tables.formats": {"tables.storage"},
-    "tables.output": {"processes", "tables", "tables.formats", "tables.storage"},
+    "tables.output": {"tables", "tables.formats", "tables.storage"},
     "tables.sources": {"tables.formats", "tables.storage"},
     "tables.storage": {"config"},
     "atomic_io": {"errors", "failpoints"},
