@@ -215,8 +215,8 @@ def launch(
 
 def verify(output: str, engine: "Engine | None") -> Outcome:
     """Check a scored table; exit status 65 when a check fails."""
-    from torchlake.spread import in_process
     from torchlake.tables.output.verify import verify
+    from torchlake.tables.storage.spread import in_process
 
     done = verify(output, spread=in_process if engine is None else engine.spread)
     shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}

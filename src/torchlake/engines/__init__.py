@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from torchlake import plugins
 from torchlake.errors import UsageError
-from torchlake.spread import in_process
+from torchlake.tables.storage.spread import in_process
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -106,7 +106,7 @@ class Engine(ABC):
     def spread(
         self, function: Callable[[T], R], items: Sequence[T], *, size: int, name: str
     ) -> Generator[R, None, None]:
-        """As `spread.Spread`: a chunk job if the items read at least `SPREAD_BYTES`, else threads here."""
+        """A `Spread`: a chunk job if the items read at least `SPREAD_BYTES`, else threads of this process."""
         if size < SPREAD_BYTES or len(items) < 2:
             yield from in_process(function, items, size=size)
             return

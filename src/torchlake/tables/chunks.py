@@ -16,12 +16,12 @@ import pyarrow as pa
 
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import TableError
-from torchlake.spread import Spread, each_file, in_process
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
 from torchlake.tables.selecting import select_rows
 from torchlake.tables.sources._interface import View
+from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import (
     Version,

@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.errors import DataError, TableError, Unavailable
-from torchlake.spread import Spread, each_file, in_process
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.record import COMMIT, committed_files
@@ -25,6 +24,7 @@ from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources.files import StoredTable, describe, local_path
 from torchlake.tables.sources.files import open_source as open_files
 from torchlake.tables.storage.access import unavailable
+from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import settled_version_of
 

@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.errors import LeaseLost, Locked, OutputError, StorageError
-from torchlake.spread import Spread, each_file, in_process
 from torchlake.tables.output import staging
 from torchlake.tables.output.compatibility import (
     AllowedChanges,
@@ -43,6 +42,7 @@ from torchlake.tables.output.lease import Lease, acquire, locked
 from torchlake.tables.output.parts import TABLE, Part, part_name, read_part, write_part
 from torchlake.tables.plan import Chunk, InputFile, Plan, plan_to_json
 from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
+from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import ContentChecker
 

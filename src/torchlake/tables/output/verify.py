@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, TableError, UnsafeError
-from torchlake.spread import Spread, each_file, in_process
 from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.keys import ITEM_ROWS, Keys, bundled, key_problem
 from torchlake.tables.output.failures import count_failed
 from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import FOLDER, PLAN, output_path, read_commit, recorded_schema
+from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import ContentChecker
 
