@@ -48,11 +48,12 @@ class Verification:
     "Not faults: inputs that changed, are gone, or have no page checksums."
 
 
-def verify(output: str | Path, *, spread: Spread = in_process) -> Verification:
+def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
     """Check an output against its commit record and plan. Raises TableError when there is no finished output.
 
     `spread` is an engine's, to read a large output with all of its machines: `verify(output, spread=engine.spread)`.
     """
+    spread = spread or in_process
     out = output_path(output)
     record = read_commit(out)
     plan = plan_from_json(atomic_io.read_json(out / PLAN))
