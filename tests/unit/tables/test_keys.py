@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchlake.errors import TableError
@@ -166,7 +166,6 @@ TYPES: dict[str, tuple[st.SearchStrategy[Any], Callable[[list[Any]], pa.Array]]]
 }
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from(sorted(TYPES)), st.booleans(), st.integers(1, 3), st.integers(1, 40))
 def test_the_answer_is_exact(data: st.DataObject, name: str, weak: bool, candidates: int, range_rows: int) -> None:
     strategy, stored = TYPES[name]
