@@ -23,7 +23,7 @@ from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError
 from torchlake.models.load import layers
-from torchlake.strategies import _native
+from torchlake.strategies import _native, _weights
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
@@ -44,6 +44,11 @@ def reduces_in_main_memory(train: TrainConfig) -> bool:
     return train.fsdp.cpu_offload
 
 
+def receives(train: TrainConfig, group: Group) -> bool:
+    """Each rank keeps a part of what rank 0 loads."""
+    return True
+
+
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -52,10 +57,12 @@ def wrap(
     dtype = optim.find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
+    values = _weights.take(model, group)
     for part in (*layers(model), model):
         fully_shard(
             part, mesh=mesh, reshard_after_forward=train.fsdp.reshard, mp_policy=precision, offload_policy=offload
         )
+    _weights.scatter(model, values, group, in_main_memory=train.fsdp.cpu_offload)
     return model, make_optimizer(model)
 
 

@@ -37,7 +37,8 @@ from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
 from torchlake.training import saving
 from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
-from torchlake.training.state import TrainProgress, TrainState, make_train_state
+from torchlake.training.setup import make_train_state
+from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import transformers
 import families
 import training_runs as runs
 from torchlake.errors import UsageError
-from torchlake.training import kernels
+from torchlake.training.model import kernels
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 16), (4, 16), (3, 16), (1, 9), (4, 16)]
