@@ -111,11 +111,11 @@ def measure(source: Path, model: Path, ranks: int) -> dict[str, float]:
         process.communicate("\n")
     done = json.loads(line)
     return {
-        "peak_mib": peaks["all"] / MIB,
-        "private_peak_mib": peaks["private"] / MIB,
-        "other_rank_peak_mib": peaks["other"] / MIB,
-        "private_after_mib": last / MIB,
-        "seconds": done["seconds"],
+        "peak_mib": peaks["all"] // MIB,
+        "private_peak_mib": peaks["private"] // MIB,
+        "other_rank_peak_mib": peaks["other"] // MIB,
+        "private_after_mib": last // MIB,
+        "seconds": round(done["seconds"], 1),
     }
 
 
@@ -132,7 +132,7 @@ def main() -> None:
     for name, source in {**sources, "now": HERE}.items():
         shape = {"name": name, "ranks": options.ranks, "layers": options.layers, "vocabulary": options.vocabulary}
         # The file is in bf16, training weights are fp32.
-        rows.append({**shape, "model_fp32_mib": 2 * stored / MIB, **measure(source, model, options.ranks)})
+        rows.append({**shape, "model_fp32_mib": 2 * stored // MIB, **measure(source, model, options.ranks)})
     note = "ranks of one machine joined by gloo; MiB above what they had before; a Llama 3.2 1B with so many layers"
     finish("loading_memory", rows, as_json=options.json, note=note)
 
