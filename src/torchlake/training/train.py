@@ -36,7 +36,8 @@ from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
-from torchlake.training import lora, restarts
+from torchlake.training import restarts
+from torchlake.training.model import lora
 
 log = logging.getLogger(__name__)
 
