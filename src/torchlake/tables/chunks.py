@@ -7,9 +7,10 @@ file; memory 16 bytes per 256 text records.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,9 +19,10 @@ from torchlake.errors import TableError
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
-from torchlake.tables.selecting import select_rows
+from torchlake.tables.selecting import RowSelector
+from torchlake.tables.selection.conditions import columns_of
 from torchlake.tables.sources._interface import View
-from torchlake.tables.storage.versions import content_id, settled_version_of, version_of
+from torchlake.tables.storage.versions import Version, content_id, settled_version_of, version_of
 from torchlake.tables.table import Table, check_columns
 
 CHUNKS = 64
@@ -42,42 +44,42 @@ def plan_chunks(
     """
     check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
-    views = {file: view.to_json() for file, view in _needed_views(table, columns).items()}
+    views, of_condition = _views(table, columns), columns_of(table.condition) if table.condition is not None else ()
+    selector = RowSelector(table, _views(table, of_condition))
     known = {(one.path, one.version): one.sha256 for one in cached}
-    inputs, splits = [], []
-    files = list(zip(table.files, table.names, strict=True))
     # The versions before the scan, so that rows appended later count as a change.
     versions = [settled_version_of(file) for file in table.files]
-    own = [_stored(table, file, columns) for file in table.files]
-    candidates = [
-        split_candidates(file, table.format, version, table.footers.get(file), stored, chunk_rows)
-        for file, version, stored in zip(table.files, versions, own, strict=True)
-    ]
-    total = sum(segment.rows for one in candidates for segment in one.segments)
-    size = chunk_rows or min(max(total // CHUNKS, MIN_ROWS), MAX_ROWS)
-    for (file, name), version, one in zip(files, versions, candidates, strict=True):
+    read = tuple(dict.fromkeys((*columns, *of_condition)))
+    scan = partial(_candidates, table, columns=read, segment_rows=chunk_rows)
+    size, candidates = _scanned(table, zip(table.files, versions, strict=True), scan, chunk_rows)
+    inputs: list[InputFile] = []
+    splits: list[tuple[InputFile, Split]] = []
+    unread = table.unread_files
+    for file, name, version, one in zip(table.files, table.names, versions, candidates, strict=True):
+        if selector.full and one is None:
+            unread += 1
+            continue
+        one = one or scan(file, version)
+        rows = sum(segment.rows for segment in one.segments)
+        view = views.get(file, "")
+        planned = InputFile(
+            path=file, name=name, version=version, sha256="", rows=rows, checksums=one.checksums, view=view
+        )
+        is_text = table.format in ("csv", "jsonl")
+        chosen = list(
+            selector.select(planned, split_text(one, size) if is_text else split_row_groups(one.segments, size))
+        )
+        if table.options.selection.asked and not chosen:
+            continue
         sha256 = (known.get((file, version)) or content_id(file)) if hashed else ""
         if version_of(file) != version:
             raise TableError(
                 f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
             )
-        planned = InputFile(
-            path=file,
-            name=name,
-            version=version,
-            sha256=sha256,
-            rows=sum(segment.rows for segment in one.segments),
-            checksums=one.checksums,
-            view=views.get(file, ""),
-        )
+        planned = _selected_file(replace(planned, sha256=sha256), chosen)
         inputs.append(planned)
-        is_text = table.format in ("csv", "jsonl")
-        split = split_text(one, size) if is_text else split_row_groups(one.segments, size)
-        splits += [(planned, each) for each in split]
-    left_out: Counter[str] = Counter()
-    if table.deleted:
-        splits = list(select_rows(table, splits, left_out))
-        inputs = _selected_files(inputs, splits)
+        splits += [(planned, each) for each in chosen]
+    selector.close()
     chunks = tuple(
         new_chunk(index, file, table.format, serialized, split) for index, (file, split) in enumerate(splits)
     )
@@ -87,17 +89,55 @@ def plan_chunks(
         serialized=serialized,
         rows=sum(one.rows for one in inputs),
         sources=table.sources,
-        selection={"left_out": dict(left_out)} if left_out else {},
+        selection=_selection(table, selector, unread),
     )
 
 
-def _needed_views(table: Table, columns: Sequence[str]) -> dict[str, View]:
-    """The views of the files, with these columns only: others do not change what is read."""
+def _scanned(
+    table: Table,
+    files: Iterable[tuple[str, Version]],
+    scan: Callable[[str, Version], SplitCandidates],
+    chunk_rows: int | None,
+) -> tuple[int, Sequence[SplitCandidates | None]]:
+    """The rows of a chunk, and where each file can be split; None for all if `limit` may make scanning some needless.
+
+    A chunk's size then comes from the limit, so the whole table need not be counted.
+    """
+    limit = table.options.selection.limit
+    if limit is not None:
+        return chunk_rows or _chunk_size(limit), [None] * len(table.files)
+    candidates = [scan(file, version) for file, version in files]
+    return chunk_rows or _chunk_size(sum(segment.rows for one in candidates for segment in one.segments)), candidates
+
+
+def _chunk_size(rows: int) -> int:
+    return min(max(rows // CHUNKS, MIN_ROWS), MAX_ROWS)
+
+
+def _candidates(
+    table: Table, file: str, version: Version, *, columns: Sequence[str], segment_rows: int | None
+) -> SplitCandidates:
+    stored = _stored(table, file, columns)
+    return split_candidates(file, table.format, version, table.footers.get(file), stored, segment_rows)
+
+
+def _selection(table: Table, selector: RowSelector, unread_files: int) -> dict[str, Any]:
+    """The selection for records: what was asked, and what was left out."""
+    left_out = {reason: rows for reason, rows in selector.left_out.items() if rows}
+    return {
+        **table.options.selection.asked,
+        **({"left_out": left_out} if left_out else {}),
+        **({"unread_files": unread_files} if unread_files else {}),
+    }
+
+
+def _views(table: Table, columns: Sequence[str]) -> dict[str, str]:
+    """The views of the files as JSON, with these columns only: others do not change what is read."""
     return {
         file: View(
             constants={name: value for name, value in view.constants.items() if name in columns},
             names={name: stored for name, stored in view.names.items() if name in columns},
-        )
+        ).to_json()
         for file, view in table.views.items()
     }
 
@@ -110,17 +150,13 @@ def _stored(table: Table, file: str, columns: Sequence[str]) -> Sequence[str]:
     return [view.names.get(name, name) for name in columns if name not in view.constants]
 
 
-def _selected_files(inputs: Sequence[InputFile], splits: Sequence[tuple[InputFile, Split]]) -> list[InputFile]:
-    """The files with the rows that are read of them, and what identifies these rows."""
-    rows: Counter[str] = Counter()
-    ranges: dict[str, list[tuple[int, int, str]]] = {one.name: [] for one in inputs}
-    for file, split in splits:
-        rows[file.name] += split.rows
-        ranges[file.name].append((split.first_row, split.rows, hashlib.sha256(split.skipped).hexdigest()))
-    return [
-        one if rows[one.name] == one.rows else replace(one, rows=rows[one.name], selected=fingerprint(ranges[one.name]))
-        for one in inputs
-    ]
+def _selected_file(file: InputFile, splits: Sequence[Split]) -> InputFile:
+    """The file with the rows that are read of it, and what identifies these rows."""
+    rows = sum(split.rows for split in splits)
+    if rows == file.rows:
+        return file
+    ranges = [(split.first_row, split.rows, hashlib.sha256(split.skipped).hexdigest()) for split in splits]
+    return replace(file, rows=rows, selected=fingerprint(ranges))
 
 
 def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:

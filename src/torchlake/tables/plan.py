@@ -17,6 +17,8 @@ from torchlake.errors import DataError
 from torchlake.tables.storage.versions import Version
 
 FORMAT = 2
+COUNTS = ("left_out", "unread_files")
+"Of a plan's selection: what was not asked for, but counted."
 FORMAT_OF_VIEWS = 3
 "Of a plan with files whose rows or columns are not all those of the file."
 
@@ -115,20 +117,26 @@ class Plan:
     sources: tuple[Mapping[str, Any], ...] = ()
     "What was read, for each table with versions (`SourceTable.identity`)."
     selection: Mapping[str, Any] = field(default_factory=dict)
-    "Which rows were asked for, and how many were `left_out` for each reason; empty if all were."
+    "Which rows were asked for, and how many were `left_out` for each reason, besides the rows of `unread_files`."
 
     @cached_property
     def schema(self) -> pa.Schema:
         """The schema of the columns to read."""
         return pa.ipc.read_schema(pa.py_buffer(self.serialized))
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Which rows were asked for; empty if all were."""
+        return {name: value for name, value in self.selection.items() if name not in COUNTS}
+
     @cached_property
     def id(self) -> str:
-        """The sha256 of the files' names, content and rows, the columns, and the chunks' ranges."""
+        """The sha256 of the files' names, content and rows, the columns, the chunks' ranges, and the selection."""
         value = plan_to_json(self)
         views = [name for name in ("view", "selected") if name in value["inputs"]]
         files = [value["inputs"][name] for name in ("name", "sha256", "rows", *views)]
-        content = json.dumps([files, value["schema"], value["chunks"]], separators=(",", ":"))
+        asked = [self.asked] if self.asked else []
+        content = json.dumps([files, value["schema"], value["chunks"], *asked], separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
@@ -153,8 +161,10 @@ class Split(NamedTuple):
     skipped: Bitmap = b""
 
 
-def new_chunk(index: int, file: InputFile, format: str, schema: bytes, split: Split) -> Chunk:
-    """The chunk of a split; `schema` is the plan's, serialized."""
+def new_chunk(
+    index: int, file: InputFile, format: str, schema: bytes, split: Split, *, view: str | None = None
+) -> Chunk:
+    """The chunk of a split; `schema` is the plan's, serialized. `view`: by default the file's."""
     return Chunk(
         index=index,
         file=file.path,
@@ -163,7 +173,7 @@ def new_chunk(index: int, file: InputFile, format: str, schema: bytes, split: Sp
         sha256=file.sha256,
         format=format,
         schema=schema,
-        view=file.view,
+        view=file.view if view is None else view,
         **split._asdict(),
     )
 

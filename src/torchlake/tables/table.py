@@ -21,7 +21,12 @@ from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.record import COMMIT, committed_files
+from torchlake.tables.selection.binding import bind
+from torchlake.tables.selection.conditions import Condition, columns_of
+from torchlake.tables.selection.grammar import parse
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
+from torchlake.tables.sources._options import ReadOptions
+from torchlake.tables.sources._pruning import UNREAD, possible_files
 from torchlake.tables.sources.files import StoredTable, describe, local_path
 from torchlake.tables.sources.files import open_source as open_files
 from torchlake.tables.storage.access import unavailable
@@ -56,6 +61,13 @@ class Table:
     "By path, a bitmap of deleted rows."
     sources: tuple[Mapping[str, Any], ...] = ()
     "What was read, for each table with versions."
+    options: ReadOptions = field(default_factory=ReadOptions)
+    condition: Condition | None = None
+    "That of the options, with the types of the columns."
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    "By reason, rows of files that the condition rules out, as counted by the table's log."
+    unread_files: int = 0
+    "Other such files."
 
 
 def open_table(
@@ -63,17 +75,25 @@ def open_table(
     *,
     columns: Sequence[str] = (),
     on_bad_file: Literal["error", "quarantine"] = "error",
+    options: ReadOptions = ReadOptions(),
 ) -> Table:
     """Open a file, folder, glob, fsspec URL, or a list of them as a table.
 
     Checks every file's footer or header: `columns` must exist and have one type in all files (without `columns`, all
-    columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them.
+    columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them. Files without any
+    row that `options` ask for are not opened, if the table's log or the names of folders show it.
 
     Raises TableError naming file, column and types, or the nearest name of a missing column; UnsafeError when a file
     would have to run code to be loaded.
     """
     bad: list[tuple[str, str]] = []
-    sources = _open_sources(source)
+    where = options.selection.where
+    asked = None if where is None else parse(where)
+    bounded = () if asked is None else columns_of(asked)
+    found = [possible_files(table, asked, where or "") for table in _open_sources(source)]
+    sources = [table for table, _ in found]
+    unread = sum((counts for _, counts in found), Counter())
+    columns = tuple(dict.fromkeys((*columns, *bounded))) if columns else ()
 
     def leave_out(path: SourceFile, error: DataError) -> None:
         if on_bad_file == "error" or isinstance(error, Unavailable):
@@ -82,7 +102,7 @@ def open_table(
 
     readable: list[_File] = []
     for table in sources:
-        for path, result in _map_files(partial(_inspect, columns=columns, source=table), table.files):
+        for path, result in _map_files(partial(_inspect, columns=columns, bounded=bounded, source=table), table.files):
             if isinstance(result, DataError):
                 leave_out(path, result)
             else:
@@ -105,17 +125,23 @@ def open_table(
     if len(formats) > 1:
         listed = ", ".join(f"{format} ({file})" for format, file in formats.items())
         raise TableError(f"{describe(source)}: files of several formats: {listed}. A table has one; name its files.")
+    format = files[0].format if files else "parquet"
+    schema = pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in schema])
     return Table(
         source=describe(source),
         files=tuple(one.path.file for one in files),
         names=tuple(one.path.name for one in files),
-        format=files[0].format if files else "parquet",
-        schema=pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in schema]),
+        format=format,
+        schema=schema,
         quarantined=tuple(bad),
         footers={one.path.file: one.footer for one in files if one.footer is not None},
         views={one.path.file: one.path.view for one in files if one.path.view != View()},
         deleted={one.path.file: one.path.deleted for one in files if one.path.deleted},
         sources=tuple(table.identity for table in sources if table.identity),
+        options=options,
+        condition=None if asked is None else bind(asked, schema, where or "", untyped=format == "csv"),
+        left_out={reason: rows for reason, rows in unread.items() if reason != UNREAD},
+        unread_files=unread[UNREAD],
     )
 
 
@@ -212,7 +238,9 @@ def _open_files(source: StoredTable) -> SourceTable:
     return open_files(source)
 
 
-def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _File | DataError:
+def _inspect(
+    path: SourceFile, columns: Sequence[str], bounded: Sequence[str], source: SourceTable
+) -> _File | DataError:
     """A file's format, its footer and its columns as the table names them, or its error."""
     file = path.file
     try:
@@ -221,7 +249,10 @@ def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _
             raise TableError(f"{file}: has {version.size:,} bytes, {path.size:,} in the table's log; restore the file.")
         format = format_of(file)
         stored = [path.view.names.get(name, name) for name in columns if name not in path.view.constants]
-        schema, footer = schema_of(file, format, version, stored)
+        bounds = {path.view.names.get(name, name): name for name in bounded if name not in path.view.constants}
+        schema, footer = schema_of(file, format, version, stored, tuple(bounds))
+        if footer is not None and bounds:
+            footer = footer._replace(bounds={bounds[name]: found for name, found in footer.bounds.items()})
         path, schema = _as_in_table(path, schema, source)
         check_columns(file, columns, schema)
         for name in columns:

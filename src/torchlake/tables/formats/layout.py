@@ -73,8 +73,12 @@ def _format_by_magic(file: str) -> str | None:
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
 
 
-def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) -> tuple[pa.Schema, Footer | None]:
+def schema_of(
+    file: str, format: str, version: Version, columns: Sequence[str], bounded: Sequence[str] = ()
+) -> tuple[pa.Schema, Footer | None]:
     """A file's columns by their `storage_type`, without metadata, and the footer of a Parquet file.
+
+    The footer has the statistics of the columns `bounded`.
 
     Raises TableError naming the file when it cannot be read, UnsafeError for extension types that may run code.
     """
@@ -86,7 +90,7 @@ def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) 
         return _json_schema(file, columns), None
     footer = None
     if format == "parquet":
-        footer = parquet_footer(file, version, columns)
+        footer = parquet_footer(file, version, columns, bounded)
         schema = footer.schema
     else:
         with open_arrow(file) as reader:

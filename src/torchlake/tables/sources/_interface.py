@@ -17,6 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from torchlake.tables.selection.bounds import Bounds
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -44,6 +46,8 @@ class SourceFile:
     "An absolute path or a URL."
     size: int | None = None
     "In bytes, if the table's log says so."
+    rows: int | None = None
+    "With those that are deleted, if the table's log says so."
     view: View = field(default_factory=View)
     deleted: bytes = b""
     "A bitmap of the file's rows, with those that are deleted; rows after its end are not."
@@ -61,6 +65,8 @@ class SourceTable:
     "A column that a file lacks is null in its rows. None: every file has the columns of the first one."
     partitions: pa.Schema = field(default_factory=lambda: pa.schema([]))
     "The types of columns that are constants of files."
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)
+    "By column, statistics of each file in the table's log; files that a condition rules out are not opened."
 
 
 @lru_cache(maxsize=1024)
