@@ -62,6 +62,9 @@ def init(
     text: o.InitText = None,
     label: o.InitLabel = None,
     model: o.InitModel = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     output: o.JobOutput = "job.yaml",
     force: o.Force = False,
 ) -> Work:
@@ -74,6 +77,9 @@ def init(
 def train(
     job: o.OptionalJob = None,
     overrides: o.Settings = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     run: o.RunFolder = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
@@ -82,7 +88,7 @@ def train(
     as_json: o.Json = False,
 ) -> Work:
     """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint."""
-    settings = _settings(overrides, processes, engine)
+    settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
     if mlflow is not None:
         settings.append(f"track.mlflow={json.dumps(mlflow)}")
     if tensorboard:
@@ -96,6 +102,9 @@ def tune(
     space: o.Space,
     trials: o.Trials,
     overrides: o.Settings = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     run: o.TuningFolder = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
@@ -104,7 +113,7 @@ def tune(
     as_json: o.Json = False,
 ) -> Work:
     """Search for the settings that train the best model. Run the same command again to continue."""
-    settings = _settings(overrides, processes, engine)
+    settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
     options = {"trials": trials, "run": run, "seed": seed, "prune": not no_prune}
     return lambda: commands.tune(job, space, settings, options, as_json=as_json)
 
@@ -113,6 +122,9 @@ def tune(
 def plan(
     job: o.OptionalJob = None,
     overrides: o.Settings = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     sample_rows: o.SampleRows = None,
     processes: o.Ranks = None,
     gpu_memory: o.GpuMemory = None,
@@ -121,8 +133,9 @@ def plan(
     latency: o.Latency = None,
 ) -> Work:
     """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy."""
-    options = _given(locals(), "job", "overrides")
-    return lambda: commands.plan(job, list(overrides or ()), options)
+    options = _given(locals(), "job", "overrides", "where", "sample", "limit")
+    settings = [*(overrides or ()), *_rows(where, sample, limit)]
+    return lambda: commands.plan(job, settings, options)
 
 
 @_command("predict runs/reviews/model reviews.parquet scored/")
@@ -131,6 +144,9 @@ def predict(
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
     text: o.Text = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     null: o.Null = None,
     on_bad_file: o.OnBadFile = None,
     accept_new_input: o.AcceptNewInput = False,
@@ -171,6 +187,10 @@ def evaluate(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
     text: o.Text = None,
     label: o.Label = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
+    seed: o.SampleSeed = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,
@@ -188,6 +208,8 @@ def optimize(
     sample: o.Sample,
     text: o.Text = None,
     label: o.Label = None,
+    where: o.Where = None,
+    limit: o.Limit = None,
     max_drop: o.MaxDrop = None,
     min_agreement: o.MinAgreement = None,
     budget: o.Budget = None,
@@ -278,6 +300,12 @@ def _options(
 def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
     """The overrides of a job; --processes and --engine come last."""
     return [*(overrides or ()), *engine_settings(engine, processes)]
+
+
+def _rows(where: str | None, sample: float | None, limit: int | None) -> list[str]:
+    """The overrides of a job for the rows to read."""
+    given = {"where": where, "sample": sample, "limit": limit}
+    return [f"data.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
 
 
 def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:

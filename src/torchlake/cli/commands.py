@@ -143,7 +143,7 @@ def predict(
     values = {**{name: getattr(done, name) for name in names}, "output": done.path}
     shown = {
         "output": done.path,
-        "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error",
+        "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error" + _left_out(done.record),
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
     lines = fact_lines(shown)
@@ -297,6 +297,15 @@ def _check_job(job: str | None, overrides: Sequence[str], command: str) -> None:
     """Raise UsageError where neither a job file nor settings are given."""
     if job is None and not overrides:
         raise UsageError(f"Name a job file (torchlake {command} job.yaml), or give every setting with --set a.b=c.")
+
+
+def _left_out(record: Mapping[str, Any]) -> str:
+    """What a job did not read, in words; empty if it read everything."""
+    selection = record.get("selection", {})
+    rows = sum(selection.get("left_out", {}).values())
+    files = selection.get("unread_files", 0)
+    parts = [f"{rows:,} rows"] * bool(rows) + [f"{files:,} files"] * bool(files)
+    return f"; {' and '.join(parts)} not selected" if parts else ""
 
 
 def _seconds_running() -> float:

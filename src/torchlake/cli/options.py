@@ -129,6 +129,15 @@ Null = Annotated[
     Literal["error", "score"] | None,
     _input("--null", "error|score", "Rows without text: report an error, or score as empty (default: error)."),
 ]
+Where = Annotated[
+    str | None,
+    _input("--where", "CONDITION", "Read only rows for which it is true, such as \"stars >= 3 and lang = 'en'\"."),
+]
+SampleShare = Annotated[
+    float | None, _input("--sample", "SHARE", "Read only this share of the rows, above 0 and up to 1; see --seed.")
+]
+Limit = Annotated[int | None, _input("--limit", "N", "Read at most N rows.", min=1)]
+SampleSeed = Annotated[int | None, _input("--seed", "N", "Random seed of --sample (default: 0).", min=0)]
 OnBadFile = Annotated[
     Literal["error", "quarantine"] | None,
     _input("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),
@@ -172,7 +181,7 @@ TopP = Annotated[
     float | None, _text("--top-p", "P", "Sample from the most likely tokens with total probability P.", min=0, max=1)
 ]
 Stop = Annotated[list[str] | None, _text("--stop", "TEXT", "End an answer before this text; repeatable.")]
-Seed = Annotated[int | None, _text("--seed", "N", "Random seed for sampling (default: 0).", min=0)]
+Seed = Annotated[int | None, _text("--seed", "N", "Random seed for sampling, also of --sample (default: 0).", min=0)]
 Chat = Annotated[bool, _text("--chat", None, "Texts are conversations: JSON lists of {role, content}.")]
 
 # optimize

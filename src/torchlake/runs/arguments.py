@@ -30,6 +30,9 @@ class DataSection(TypedDict, total=False):
     problem: Literal["single_label", "multi_label", "regression"] | None
     learn: Literal["all", "assistant"]
     key: str | None
+    where: str | None
+    sample: float | None
+    limit: int | None
     bad_rows: Literal["error", "drop"]
 
 

@@ -184,28 +184,27 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     chunks = plan.chunks
     used = [name for name in _VIEWS if any(getattr(one, name) for one in plan.inputs)]
     files = [name for name in InputFile.__slots__ if name not in _VIEWS or name in used]
-    views: dict[str, Any] = {}
-    if any(chunk.skipped for chunk in chunks):
-        views["skipped"] = [_packed(chunk.skipped) for chunk in chunks]
-        views["groups_row"] = [chunk.groups_row for chunk in chunks]
-    whole = not views and not used
+    ranges = {
+        "index": [chunk.index for chunk in chunks],
+        "input": [place[chunk.name] for chunk in chunks],
+        "format": chunks[0].format if chunks else "",
+        **{
+            name: [getattr(chunk, name) for chunk in chunks]
+            for name in ("row_groups", "first_row", "rows", "offset", "bytes")
+        },
+    }
+    starts = [chunk.groups_row for chunk in chunks]
+    left_out = any(chunk.skipped for chunk in chunks) or starts != _starts_of_groups(ranges)
+    if left_out:
+        ranges |= {"skipped": [_packed(chunk.skipped) for chunk in chunks], "groups_row": starts}
     return {
-        "format": FORMAT if whole else FORMAT_OF_VIEWS,
+        "format": FORMAT_OF_VIEWS if used or left_out else FORMAT,
         "rows": plan.rows,
         "schema": base64.b64encode(plan.serialized).decode(),
         **({"sources": [dict(one) for one in plan.sources]} if plan.sources else {}),
         **({"selection": dict(plan.selection)} if plan.selection else {}),
         "inputs": {name: [getattr(one, name) for one in plan.inputs] for name in files},
-        "chunks": {
-            "index": [chunk.index for chunk in chunks],
-            "input": [place[chunk.name] for chunk in chunks],
-            "format": chunks[0].format if chunks else "",
-            **{
-                name: [getattr(chunk, name) for chunk in chunks]
-                for name in ("row_groups", "first_row", "rows", "offset", "bytes")
-            },
-            **views,
-        },
+        "chunks": ranges,
     }
 
 
@@ -256,13 +255,13 @@ def _unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text)) if text else b""
 
 
-def _starts_of_groups(columns: dict[str, list[Any]]) -> list[int]:
-    """Each chunk's `groups_row`: the first row of the first chunk with the same row groups."""
+def _starts_of_groups(columns: Mapping[str, Any]) -> list[int]:
+    """Each chunk's `groups_row`, if none was left out: the first row of the first chunk with the same row groups."""
     keys = [(place, *groups) for place, groups in zip(columns["input"], columns["row_groups"], strict=True)]
     first: dict[tuple[int, ...], int] = {}
     for key, row in zip(keys, columns["first_row"], strict=True):
         first[key] = min(row, first.get(key, row))
-    return [first[key] for key in keys]
+    return [0 if key[1:] == (0, 0) else first[key] for key in keys]
 
 
 def chunk_label(item: tuple[Chunk, str]) -> str:

@@ -75,7 +75,7 @@ def open_table(
     *,
     columns: Sequence[str] = (),
     on_bad_file: Literal["error", "quarantine"] = "error",
-    options: ReadOptions = ReadOptions(),
+    options: ReadOptions | None = None,
 ) -> Table:
     """Open a file, folder, glob, fsspec URL, or a list of them as a table.
 
@@ -87,6 +87,7 @@ def open_table(
     would have to run code to be loaded.
     """
     bad: list[tuple[str, str]] = []
+    options = options or ReadOptions()
     where = options.selection.where
     asked = None if where is None else parse(where)
     bounded = () if asked is None else columns_of(asked)

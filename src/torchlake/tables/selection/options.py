@@ -1,19 +1,10 @@
 """The rows that a job asks for."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from torchlake.errors import UsageError
 from torchlake.tables.selection.grammar import parse
-
-
-class SelectionOptions(TypedDict, total=False):
-    """The fields of `Selection`, as arguments of functions."""
-
-    where: str | None
-    sample: float | None
-    limit: int | None
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
