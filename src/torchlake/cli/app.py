@@ -59,6 +59,7 @@ def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], No
 @_command("init reviews.parquet --label stars")
 def init(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
+    more: o.MoreInput = None,
     text: o.InitText = None,
     label: o.InitLabel = None,
     model: o.InitModel = None,
@@ -69,8 +70,8 @@ def init(
     force: o.Force = False,
 ) -> Work:
     """Write a job file for a table. Guesses the columns, and shows classes, lengths and problems."""
-    options = _given(locals(), "table")
-    return lambda: commands.init(table, options)
+    options = _given(locals(), "table", "more")
+    return lambda: commands.init(_tables(table, more), options)
 
 
 @_command("train job.yaml --processes 2", epilog=SETTINGS)
@@ -143,6 +144,7 @@ def predict(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
+    more: o.MoreInput = None,
     text: o.Text = None,
     where: o.Where = None,
     sample: o.SampleShare = None,
@@ -175,16 +177,18 @@ def predict(
     as_json: o.Json = False,
 ) -> Work:
     """Score a table, every row exactly once. Run the same command again to score only what is missing."""
-    options = _given(locals(), "model", "table", "output", "engine", "processes", "overrides", "profile", "as_json")
-    return lambda: commands.predict(
-        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), options, profile=profile
+    options = _given(
+        locals(), "model", "table", "more", "output", "engine", "processes", "overrides", "profile", "as_json"
     )
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.predict(model, _tables(table, more), output, runs_on, options, profile=profile)
 
 
 @_command("evaluate runs/reviews/model test.parquet")
 def evaluate(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
+    more: o.MoreInput = None,
     text: o.Text = None,
     label: o.Label = None,
     where: o.Where = None,
@@ -198,14 +202,16 @@ def evaluate(
     as_json: o.Json = False,
 ) -> Work:
     """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval."""
-    options = _given(locals(), "model", "table", "engine", "processes", "overrides", "as_json")
-    return lambda: commands.evaluate(model, table, make_engine(engine, processes, overrides, as_json=as_json), options)
+    options = _given(locals(), "model", "table", "more", "engine", "processes", "overrides", "as_json")
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.evaluate(model, _tables(table, more), runs_on, options)
 
 
 @_command("optimize runs/reviews/model --sample reviews.parquet")
 def optimize(
     model: o.Model,
     sample: o.Sample,
+    more: o.MoreInput = None,
     text: o.Text = None,
     label: o.Label = None,
     where: o.Where = None,
@@ -221,8 +227,9 @@ def optimize(
     as_json: o.Json = False,
 ) -> Work:
     """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it."""
-    options = _given(locals(), "model", "sample", "engine", "processes", "overrides", "as_json")
-    return lambda: commands.optimize(model, sample, make_engine(engine, processes, overrides, as_json=as_json), options)
+    options = _given(locals(), "model", "sample", "more", "engine", "processes", "overrides", "as_json")
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.optimize(model, _tables(sample, more), runs_on, options)
 
 
 @_command("launch train.py --processes 2 -- --lr 0.1")
@@ -300,6 +307,10 @@ def _options(
 def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
     """The overrides of a job; --processes and --engine come last."""
     return [*(overrides or ()), *engine_settings(engine, processes)]
+
+
+def _tables(first: str, more: list[str] | None) -> str | list[str]:
+    return [first, *more] if more else first
 
 
 def _rows(where: str | None, sample: float | None, limit: int | None) -> list[str]:

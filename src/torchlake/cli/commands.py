@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LABELS_SHOWN = 10
 
 
-def init(table: str, options: Mapping[str, Any]) -> Outcome:
+def init(table: str | list[str], options: Mapping[str, Any]) -> Outcome:
     """Write a job file for a table."""
     from torchlake.preparation.first_job import write_first_job
 
@@ -131,7 +131,13 @@ def tune(job: str, space: str, overrides: Sequence[str], options: Mapping[str, A
 
 
 def predict(
-    model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any], *, profile: bool
+    model: str,
+    table: str | list[str],
+    output: str,
+    engine: "Engine | None",
+    options: Mapping[str, Any],
+    *,
+    profile: bool,
 ) -> Outcome:
     """Score a stored table; with `profile`, also show the seconds of each step."""
     from torchlake.scoring.predict import predict
@@ -156,7 +162,7 @@ def predict(
     return Outcome(values=values, lines=lines)
 
 
-def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
+def evaluate(model: str, table: str | list[str], engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Measure a model on a labeled table."""
     from torchlake.evaluation.evaluate import evaluate
     from torchlake.tables.output.failures import format_reasons
@@ -176,7 +182,7 @@ def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[s
     return Outcome(values=values, lines=lines)
 
 
-def optimize(model: str, sample: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
+def optimize(model: str, sample: str | list[str], engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Choose the model's runtime."""
     from torchlake.optimization.optimize import optimize
 

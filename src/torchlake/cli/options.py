@@ -129,6 +129,10 @@ Null = Annotated[
     Literal["error", "score"] | None,
     _input("--null", "error|score", "Rows without text: report an error, or score as empty (default: error)."),
 ]
+MoreInput = Annotated[
+    list[str] | None,
+    _input("--input", "TABLE", "Another table with the same columns, read after the first; repeatable."),
+]
 Where = Annotated[
     str | None,
     _input("--where", "CONDITION", "Read only rows for which it is true, such as \"stars >= 3 and lang = 'en'\"."),

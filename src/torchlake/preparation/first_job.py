@@ -6,6 +6,7 @@ The JSON Schema is written beside it, so that an editor can check and complete t
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -56,7 +57,7 @@ class FirstJob:
 
 
 def write_first_job(
-    table: str,
+    table: str | Sequence[str],
     *,
     text: str | None = None,
     label: str | None = None,
@@ -80,7 +81,9 @@ def write_first_job(
     columns, rows, sampled = survey_columns(source, task)
     texts = choose_text(source, columns, text)
     labels = choose_label(source, columns, texts.name, label)
-    data = DataConfig(train=table, text=texts.name, label=labels.name, bad_rows="drop", **options.selection.asked)
+    train = table if isinstance(table, str) else tuple(table)
+    asked = {name: value for name, value in options.selection.asked.items() if name != "seed"}
+    data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **asked)
     found = read_labels(data, task, options)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
     done = FirstJob(
@@ -148,7 +151,7 @@ def _job_text(done: FirstJob, data: DataConfig, model: str, found: LabelColumn, 
 
 data:
   # {done.rows:,} rows
-  train: {_scalar(data.train)}
+  train: {_scalar(data.train if isinstance(data.train, str) else list(data.train))}
 {_selection(data)}\
   # A share of the rows, or another table.
   validation: {{fraction: 0.1}}

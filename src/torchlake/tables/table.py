@@ -212,6 +212,10 @@ def _open_sources(source: StoredTable) -> list[SourceTable]:
 
 def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
     """The tables with names that begin with the table's, as several may have files of one name."""
+    read = Counter(one.file for table in tables for one in table.files)
+    again = next((file for file, count in read.items() if count > 1), None)
+    if again is not None:
+        raise TableError(f"{again} is in two of the tables: its rows would be read twice. Name each table once.")
     renamed = []
     for table in tables:
         folder = f"{str(table.identity['table']).rstrip('/').rpartition('/')[2]}/" if table.identity else ""

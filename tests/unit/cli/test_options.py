@@ -10,11 +10,13 @@ from torchlake.cli.app import app
 from torchlake.cli.main import main
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
+ROWS = frozenset({"--where", "--sample", "--limit"})
 OPTIONS = {
-    "init": frozenset({"--text", "--label", "--model", "--output", "--force"}),
+    "init": frozenset({"--text", "--label", "--model", "--output", "--force", "--input"}) | ROWS,
     "schema": frozenset(set()),
-    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}),
-    "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"}),
+    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}) | ROWS,
+    "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"})
+    | ROWS,
     "predict": frozenset(
         {
             "--profile",
@@ -43,12 +45,18 @@ OPTIONS = {
             "--stop",
             "--seed",
             "--chat",
+            "--input",
         }
-    ),
-    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set"}),
+    )
+    | ROWS,
+    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set", "--seed", "--input"})
+    | ROWS,
     "optimize": frozenset(
         {
             "--sample",
+            "--where",
+            "--limit",
+            "--input",
             "--text",
             "--label",
             "--max-drop",
@@ -71,7 +79,8 @@ OPTIONS = {
             "--latency",
             "--sample-rows",
         }
-    ),
+    )
+    | ROWS,
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
     "verify": frozenset(set()),
     "report": frozenset(set()),
