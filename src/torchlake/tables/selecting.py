@@ -9,20 +9,19 @@ their statistics rule out; of a sample: a hash of each row's number.
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import DataError
-from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.hashes import mixed
 from torchlake.tables.plan import InputFile, Split, new_chunk
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.selection.bounds import outcomes
+from torchlake.tables.selection.bounds import constant_bounds, outcomes
 from torchlake.tables.selection.conditions import Condition, columns_of
 from torchlake.tables.selection.rows import evaluate
+from torchlake.tables.sources._interface import View
 from torchlake.tables.table import Table
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -96,19 +95,24 @@ class _ConditionReader:
 
     def open(self, file: InputFile) -> None:
         """Decide for which row groups of the file the condition is true, or not true, for every row."""
-        footer = self.table.footers.get(file.path)
-        self.groups = None if footer is None or not footer.bounds else _by_group(footer, self.condition)
+        footer, view = self.table.footers.get(file.path), self.table.views.get(file.path, View())
+        rows = [file.rows] if footer is None else [group.rows for group in footer.groups]
+        bounds = {} if footer is None else {**footer.bounds}
+        for name in {*view.constants} & {*columns_of(self.condition)}:
+            kind = self.table.schema.field(name).type
+            bounds[name] = constant_bounds([view.constants[name]] * len(rows), kind)
+        may = outcomes(self.condition, bounds, len(rows))
+        self.ends = np.cumsum(rows)
+        self.some, self.every = may.true, may.true & ~may.false & ~may.null
 
     def true(self, file: InputFile, split: Split) -> np.ndarray:
         """(rows,) bool: true also for rows that cannot be read. Raises DataError naming the file."""
-        if self.groups is not None:
-            ends, some, every = self.groups
-            first = int(np.searchsorted(ends, split.first_row, "right"))
-            last = int(np.searchsorted(ends, split.first_row + split.rows - 1, "right"))
-            if not some[first : last + 1].any():
-                return np.zeros(split.rows, bool)
-            if every[first : last + 1].all():
-                return np.ones(split.rows, bool)
+        first = int(np.searchsorted(self.ends, split.first_row, "right"))
+        last = int(np.searchsorted(self.ends, split.first_row + split.rows - 1, "right"))
+        if not self.some[first : last + 1].any():
+            return np.zeros(split.rows, bool)
+        if self.every[first : last + 1].all():
+            return np.ones(split.rows, bool)
         chunk = new_chunk(0, file, self.table.format, self.schema, split, view=self.views.get(file.path, ""))
         rows, unreadable = self.reader.read(chunk)
         try:
@@ -118,13 +122,6 @@ class _ConditionReader:
         true = np.array(found.to_numpy(), dtype=bool)
         true[list(unreadable)] = True
         return true
-
-
-def _by_group(footer: Footer, condition: Condition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(G,) each: the row after each row group, whether the condition may be true in it, whether it always is."""
-    may = outcomes(condition, footer.bounds, len(footer.groups))
-    ends = np.fromiter(accumulate(group.rows for group in footer.groups), np.int64)
-    return ends, may.true, may.true & ~may.false & ~may.null
 
 
 def _bits(bitmap: bytes, first: int, count: int) -> np.ndarray:
