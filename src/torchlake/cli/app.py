@@ -60,6 +60,9 @@ def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], No
 def init(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
     more: o.MoreInput = None,
+    csv_delimiter: o.CsvDelimiter = None,
+    csv_quote: o.CsvQuote = None,
+    csv_encoding: o.CsvEncoding = None,
     text: o.InitText = None,
     label: o.InitLabel = None,
     model: o.InitModel = None,
@@ -145,6 +148,9 @@ def predict(
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
     more: o.MoreInput = None,
+    csv_delimiter: o.CsvDelimiter = None,
+    csv_quote: o.CsvQuote = None,
+    csv_encoding: o.CsvEncoding = None,
     text: o.Text = None,
     where: o.Where = None,
     sample: o.SampleShare = None,
@@ -189,6 +195,9 @@ def evaluate(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
     more: o.MoreInput = None,
+    csv_delimiter: o.CsvDelimiter = None,
+    csv_quote: o.CsvQuote = None,
+    csv_encoding: o.CsvEncoding = None,
     text: o.Text = None,
     label: o.Label = None,
     where: o.Where = None,
@@ -212,6 +221,9 @@ def optimize(
     model: o.Model,
     sample: o.Sample,
     more: o.MoreInput = None,
+    csv_delimiter: o.CsvDelimiter = None,
+    csv_quote: o.CsvQuote = None,
+    csv_encoding: o.CsvEncoding = None,
     text: o.Text = None,
     label: o.Label = None,
     where: o.Where = None,
@@ -326,5 +338,8 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
         for name, value in values.items()
         if name not in without and value is not None and value is not False and value != []
     }
+    csv = {name.removeprefix("csv_"): given.pop(name) for name in [*given] if name.startswith("csv_")}
+    if csv:
+        given["csv"] = csv
     lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}

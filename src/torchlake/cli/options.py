@@ -142,6 +142,13 @@ SampleShare = Annotated[
 ]
 Limit = Annotated[int | None, _input("--limit", "N", "Read at most N rows.", min=1)]
 SampleSeed = Annotated[int | None, _input("--seed", "N", "Random seed of --sample (default: 0).", min=0)]
+CsvDelimiter = Annotated[
+    str | None, _input("--csv-delimiter", "CHARACTER", "Between the fields of CSV files (default: comma; .tsv: tab).")
+]
+CsvQuote = Annotated[str | None, _input("--csv-quote", "CHARACTER", 'Around fields of CSV files (default: ").')]
+CsvEncoding = Annotated[
+    str | None, _input("--csv-encoding", "NAME", "Encoding of CSV files, such as latin-1 (default: utf-8).")
+]
 OnBadFile = Annotated[
     Literal["error", "quarantine"] | None,
     _input("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),

@@ -74,6 +74,19 @@ class Fraction(BaseModel):
     """Share of the rows, above 0 and below 1."""
 
 
+class CsvConfig(BaseModel):
+    """How CSV files are written."""
+
+    model_config = STRICT
+
+    delimiter: Name | None = Field(default=None, max_length=1)
+    """Character between fields; null: a tab in .tsv files, else a comma."""
+    quote: Name = Field(default='"', max_length=1)
+    """Character around a field; doubled within one."""
+    encoding: Name = "utf-8"
+    """Encoding of the text, such as latin-1, cp1252 or utf-16."""
+
+
 class DataConfig(BaseModel):
     """The training and validation tables, and their columns."""
 
@@ -95,6 +108,8 @@ class DataConfig(BaseModel):
     """Tokens of conversations in the loss: all, or those of the assistant's turns as marked by the chat template."""
     key: Name | None = None
     """Column that identifies a row, unique and without nulls; null: file and row number."""
+    csv: CsvConfig = CsvConfig()
+    """How the tables are written, if they are CSV files."""
     where: Name | None = None
     """Rows of both tables to read, such as stars >= 3 and lang = 'en'; null: all."""
     sample: Float | None = Field(default=None, gt=0, le=1)

@@ -84,7 +84,7 @@ def evaluate(
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
 
     `text` and `label` name the columns if they differ from those of the training table; `runtime` is as in `predict`,
-    and so are the rows of a stored table that are measured: `where`, `sample` with `seed`, `limit`.
+    and so are the rows of a stored table that are measured (`where`, `sample` with `seed`, `limit`) and `csv`.
     A language model is measured on the texts only (`perplexity.py`).
 
     Raises DataError for a label that the model does not know and for a table without usable rows, TableError for a

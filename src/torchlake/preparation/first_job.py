@@ -69,7 +69,7 @@ def write_first_job(
     """Write a job file that trains a classifier (or a regression) on `table`, and return what was found.
 
     `text` and `label` name the columns; by default they are guessed. `force` replaces an existing file. The job reads
-    the rows that `where`, `sample` and `limit` select, as in `predict`. Raises
+    the rows that `where`, `sample` and `limit` select, and CSV files by `csv`, as in `predict`. Raises
     UsageError if the columns are not clear or the file exists, TableError for a table that cannot be read, DataError
     for a label column that cannot be learned.
     """
@@ -82,7 +82,7 @@ def write_first_job(
     texts = choose_text(source, columns, text)
     labels = choose_label(source, columns, texts.name, label)
     train = table if isinstance(table, str) else tuple(table)
-    asked = {name: value for name, value in options.selection.asked.items() if name != "seed"}
+    asked = {name: value for name, value in options.asked.items() if name != "seed"}
     data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **asked)
     found = read_labels(data, task, options)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
@@ -179,8 +179,9 @@ train:
 
 
 def _selection(data: DataConfig) -> str:
-    """The settings of the rows that are read, each on a line."""
+    """The settings of the rows that are read, and of CSV files, each on a line."""
     given = {name: getattr(data, name) for name in ("where", "sample", "limit")}
+    given["csv"] = data.csv.model_dump(exclude_unset=True) or None
     return "".join(f"  {name}: {_scalar(value)}\n" for name, value in given.items() if value is not None)
 
 

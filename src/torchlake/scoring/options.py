@@ -61,6 +61,7 @@ class PredictOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     seed: int | None
     chat: bool
+    csv: Mapping[str, str] | None
     where: str | None
     sample: float | None
     limit: int | None

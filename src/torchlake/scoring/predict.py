@@ -136,7 +136,8 @@ def predict(
     prediction columns; `all_probabilities` adds a column per class.
 
     Rows of stored tables: those for which `where` is true ("stars >= 3 and lang = 'en'"), of these a `sample` (a share;
-    `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out.
+    `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out. `csv` says
+    how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
 
     Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
     chose for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded

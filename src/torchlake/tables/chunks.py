@@ -118,14 +118,16 @@ def _candidates(
     table: Table, file: str, version: Version, *, columns: Sequence[str], segment_rows: int | None
 ) -> SplitCandidates:
     stored = _stored(table, file, columns)
-    return split_candidates(file, table.format, version, table.footers.get(file), stored, segment_rows)
+    return split_candidates(
+        file, table.format, version, table.footers.get(file), stored, segment_rows, table.options.csv
+    )
 
 
 def _selection(table: Table, selector: RowSelector, unread_files: int) -> dict[str, Any]:
     """The selection for records: what was asked, and what was left out."""
     left_out = {reason: rows for reason, rows in selector.left_out.items() if rows}
     return {
-        **table.options.selection.asked,
+        **table.options.asked,
         **({"left_out": left_out} if left_out else {}),
         **({"unread_files": unread_files} if unread_files else {}),
     }
@@ -137,6 +139,7 @@ def _views(table: Table, columns: Sequence[str]) -> dict[str, str]:
         file: View(
             constants={name: value for name, value in view.constants.items() if name in columns},
             names={name: stored for name, stored in view.names.items() if name in columns},
+            csv=view.csv,
         ).to_json()
         for file, view in table.views.items()
     }

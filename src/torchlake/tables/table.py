@@ -20,6 +20,7 @@ from torchlake import plugins
 from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
+from torchlake.tables.formats.streams import Dialect
 from torchlake.tables.record import COMMIT, committed_files
 from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
@@ -103,7 +104,9 @@ def open_table(
 
     readable: list[_File] = []
     for table in sources:
-        for path, result in _map_files(partial(_inspect, columns=columns, bounded=bounded, source=table), table.files):
+        for path, result in _map_files(
+            partial(_inspect, columns=columns, bounded=bounded, source=table, dialect=options.csv), table.files
+        ):
             if isinstance(result, DataError):
                 leave_out(path, result)
             else:
@@ -244,7 +247,7 @@ def _open_files(source: StoredTable) -> SourceTable:
 
 
 def _inspect(
-    path: SourceFile, columns: Sequence[str], bounded: Sequence[str], source: SourceTable
+    path: SourceFile, columns: Sequence[str], bounded: Sequence[str], source: SourceTable, dialect: Dialect
 ) -> _File | DataError:
     """A file's format, its footer and its columns as the table names them, or its error."""
     file = path.file
@@ -255,7 +258,10 @@ def _inspect(
         format = format_of(file)
         stored = [path.view.names.get(name, name) for name in columns if name not in path.view.constants]
         bounds = {path.view.names.get(name, name): name for name in bounded if name not in path.view.constants}
-        schema, footer = schema_of(file, format, version, stored, tuple(bounds))
+        schema, footer = schema_of(file, format, version, stored, tuple(bounds), dialect)
+        if dialect.given and format != "csv":
+            raise TableError(f"{file}: is {format}; csv options are for CSV files.")
+        path = replace(path, view=replace(path.view, csv=dialect.given))
         if footer is not None and bounds:
             footer = footer._replace(bounds={bounds[name]: found for name, found in footer.bounds.items()})
         path, schema = _as_in_table(path, schema, source)

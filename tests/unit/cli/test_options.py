@@ -11,8 +11,9 @@ from torchlake.cli.main import main
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
 ROWS = frozenset({"--where", "--sample", "--limit"})
+TABLES = frozenset({"--input", "--csv-delimiter", "--csv-quote", "--csv-encoding"})
 OPTIONS = {
-    "init": frozenset({"--text", "--label", "--model", "--output", "--force", "--input"}) | ROWS,
+    "init": frozenset({"--text", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
     "schema": frozenset(set()),
     "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}) | ROWS,
     "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"})
@@ -45,18 +46,18 @@ OPTIONS = {
             "--stop",
             "--seed",
             "--chat",
-            "--input",
         }
     )
-    | ROWS,
-    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set", "--seed", "--input"})
-    | ROWS,
+    | ROWS
+    | TABLES,
+    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set", "--seed"})
+    | ROWS
+    | TABLES,
     "optimize": frozenset(
         {
             "--sample",
             "--where",
             "--limit",
-            "--input",
             "--text",
             "--label",
             "--max-drop",
@@ -68,7 +69,8 @@ OPTIONS = {
             "--processes",
             "--set",
         }
-    ),
+    )
+    | TABLES,
     "plan": frozenset(
         {
             "--set",

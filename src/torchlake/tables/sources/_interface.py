@@ -28,12 +28,15 @@ class View:
     "Columns that the file lacks and their value in all of its rows, as Arrow casts it from a string."
     names: Mapping[str, str] = field(default_factory=dict)
     "The file's name of a column."
+    csv: Mapping[str, str] = field(default_factory=dict)
+    "How a CSV file is written (`formats/streams.py`), where it is not the default."
 
     def to_json(self) -> str:
         """The empty string for a file whose columns are the table's."""
-        if not self.constants and not self.names:
+        if self == View():
             return ""
-        return json.dumps({"constants": dict(self.constants), "names": dict(self.names)}, sort_keys=True)
+        csv = {"csv": dict(self.csv)} if self.csv else {}
+        return json.dumps({"constants": dict(self.constants), "names": dict(self.names), **csv}, sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from torchlake.errors import UsageError
+from torchlake.tables.formats.streams import Dialect
 from torchlake.tables.selection.options import Selection
 
 
@@ -13,6 +14,7 @@ class FilterArguments(TypedDict, total=False):
 
     where: str | None
     limit: int | None
+    csv: Mapping[str, str] | None
 
 
 class ReadArguments(FilterArguments, total=False):
@@ -30,11 +32,17 @@ class ReadOptions:
     """How a stored table is read."""
 
     selection: Selection = field(default_factory=Selection)
+    csv: Dialect = field(default_factory=Dialect)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The options that were given, for records; empty if all rows are read."""
+        return {**self.selection.asked, **({"csv": self.csv.given} if self.csv.given else {})}
 
     def refuse_for_frames(self) -> None:
         """Raise UsageError if there is any option: a frame selects its own rows."""
-        if self.selection.asked:
-            given = ", ".join(self.selection.asked)
+        if self.asked:
+            given = ", ".join(self.asked)
             raise UsageError(f"{given}: for stored tables; select the rows of a frame with its own methods.")
 
 
@@ -48,4 +56,13 @@ def read_options(given: Mapping[str, Any]) -> ReadOptions:
         raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     names = {one.name for one in fields(Selection)}
     selection = {name: value for name, value in given.items() if name in names and value is not None}
-    return ReadOptions(selection=Selection(**selection))
+    return ReadOptions(selection=Selection(**selection), csv=dialect(given.get("csv") or {}))
+
+
+def dialect(given: Mapping[str, str | None]) -> Dialect:
+    """The dialect with these values. Raises UsageError for another key, or a value that cannot be used."""
+    known = {one.name for one in fields(Dialect)}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise UsageError(f"csv: there is no option {unknown[0]!r}; there are {', '.join(sorted(known))}.")
+    return Dialect(**{name: value for name, value in given.items() if value is not None})
