@@ -131,24 +131,18 @@ Null = Annotated[
 ]
 MoreInput = Annotated[
     list[str] | None,
-    _input("--input", "TABLE", "Another table with the same columns, read after the first; repeatable."),
+    _input("--input", "TABLE", "Further table; repeatable."),
 ]
 Where = Annotated[
     str | None,
-    _input("--where", "CONDITION", "Read only rows for which it is true, such as \"stars >= 3 and lang = 'en'\"."),
+    _input("--where", "CONDITION", 'Read only rows for which it is true, such as "stars >= 3".'),
 ]
-SampleShare = Annotated[
-    float | None, _input("--sample", "SHARE", "Read only this share of the rows, above 0 and up to 1; see --seed.")
-]
+SampleShare = Annotated[float | None, _input("--sample", "SHARE", "Read only this share of the rows, 0 to 1.")]
 Limit = Annotated[int | None, _input("--limit", "N", "Read at most N rows.", min=1)]
 SampleSeed = Annotated[int | None, _input("--seed", "N", "Random seed of --sample (default: 0).", min=0)]
-CsvDelimiter = Annotated[
-    str | None, _input("--csv-delimiter", "CHARACTER", "Between the fields of CSV files (default: comma; .tsv: tab).")
-]
-CsvQuote = Annotated[str | None, _input("--csv-quote", "CHARACTER", 'Around fields of CSV files (default: ").')]
-CsvEncoding = Annotated[
-    str | None, _input("--csv-encoding", "NAME", "Encoding of CSV files, such as latin-1 (default: utf-8).")
-]
+CsvDelimiter = Annotated[str | None, _input("--csv-delimiter", "CHARACTER", "Delimiter of CSV files.")]
+CsvQuote = Annotated[str | None, _input("--csv-quote", "CHARACTER", "Quote of CSV files.")]
+CsvEncoding = Annotated[str | None, _input("--csv-encoding", "NAME", "Encoding of CSV files.")]
 OnBadFile = Annotated[
     Literal["error", "quarantine"] | None,
     _input("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),

@@ -7,9 +7,8 @@ file; memory 16 bytes per 256 text records.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,9 +21,19 @@ from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
 from torchlake.tables.selecting import RowSelector
 from torchlake.tables.selection.conditions import columns_of
 from torchlake.tables.sources._interface import View
-from torchlake.tables.storage.versions import Version, content_id, settled_version_of, version_of
+from torchlake.tables.storage.spread import Spread, each_file, in_process
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.versions import (
+    Version,
+    block_id,
+    hashed_blocks,
+    joined_id,
+    settled_version_of,
+    version_of,
+)
 from torchlake.tables.table import Table, check_columns
 
+TEXT = ("csv", "jsonl")
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
 
@@ -36,50 +45,35 @@ def plan_chunks(
     chunk_rows: int | None = None,
     cached: Sequence[InputFile] = (),
     hashed: bool = True,
+    spread: Spread = in_process,
 ) -> Plan:
     """Split `table` into chunks of `chunk_rows` rows, by default 1/64 of it, from 1,024 to 32,768; at most 16 MiB each.
 
     A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for a
-    plan that is only read from. Raises TableError when a column is missing, or a file cannot be read or is changing.
+    plan that is only read from. `spread` hashes files and scans text. Raises TableError when a column is missing, or a
+    file cannot be read or is changing.
     """
     check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
-    views, of_condition = _views(table, columns), columns_of(table.condition) if table.condition is not None else ()
-    selector = RowSelector(table, _views(table, of_condition))
     known = {(one.path, one.version): one.sha256 for one in cached}
+    remote = any(map(is_url, table.files))
     # The versions before the scan, so that rows appended later count as a change.
-    versions = [settled_version_of(file) for file in table.files]
-    read = tuple(dict.fromkeys((*columns, *of_condition)))
-    scan = partial(_candidates, table, columns=read, segment_rows=chunk_rows)
-    size, candidates = _scanned(table, zip(table.files, versions, strict=True), scan, chunk_rows)
-    inputs: list[InputFile] = []
-    splits: list[tuple[InputFile, Split]] = []
-    unread = table.unread_files
-    for file, name, version, one in zip(table.files, table.names, versions, candidates, strict=True):
-        if selector.full and one is None:
-            unread += 1
-            continue
-        one = one or scan(file, version)
-        rows = sum(segment.rows for segment in one.segments)
-        view = views.get(file, "")
-        planned = InputFile(
-            path=file, name=name, version=version, sha256="", rows=rows, checksums=one.checksums, view=view
-        )
-        is_text = table.format in ("csv", "jsonl")
-        chosen = list(
-            selector.select(planned, split_text(one, size) if is_text else split_row_groups(one.segments, size))
-        )
-        if table.options.selection.asked and not chosen:
-            continue
-        sha256 = (known.get((file, version)) or content_id(file)) if hashed else ""
-        if version_of(file) != version:
+    versions = list(each_file(settled_version_of, table.files, remote=remote))
+    files, left_out = _selected(table, versions, columns, chunk_rows, spread)
+    paths, versions = [one.path for one, _ in files], [one.version for one, _ in files]
+    contents = [known.get((one.path, one.version)) for one, _ in files]
+    if hashed:
+        contents = _content_ids(paths, versions, contents, spread)
+    after = each_file(version_of, paths, remote=remote)
+    inputs, splits = [], []
+    for (one, chosen), now, sha256 in zip(files, after, contents, strict=True):
+        if now != one.version:
             raise TableError(
-                f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
+                f"{one.path}: changed while it was being planned. Run the same command again once nothing writes to it."
             )
-        planned = _selected_file(replace(planned, sha256=sha256), chosen)
+        planned = _selected_file(replace(one, sha256=sha256 or ""), chosen)
         inputs.append(planned)
         splits += [(planned, each) for each in chosen]
-    selector.close()
     chunks = tuple(
         new_chunk(index, file, table.format, serialized, split) for index, (file, split) in enumerate(splits)
     )
@@ -89,48 +83,90 @@ def plan_chunks(
         serialized=serialized,
         rows=sum(one.rows for one in inputs),
         sources=table.sources,
-        selection=_selection(table, selector, unread),
+        selection={**table.options.asked, **left_out},
     )
 
 
-def _scanned(
-    table: Table,
-    files: Iterable[tuple[str, Version]],
-    scan: Callable[[str, Version], SplitCandidates],
-    chunk_rows: int | None,
-) -> tuple[int, Sequence[SplitCandidates | None]]:
-    """The rows of a chunk, and where each file can be split; None for all if `limit` may make scanning some needless.
+def _selected(
+    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+) -> tuple[list[tuple[InputFile, list[Split]]], dict[str, Any]]:
+    """The files that have rows to read, with all of their rows counted, and their splits; what is left out.
 
-    A chunk's size then comes from the limit, so the whole table need not be counted.
+    With a limit, files are scanned until it is reached, and the size of chunks comes from it.
     """
+    of_condition = columns_of(table.condition) if table.condition is not None else ()
+    wanted, views = tuple(dict.fromkeys((*columns, *of_condition))), _views(table, columns)
+    selector, unread = RowSelector(table, _views(table, of_condition)), table.unread_files
     limit = table.options.selection.limit
-    if limit is not None:
-        return chunk_rows or _chunk_size(limit), [None] * len(table.files)
-    candidates = [scan(file, version) for file, version in files]
-    return chunk_rows or _chunk_size(sum(segment.rows for one in candidates for segment in one.segments)), candidates
-
-
-def _chunk_size(rows: int) -> int:
-    return min(max(rows // CHUNKS, MIN_ROWS), MAX_ROWS)
-
-
-def _candidates(
-    table: Table, file: str, version: Version, *, columns: Sequence[str], segment_rows: int | None
-) -> SplitCandidates:
-    stored = _stored(table, file, columns)
-    return split_candidates(
-        file, table.format, version, table.footers.get(file), stored, segment_rows, table.options.csv
-    )
-
-
-def _selection(table: Table, selector: RowSelector, unread_files: int) -> dict[str, Any]:
-    """The selection for records: what was asked, and what was left out."""
+    scanned: Iterable[SplitCandidates | None] = [None] * len(table.files)
+    if limit is None:
+        scanned = found = _split_candidates(table, versions, wanted, chunk_rows, spread)
+        limit = sum(segment.rows for one in found for segment in one.segments)
+    size = chunk_rows or min(max(limit // CHUNKS, MIN_ROWS), MAX_ROWS)
+    files = []
+    for file, name, version, candidates in zip(table.files, table.names, versions, scanned, strict=True):
+        if candidates is None and selector.full:
+            unread += 1
+            continue
+        one = candidates or _candidates_of(_to_scan(table, file, version, wanted, chunk_rows))
+        planned = InputFile(
+            path=file,
+            name=name,
+            version=version,
+            sha256="",
+            rows=sum(segment.rows for segment in one.segments),
+            checksums=one.checksums,
+            view=views.get(file, ""),
+        )
+        split = split_text(one, size) if table.format in TEXT else split_row_groups(one.segments, size)
+        chosen = list(selector.select(planned, split))
+        if chosen or not table.options.selection.asked:
+            files.append((planned, chosen))
+    selector.close()
     left_out = {reason: rows for reason, rows in selector.left_out.items() if rows}
-    return {
-        **table.options.asked,
-        **({"left_out": left_out} if left_out else {}),
-        **({"unread_files": unread_files} if unread_files else {}),
+    return files, {**({"left_out": left_out} if left_out else {}), **({"unread_files": unread} if unread else {})}
+
+
+def _split_candidates(
+    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+) -> list[SplitCandidates]:
+    """Where each file can be split; text is scanned."""
+    files = [
+        _to_scan(table, file, version, columns, chunk_rows) for file, version in zip(table.files, versions, strict=True)
+    ]
+    if table.format in TEXT:
+        size = sum(version.size for version in versions)
+        return list(spread(_candidates_of, files, size=size, name="scan the text"))
+    return list(each_file(_candidates_of, files, remote=any(map(is_url, table.files))))
+
+
+def _to_scan(
+    table: Table, file: str, version: Version, columns: Sequence[str], chunk_rows: int | None
+) -> tuple[Any, ...]:
+    """The arguments of `split_candidates`."""
+    footer, stored = table.footers.get(file), _stored(table, file, columns)
+    return file, table.format, version, footer, stored, chunk_rows, table.options.csv
+
+
+def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:
+    return split_candidates(*file)
+
+
+def _content_ids(
+    files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
+) -> list[str | None]:
+    """Each file's `content_id`, computed where it is not known."""
+    blocks = {
+        file: hashed_blocks(file, version)
+        for file, version, sha256 in zip(files, versions, known, strict=True)
+        if not sha256
     }
+    size = sum(version.size for file, version in zip(files, versions, strict=True) if file in blocks)
+    flat = [block for one in blocks.values() for block in one]
+    remote = any(is_url(file) for file, _ in flat)
+    ids = each_file(block_id, flat, remote=True) if remote else spread(block_id, flat, size=size, name="hash the input")
+    found = {file: joined_id([next(ids) for _ in one]) for file, one in blocks.items()}
+    return [sha256 or found[file] for file, sha256 in zip(files, known, strict=True)]
 
 
 def _views(table: Table, columns: Sequence[str]) -> dict[str, str]:

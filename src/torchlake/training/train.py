@@ -248,8 +248,9 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
         if job.data.key is not None and not trained:
-            keyed = open_table(table, columns=(job.data.key,), options=options)
-            check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
+            keyed = open_table(table, columns=(job.data.key,), options=options, spread=engine.spread)
+            plan = plan_chunks(keyed, columns=(job.data.key,), hashed=False)
+            check_key(keyed, plan, job.data.key, spread=engine.spread, scratch=output.parent)
         try:
             done = prepare(
                 table,

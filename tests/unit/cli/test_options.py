@@ -84,7 +84,7 @@ OPTIONS = {
     )
     | ROWS,
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
-    "verify": frozenset(set()),
+    "verify": frozenset({"--processes", "--engine", "--set"}),
     "report": frozenset(set()),
     "doctor": frozenset(set()),
     "demo": frozenset({"--folder", "--rows"}),
