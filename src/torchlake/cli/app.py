@@ -16,6 +16,7 @@ from torchlake.cli import options as o
 from torchlake.cli.display import Outcome
 from torchlake.cli.engine import engine_settings, make_engine
 from torchlake.cli.help import Command, Group
+from torchlake.errors import UsageError
 
 Work = Callable[[], Outcome]
 
@@ -60,9 +61,7 @@ def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], No
 def init(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
     more: o.MoreInput = None,
-    csv_delimiter: o.CsvDelimiter = None,
-    csv_quote: o.CsvQuote = None,
-    csv_encoding: o.CsvEncoding = None,
+    csv: o.Csv = None,
     text: o.InitText = None,
     label: o.InitLabel = None,
     model: o.InitModel = None,
@@ -148,9 +147,7 @@ def predict(
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
     more: o.MoreInput = None,
-    csv_delimiter: o.CsvDelimiter = None,
-    csv_quote: o.CsvQuote = None,
-    csv_encoding: o.CsvEncoding = None,
+    csv: o.Csv = None,
     text: o.Text = None,
     where: o.Where = None,
     sample: o.SampleShare = None,
@@ -195,9 +192,7 @@ def evaluate(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
     more: o.MoreInput = None,
-    csv_delimiter: o.CsvDelimiter = None,
-    csv_quote: o.CsvQuote = None,
-    csv_encoding: o.CsvEncoding = None,
+    csv: o.Csv = None,
     text: o.Text = None,
     label: o.Label = None,
     where: o.Where = None,
@@ -221,9 +216,7 @@ def optimize(
     model: o.Model,
     sample: o.Sample,
     more: o.MoreInput = None,
-    csv_delimiter: o.CsvDelimiter = None,
-    csv_quote: o.CsvQuote = None,
-    csv_encoding: o.CsvEncoding = None,
+    csv: o.Csv = None,
     text: o.Text = None,
     label: o.Label = None,
     where: o.Where = None,
@@ -342,8 +335,15 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
         for name, value in values.items()
         if name not in without and value is not None and value is not False and value != []
     }
-    csv = {name.removeprefix("csv_"): given.pop(name) for name in [*given] if name.startswith("csv_")}
-    if csv:
-        given["csv"] = csv
+    if "csv" in given:
+        given["csv"] = dict(_pair(text) for text in given["csv"])
     lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """The key and the value of `--csv`."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--csv {text}: write it as key=value, such as delimiter=;")
+    return key, value

@@ -135,14 +135,14 @@ MoreInput = Annotated[
 ]
 Where = Annotated[
     str | None,
-    _input("--where", "CONDITION", 'Read only rows for which it is true, such as "stars >= 3".'),
+    _input("--where", "CONDITION", 'Read only such rows, as in "stars >= 3".'),
 ]
-SampleShare = Annotated[float | None, _input("--sample", "SHARE", "Read only this share of the rows, 0 to 1.")]
+SampleShare = Annotated[float | None, _input("--sample", "SHARE", "Read this share of the rows.")]
 Limit = Annotated[int | None, _input("--limit", "N", "Read at most N rows.", min=1)]
 SampleSeed = Annotated[int | None, _input("--seed", "N", "Random seed of --sample (default: 0).", min=0)]
-CsvDelimiter = Annotated[str | None, _input("--csv-delimiter", "CHARACTER", "Delimiter of CSV files.")]
-CsvQuote = Annotated[str | None, _input("--csv-quote", "CHARACTER", "Quote of CSV files.")]
-CsvEncoding = Annotated[str | None, _input("--csv-encoding", "NAME", "Encoding of CSV files.")]
+Csv = Annotated[
+    list[str] | None, _input("--csv", "KEY=VALUE", "Delimiter, quote or encoding of CSV files; repeatable.")
+]
 OnBadFile = Annotated[
     Literal["error", "quarantine"] | None,
     _input("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),

@@ -6,7 +6,7 @@ file, a column that is missing or has another type in the third file, a Delta ta
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -104,14 +104,7 @@ def open_table(
     readable: list[_File] = []
     for table in sources:
         inspect = partial(_inspect, columns=columns, bounded=bounded, source=table, dialect=options.csv)
-        size = _bytes_to_type(table.files)
-        remote = any(is_url(one.file) for one in table.files)
-        results = (
-            spread(inspect, table.files, size=size, name="find the types")
-            if size
-            else each_file(inspect, table.files, remote=remote)
-        )
-        for path, result in zip(table.files, results, strict=True):
+        for path, result in zip(table.files, _inspected(inspect, table.files, spread), strict=True):
             if isinstance(result, DataError):
                 leave_out(path, result)
             else:
@@ -249,6 +242,16 @@ def _open_files(source: StoredTable) -> SourceTable:
                 files=tuple(SourceFile(name=path.name, file=str(path)) for path in committed_files(folder))
             )
     return open_files(source)
+
+
+def _inspected(
+    inspect: Callable[[SourceFile], "_File | DataError"], files: Sequence[SourceFile], spread: Spread
+) -> Iterator["_File | DataError"]:
+    """The result for each file, in order; lines of JSON are read by `spread`."""
+    size = _bytes_to_type(files)
+    if size:
+        return spread(inspect, files, size=size, name="find the types")
+    return each_file(inspect, files, remote=any(is_url(one.file) for one in files))
 
 
 def _inspect(

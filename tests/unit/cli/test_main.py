@@ -232,9 +232,11 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
         "output": "o",
     }
     words = ["--where", "stars >= 3", "--sample", "0.5", "--limit", "10", "--input", "j", "--input", "k"]
+    words += ["--csv", "delimiter=;", "--csv", "encoding=latin-1"]
     assert main(["predict", "m", "i", "o", *words]) == 0
     assert seen["args"] == ("m", ["i", "j", "k"], "o")
     assert (seen["where"], seen["sample"], seen["limit"]) == ("stars >= 3", 0.5, 10)
+    assert seen["csv"] == {"delimiter": ";", "encoding": "latin-1"}
     assert "5, of which 1 with an error; 7 rows and 2 files not selected" in capfd.readouterr().out
     assert main(["predict", "m", "i", "o", "--processes", "2"]) == 0
     assert seen["engine"].processes == 2

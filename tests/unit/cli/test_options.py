@@ -11,7 +11,7 @@ from torchlake.cli.main import main
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
 ROWS = frozenset({"--where", "--sample", "--limit"})
-TABLES = frozenset({"--input", "--csv-delimiter", "--csv-quote", "--csv-encoding"})
+TABLES = frozenset({"--input", "--csv"})
 OPTIONS = {
     "init": frozenset({"--text", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
     "schema": frozenset(set()),

@@ -157,9 +157,8 @@ def test_an_output_is_of_one_selection(tmp_path: Path) -> None:
     assert record["selection"] == {"where": "n >= 10", "limit": 25, "left_out": {"where": 10, "limit": 15}}
     checked = verify(tmp_path / "out")
     assert (checked.problems, checked.rows_in) == ([], 25)
-    assert checked.notes[:1] == [
-        "only selected rows were read (where n >= 10, limit 25); left out: 10 by where, 15 by limit."
-    ]
+    note = "only selected rows were read (where n >= 10, limit 25); left out: 10 by where, 15 by limit."
+    assert note in checked.notes
     with pytest.raises(FingerprintError, match=r"where: 'n >= 10' -> 'n >= 11'"):
         write(where="n >= 11", limit=25)
     with pytest.raises(FingerprintError, match=r"limit: 25 -> None"):

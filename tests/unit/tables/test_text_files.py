@@ -193,7 +193,7 @@ def test_compressed_text_is_refused_with_a_remedy(tmp_path: Path, name: str) -> 
 
 def test_utf16_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes("a,b\n1,2\n".encode("utf-16"))
-    with pytest.raises(TableError, match="--csv-encoding utf-16"):
+    with pytest.raises(TableError, match="--csv encoding=utf-16"):
         open_table(tmp_path / "t.csv")
 
 

@@ -164,7 +164,7 @@ def open_lines(file: str, dialect: Dialect) -> tuple[BinaryIO, CountedLines]:
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         source.close()
         raise TableError(
-            f"{file}: UTF-16. Give the encoding of a CSV file (--csv-encoding utf-16), or convert the file to UTF-8 "
+            f"{file}: UTF-16. Give the encoding of a CSV file (--csv encoding=utf-16), or convert the file to UTF-8 "
             "(iconv -f UTF-16 -t UTF-8)."
         )
     start = len(BOM) if head.startswith(BOM) else 0
