@@ -47,6 +47,7 @@ class PredictOptions(TypedDict, total=False):
     null: Literal["error", "score"]
     row_timeout_s: float
     batch_tokens: int | None
+    gpus_per_process: int
     max_error_rate: float
     chunk_rows: int | None
     overwrite: bool
@@ -118,7 +119,10 @@ def scoring_settings(
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     spec = load_spec(folder)
-    if runtime is None:
+    devices = settings.get("gpus_per_process", 1)
+    if devices > 1:
+        choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
+    elif runtime is None:
         choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
         if choice.why == "default" and recorded == REFERENCE:
             choice = replace(choice, runtime=recorded)
@@ -151,10 +155,20 @@ def check_options(given: Mapping[str, Any]) -> None:
     for name, choices in (("null", NULL), ("on_bad_file", ON_BAD_FILE)):
         if given.get(name, "error") not in choices:
             raise UsageError(f"{name} is one of {', '.join(choices)}; {given[name]!r} was given.")
-    for name in ("batch_tokens", "chunk_rows"):
+    for name in ("batch_tokens", "chunk_rows", "gpus_per_process"):
         count = given.get(name)
         if count is not None and count < 1:
             raise UsageError(f"{name} has to be 1 or more; {count} was given.")
+
+
+def _shared_runtime(runtime: Runtime | None, devices: int) -> str:
+    """Return the runtime of a model over several devices. Raises UsageError for another one."""
+    if runtime not in (None, REFERENCE):
+        raise UsageError(
+            f"gpus_per_process={devices} is for the runtime {REFERENCE!r}, the model as transformers places it over "
+            f"devices; {runtime_name(runtime)!r} computes on one."
+        )
+    return REFERENCE
 
 
 def _check_generation(folder: Path, options: GenerationOptions | None, all_probabilities: bool) -> None:

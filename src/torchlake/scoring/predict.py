@@ -21,6 +21,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
+from torchlake.processes.hardware import gpus
 from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
 from torchlake.scoring.frames import map_frame, predict_frame
@@ -38,6 +39,7 @@ from torchlake.scoring.options import (
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
+from torchlake.scoring.sharded import refuse
 from torchlake.scoring.worker import ScoredChunk, output_schema
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
@@ -154,6 +156,10 @@ def predict(
     through the tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts
     prompts and the longest possible answers.
 
+    `gpus_per_process` above 1 is for a model larger than one GPU: so many GPUs of each process share it, by tensor
+    parallelism if transformers has a plan for the model, else layer by layer. Without GPUs so many ranks on CPUs share
+    it, which needs such a plan. Its runtime is `eager`; labels are the same, and scores differ by rounding.
+
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
     UsageError for mistakes found before any work.
@@ -180,6 +186,11 @@ def predict(
             raise UsageError(
                 "A frame is returned with all its columns: output, key and columns are for stored tables. "
                 "To write an output folder, save the frame as Parquet first."
+            )
+        if settings.gpus_per_process > 1:
+            raise UsageError(
+                f"gpus_per_process={settings.gpus_per_process} is for stored tables, whose processes are restarted if "
+                "one of their ranks dies: save the frame as Parquet first."
             )
         if native is not None:
             assert engine is not None
@@ -215,6 +226,9 @@ def _predict_table(
     plan = plan_chunks(source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output))
     if settings.key is not None:
         check_key(source, plan, settings.key)
+    if settings.gpus_per_process > 1:
+        on_cpus = isinstance(engine or Local(), Local) and not gpus()
+        refuse(Path(settings.model), settings.gpus_per_process, on_cpus=on_cpus)
     make_export(settings, engine or Local())
     fingerprint = fingerprint_of(settings, spec)
     with write_transaction(
@@ -303,6 +317,7 @@ def _provenance(
         "runtime_by": choice.why,
         "batch_tokens": settings.batch_tokens,
         "threads": choice.threads,
+        "gpus_per_process": settings.gpus_per_process,
         **_environment(),
         "rows_scored": rows,
         "seconds": round(seconds, 3),

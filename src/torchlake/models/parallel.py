@@ -1,0 +1,74 @@
+"""Models over several devices: in parts of every layer (tensor parallelism), or layer after layer.
+
+    tensor parallel   each of N ranks has 1/N of the heads and of the feed-forward width; two all_reduces per layer
+    layers            one process, each device has some whole layers; the devices compute one after another
+
+transformers has plans for tensor parallelism of most decoders (Llama, Qwen, Gemma, Mistral, ...) and few encoders: a
+plan says which linear layers are split by columns and which by rows (Shoeybi et al. 2019). N must divide the numbers of
+heads, because attention is computed per head. Every rank reads only its parts from the file.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake.errors import MissingExtra, UsageError
+from torchlake.models.config import load_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def tensor_parallel_refusal(folder: Path, ranks: int) -> str | None:
+    """Return why the model of a folder, which has passed `check_folder`, cannot be split over `ranks`, or None."""
+    return plan_refusal(load_config(folder), ranks)
+
+
+def plan_refusal(config: "PretrainedConfig", ranks: int) -> str | None:
+    """Return why a model of this configuration cannot be split over `ranks` by tensor parallelism, or None."""
+    body: Any = config.get_text_config()
+    if not getattr(body, "base_model_tp_plan", None):
+        return f"transformers has no plan for tensor parallelism of models of type {config.model_type!r}"
+    for name in HEADS:
+        heads = getattr(body, name, None)
+        several = heads if isinstance(heads, list) else [heads]  # some models have other numbers in each layer
+        uneven = next((each for each in several if isinstance(each, int) and each % ranks), None)
+        if uneven is not None:
+            return f"its {uneven} {name.removeprefix('num_').replace('_', ' ')} cannot be divided among {ranks} ranks"
+    return None
+
+
+def tensor_parallel(ranks: int) -> Mapping[str, Any]:
+    """Return what `load_model` passes to transformers to load the parts of this rank; needs a process group."""
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError as error:
+        raise MissingExtra("Tensor parallelism needs a newer transformers: pip install 'torchlake[large]'") from error
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+
+
+def layer_by_layer() -> Mapping[str, Any]:
+    """Return what `load_model` passes to transformers to place layers over the GPUs of this process.
+
+    Raises MissingExtra without accelerate, which moves activations from one GPU to the next.
+    """
+    if find_spec("accelerate") is None:
+        raise MissingExtra(
+            "Placing layers over several GPUs needs the library 'accelerate', which is not installed: "
+            "pip install 'torchlake[large]'"
+        )
+    return {"device_map": "balanced"}
+
+
+def check_on_gpus(model: Any, folder: Path, gpus: int) -> None:
+    """Raise UsageError if transformers placed layers in main memory or on disk because the GPUs are full."""
+    elsewhere = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()} & {"cpu", "disk"})
+    if elsewhere:
+        raise UsageError(
+            f"{folder}: the model does not fit into the memory of {gpus} GPUs (a part would be on "
+            f"{' and '.join(elsewhere)}, and every batch would wait for it). Give each process more GPUs."
+        )
