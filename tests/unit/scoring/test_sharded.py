@@ -171,16 +171,6 @@ def test_other_runtimes_and_frames_are_refused(model: Path, table: Path, tmp_pat
     assert "gpus_per_process has to be 1 or more; 0 was given" in refused(model, table, tmp_path / "out", 0)
 
 
-def test_a_local_process_gets_that_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    found = list(tl.Local().run_chunks(_visible, range(6), gpus_per_process=None, devices_per_process=2))
-    assert set(found) <= {"0,1", "2,3"}
-
-
-def _visible() -> Callable[[Iterator[int]], Iterator[str]]:
-    return lambda chunks: (os.environ["CUDA_VISIBLE_DEVICES"] for _ in chunks)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma2", "phi3"])
 def test_other_families_have_the_same_answers(kind: str, table: Path, tmp_path: Path) -> None:
