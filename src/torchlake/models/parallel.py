@@ -8,15 +8,19 @@ plan says which linear layers are split by columns and which by rows (Shoeybi et
 heads, because attention is computed per head. Every rank reads only its parts from the file.
 """
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchlake.errors import MissingExtra, UsageError
 from torchlake.models.config import load_config
+from torchlake.models.load import layers
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -49,6 +53,29 @@ def tensor_parallel(ranks: int) -> Mapping[str, Any]:
         raise MissingExtra("Tensor parallelism needs a newer transformers: pip install 'torchlake[large]'") from error
 
     return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+
+
+def split_layers(model: "torch.nn.Module", mesh: "DeviceMesh") -> None:
+    """Split the layers of a loaded model over a mesh of one dimension, in place, for training.
+
+    Embeddings and the head stay whole: the loss in chunks reads the head's weight, and strategies shard both.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan: Mapping[str, str] = cast(Any, model).tp_plan
+    inside = {id(module) for layer in layers(model) for module in layer.modules()}
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if id(module) not in inside:
+            continue
+        rule = re.sub(r"\d+", "*", name)
+        own = {name: plan.get(rule)}
+        own |= {
+            f"{name}.{key}": plan.get(f"{rule}.{key}", plan.get(rule))
+            for key, _ in module.named_parameters(recurse=False)
+        }
+        styles |= {key: style for key, style in own.items() if style is not None}
+    apply_tensor_parallelism(model, mesh, styles)
 
 
 def layer_by_layer() -> Mapping[str, Any]:

@@ -230,12 +230,12 @@ class TrainState:
         lengths = rows.lengths
         shares = batching.micro_batches(
             lengths,
-            world_size=self.group.world_size,
+            world_size=self.group.data_ranks,
             micro_batch_tokens=self.micro_batch_tokens,
             equal_lengths=self.equal_lengths,
         )
         padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
-        return shares[self.group.rank], padded
+        return shares[self.group.data_rank], padded
 
 
 def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, TrainProgress]:

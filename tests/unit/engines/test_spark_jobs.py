@@ -142,7 +142,11 @@ def discovery(tmp_path: Path) -> Path:
         # Whole GPUs: each process its own; ranks see those of all, LOCAL_RANK numbers them.
         ("1", None, {"chunks": {"0", "1"}, "frame": {"0", "1"}, "launch": "0,1", "one rank": {"0", "1"}}),
         # The executors have GPUs that tasks are not granted: torchlake asks for one each, or for several.
-        ("", None, {"chunks": {"0", "1"}, "several": {"0,1"}, "frame": {"0", "1"}, "launch": "0,1", "one rank": {"0", "1"}}),
+        (
+            "",
+            None,
+            {"chunks": {"0", "1"}, "several": {"0,1"}, "frame": {"0", "1"}, "launch": "0,1", "one rank": {"0", "1"}},
+        ),
         # Two for one process.
         ("", 2, {"chunks": {"0,1"}, "frame": {"0", "1"}, "launch": "refused", "one rank": "0,1"}),
         # A part of one: fine for scoring, not for ranks that would share it.
