@@ -144,10 +144,10 @@ def test_a_checkpoint_of_split_layers_continues_whole_and_split_again(
     sections = llama_job(tmp_path, "classifier")
     split = with_split_layers(sections, **fsdp)
     stop = ("train.max_restarts=0", "train.checkpoint_every=1steps")
-    for job, ranks in ((split, number), (sections, 1)):
-        stopped = runs.attempt(tmp_path / "run", job, ranks=ranks, failpoint="rank0.step:3:raise", overrides=stop)
+    for job, ranks, place in ((split, number, "rank0.step:3"), (sections, 1, "rank0.step:2")):
+        stopped = runs.attempt(tmp_path / "run", job, ranks=ranks, failpoint=f"{place}:raise", overrides=stop)
         assert stopped.exit_code == 70
-    runs.succeed(tmp_path / "run", split, ranks=number, overrides=stop)
+    assert runs.succeed(tmp_path / "run", split, ranks=number, overrides=stop).steps == 2
     runs.succeed(tmp_path / "single", sections)
     assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
 

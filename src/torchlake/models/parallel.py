@@ -91,11 +91,10 @@ def layer_by_layer() -> Mapping[str, Any]:
     return {"device_map": "balanced"}
 
 
-def check_on_gpus(model: Any, folder: Path, gpus: int) -> None:
-    """Raise UsageError if transformers placed layers in main memory or on disk because the GPUs are full."""
-    elsewhere = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()} & {"cpu", "disk"})
-    if elsewhere:
+def check_on_gpus(model: "torch.nn.Module", folder: Path, gpus: int) -> None:
+    """Raise UsageError if a part is in main memory or, as "meta", on disk: accelerate places there what GPUs lack."""
+    if any(parameter.device.type != "cuda" for parameter in model.parameters()):
         raise UsageError(
-            f"{folder}: the model does not fit into the memory of {gpus} GPUs (a part would be on "
-            f"{' and '.join(elsewhere)}, and every batch would wait for it). Give each process more GPUs."
+            f"{folder}: the model does not fit into the memory of {gpus} GPUs: a part is in main memory or on disk, and "
+            "every batch would wait for it. Give each process more GPUs."
         )

@@ -195,7 +195,8 @@ def _load(settings: ScoringSettings, spec: TaskSpec, device: str, placement: Map
     """Load the model as transformers places it, as the runtime `eager`."""
     folder = Path(settings.model)
     model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS, placement=placement)
-    parallel.check_on_gpus(model, folder, settings.gpus_per_process)
+    if "device_map" in placement:
+        parallel.check_on_gpus(model, folder, settings.gpus_per_process)
     eager = plugins.load("runtimes", REFERENCE)
     if settings.generation is not None:
         made: Forward = eager.generator_of(model, folder, settings.generation)

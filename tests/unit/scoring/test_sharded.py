@@ -17,6 +17,7 @@ import pids
 import tiny
 import torchlake as tl
 from torchlake.errors import UsageError
+from torchlake.models import load, parallel
 from torchlake.tables.output.verify import verify
 
 ROWS = 60
@@ -155,6 +156,16 @@ def test_a_model_that_cannot_be_divided_is_refused(
     message = refused(encoder, table, tmp_path / "out", 2)
     assert "no plan for tensor parallelism of models of type 'bert'" in message
     assert "layers are placed over GPUs only" in message
+
+
+def test_layers_outside_gpus_are_refused(tmp_path: Path, tiny_bert: Path) -> None:
+    """accelerate places what does not fit on GPUs in main memory; here that is everything."""
+    encoder = tiny.build_model(tmp_path / "bert", encoder=tiny_bert)
+    placed = load.load_model(
+        encoder, auto_class="AutoModelForSequenceClassification", placement=parallel.layer_by_layer()
+    )
+    with pytest.raises(UsageError, match="does not fit into the memory of 2 GPUs"):
+        parallel.check_on_gpus(placed, encoder, 2)
 
 
 def test_more_gpus_than_there_are_are_refused(
