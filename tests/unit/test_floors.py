@@ -40,7 +40,7 @@ NEIGHBORS = {
     "processes": {"logs"},
     "tables": {"config", "tables.formats", "tables.sources", "tables.storage"},
     "tables.formats": {"tables.storage"},
-    "tables.output": {"processes", "tables", "tables.formats", "tables.storage"},
+    "tables.output": {"tables", "tables.formats", "tables.storage"},
     "tables.sources": {"tables.formats", "tables.storage"},
     "tables.storage": {"config"},
     "atomic_io": {"errors", "failpoints"},

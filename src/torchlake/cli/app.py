@@ -229,9 +229,13 @@ def launch(
 @_command("verify scored/")
 def verify(
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder written by predict.")],
+    engine: o.EngineName = None,
+    processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
+    as_json: o.Json = False,
 ) -> Work:
     """Check an output against its commit record. Checks checksums, rows and keys; exits with 65 on a problem."""
-    return lambda: commands.verify(output)
+    return lambda: commands.verify(output, make_engine(engine, processes, overrides, as_json=as_json))
 
 
 @_command("report runs/reviews")

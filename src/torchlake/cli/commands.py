@@ -213,11 +213,11 @@ def launch(
     return Outcome(values={"value": value, "processes": processes}, lines=[] if value is None else [str(value)])
 
 
-def verify(output: str) -> Outcome:
+def verify(output: str, engine: "Engine | None") -> Outcome:
     """Check a scored table; exit status 65 when a check fails."""
     from torchlake.tables.output.verify import verify
 
-    done = verify(output)
+    done = verify(output, spread=None if engine is None else engine.spread)
     shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}
     verdict = [f"problem: {problem}" for problem in done.problems] or [f"{output}: complete and unchanged"]
     names = ("rows_in", "rows_out", "rows_failed", "parts", "problems", "notes")

@@ -109,7 +109,7 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load a fine-tuned model in evaluation mode into main memory, in `dtype` (default: fp32).
 
-    `placement` (of `models/parallel.py`) loads it over several devices instead.
+    `placement`, arguments of transformers, loads it over several devices instead.
 
     Raises UnsafeError as `check_folder`; DataError if a file differs from the manifest, if weights are missing (an
     encoder with an untrained head would predict at random), or if the head does not fit `spec`.

@@ -80,13 +80,13 @@ def prepare(
     rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
     `failed`; FingerprintError when `output` was made from another table or with other settings, unless `overwrite`.
     """
-    source = open_table(table, columns=spec.columns)
+    source = open_table(table, columns=spec.columns, spread=engine.spread)
     task = plugins.load("tasks", spec.task)
     if task.PACKED:
         chat = check_prompts(source.schema, spec.text, source.source, task, tokenizer)
         if spec.problem == "next_answer_token":
             check_answers(task, tokenizer, source.source, spec.text, chat=chat)
-    plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output))
+    plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output), spread=engine.spread)
     fingerprint = {
         "format": 1,
         "tokenizer": folders.tokenizer_hash(tokenizer),
@@ -95,7 +95,12 @@ def prepare(
     }
     allowed = AllowedChanges(overwrite=overwrite)
     with write_transaction(
-        output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), allowed=allowed
+        output,
+        plan=plan,
+        fingerprint=fingerprint,
+        schema=token_schema(spec),
+        allowed=allowed,
+        spread=engine.spread,
     ) as out:
         if out.complete:
             assert out.record is not None

@@ -18,6 +18,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
 from torchlake.models import exports, folders
+from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, generation_options
 from torchlake.models.load import load_spec
 from torchlake.processes.hardware import gpus
@@ -159,6 +160,17 @@ def check_options(given: Mapping[str, Any]) -> None:
         count = given.get(name)
         if count is not None and count < 1:
             raise UsageError(f"{name} has to be 1 or more; {count} was given.")
+
+
+def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:
+    """Raise UsageError if ranks on CPUs cannot share the model; on GPUs there is another way."""
+    folder, number = Path(settings.model), settings.gpus_per_process
+    reason = None if has_gpus else tensor_parallel_refusal(load_config(folder), number)
+    if reason is not None:
+        raise UsageError(
+            f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only. Leave it out, or "
+            "give a number that divides the heads of a model that has a plan."
+        )
 
 
 def _shared_runtime(runtime: Runtime | None, devices: int) -> str:

@@ -30,6 +30,7 @@ from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
     OutputOptions,
     PredictOptions,
+    check_devices,
     checked_input,
     fingerprint_of,
     make_export,
@@ -39,7 +40,6 @@ from torchlake.scoring.options import (
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
-from torchlake.scoring.sharded import refuse
 from torchlake.scoring.worker import ScoredChunk, output_schema
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
@@ -215,7 +215,8 @@ def _predict_table(
 ) -> Scored:
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
-    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file)
+    spread = (engine or Local()).spread
+    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, spread=spread)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
@@ -223,12 +224,13 @@ def _predict_table(
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:
         log.warning("%s is skipped: %s", file, reason)
-    plan = plan_chunks(source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output))
+    plan = plan_chunks(
+        source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output), spread=spread
+    )
     if settings.key is not None:
-        check_key(source, plan, settings.key)
+        check_key(source, plan, settings.key, spread=spread, scratch=_shared_folder(output) if engine else None)
     if settings.gpus_per_process > 1:
-        on_cpus = isinstance(engine or Local(), Local) and not gpus()
-        refuse(Path(settings.model), settings.gpus_per_process, on_cpus=on_cpus)
+        check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
     make_export(settings, engine or Local())
     fingerprint = fingerprint_of(settings, spec)
     with write_transaction(
@@ -243,6 +245,7 @@ def _predict_table(
         ),
         environment=_environment(),
         quarantined=source.quarantined,
+        spread=spread,
     ) as out:
         if out.complete:
             assert out.record is not None
@@ -335,6 +338,12 @@ def _profile(made: Sequence[ScoredChunk], began: float, planned: float, scored: 
     rest = max(0.0, scored - planned - sum(steps.values()))
     now = time.perf_counter()
     return {"plan": planned - began, **steps, "other rows": rest, "commit": now - scored}
+
+
+def _shared_folder(output: Path) -> Path:
+    """The folder of the output, which the engine's processes write to."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output.parent
 
 
 def _environment() -> dict[str, str]:

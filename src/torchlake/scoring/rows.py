@@ -56,7 +56,7 @@ class ScoringSettings:
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
     gpus_per_process: int = 1
-    "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `sharded.py`."
+    "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
     staging: str = ""
     "Folder for parts and attempt logs (chunk job only)."
 

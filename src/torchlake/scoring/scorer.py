@@ -32,7 +32,6 @@ from torchlake.runtimes import Forward
 from torchlake.scoring.poison_rows import Attempt
 from torchlake.scoring.rows import ScoringSettings, TextReader, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
-from torchlake.scoring.sharded import load_sharded
 from torchlake.tables.arrays import from_numpy, from_strings
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,10 @@ class Scorer:
         options = {} if generation is None else {"options": generation}
         self.forward: Forward
         if self.settings.gpus_per_process > 1:
-            self.forward = load_sharded(self.settings, self.spec, device=self.device)
+            from torchlake.runtimes._sharded import load_sharded  # it imports torch, which the driver does without
+
+            number = self.settings.gpus_per_process
+            self.forward = load_sharded(folder, self.spec, number, device=self.device, options=generation)
         else:
             self.forward = load(folder, self.spec, device=self.device, **options)
         self.startup = {

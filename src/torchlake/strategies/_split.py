@@ -7,21 +7,47 @@ With one mesh they do what those of `_native` do.
 """
 
 import math
-from collections.abc import Collection, Sequence
-from typing import cast
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Pieces, Tensors
 from torchlake.distributed import Group
+from torchlake.models.load import layers
 from torchlake.strategies import _native
 
 TENSOR = "tensor"
 "The dimension of the mesh over which layers are split."
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the layers of a loaded model over a mesh of one dimension, in place, for training.
+
+    Embeddings and the head stay whole: the loss in chunks reads the head's weight, and strategies shard both.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan: Mapping[str, str] = cast(Any, model).tp_plan
+    inside = {id(module) for layer in layers(model) for module in layer.modules()}
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if id(module) not in inside:
+            continue
+        rule = re.sub(r"\d+", "*", name)
+        own = {name: plan.get(rule)}
+        own |= {
+            f"{name}.{key}": plan.get(f"{rule}.{key}", plan.get(rule))
+            for key, _ in module.named_parameters(recurse=False)
+        }
+        styles |= {key: style for key, style in own.items() if style is not None}
+    apply_tensor_parallelism(model, mesh, styles)
 
 
 def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ backward pass (ZeRO-3): 1.5 times the communication of `ddp`, for the least memo
 gathering stays inside a machine.
 
 With `train.fsdp.tensor_parallel`, neighboring ranks compute the same rows together, each a part of the heads and of the
-feed-forward width of every layer (`models/parallel.py`). A part is then sharded over the groups of such ranks. So a
+feed-forward width of every layer (`_split.py`). A part is then sharded over the groups of such ranks. So a
 layer is whole nowhere. Cost: two all_reduces of the hidden states per layer and direction, which no computation hides;
 checkpoints gather these weights one by one.
 
@@ -28,7 +28,6 @@ from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError
 from torchlake.models.load import layers
-from torchlake.models.parallel import split_layers
 from torchlake.strategies import _native, _split
 
 MAX_RANKS: int | None = None
@@ -61,7 +60,7 @@ def wrap(
     """The model with its parameters sharded layer by layer: at most one layer is whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
     if group.model_ranks > 1:
-        split_layers(model, mesh[_split.TENSOR])
+        _split.split_layers(model, mesh[_split.TENSOR])
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != _split.TENSOR)]
     dtype = optim.find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)

@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,9 +21,19 @@ from torchlake.tables.formats.lines import Segment
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
 from torchlake.tables.selecting import select_rows
 from torchlake.tables.sources._interface import View
-from torchlake.tables.storage.versions import content_id, settled_version_of, version_of
+from torchlake.tables.storage.spread import Spread, each_file, in_process
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.versions import (
+    Version,
+    block_id,
+    hashed_blocks,
+    joined_id,
+    settled_version_of,
+    version_of,
+)
 from torchlake.tables.table import Table, check_columns
 
+TEXT = ("csv", "jsonl")
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
 
@@ -34,11 +45,13 @@ def plan_chunks(
     chunk_rows: int | None = None,
     cached: Sequence[InputFile] = (),
     hashed: bool = True,
+    spread: Spread = in_process,
 ) -> Plan:
     """Split `table` into chunks of `chunk_rows` rows, by default 1/64 of it, from 1,024 to 32,768; at most 16 MiB each.
 
     A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for a
-    plan that is only read from. Raises TableError when a column is missing, or a file cannot be read or is changing.
+    plan that is only read from. `spread` hashes files and scans text. Raises TableError when a column is missing, or a
+    file cannot be read or is changing.
     """
     check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
@@ -47,17 +60,17 @@ def plan_chunks(
     inputs, splits = [], []
     files = list(zip(table.files, table.names, strict=True))
     # The versions before the scan, so that rows appended later count as a change.
-    versions = [settled_version_of(file) for file in table.files]
-    own = [_stored(table, file, columns) for file in table.files]
-    candidates = [
-        split_candidates(file, table.format, version, table.footers.get(file), stored, chunk_rows)
-        for file, version, stored in zip(table.files, versions, own, strict=True)
-    ]
+    remote = any(map(is_url, table.files))
+    versions = list(each_file(settled_version_of, table.files, remote=remote))
+    candidates = _split_candidates(table, versions, columns, chunk_rows, spread)
+    contents = [known.get(one) for one in zip(table.files, versions, strict=True)]
+    if hashed:
+        contents = _content_ids(table.files, versions, contents, spread)
+    after = each_file(version_of, table.files, remote=remote)
     total = sum(segment.rows for one in candidates for segment in one.segments)
     size = chunk_rows or min(max(total // CHUNKS, MIN_ROWS), MAX_ROWS)
-    for (file, name), version, one in zip(files, versions, candidates, strict=True):
-        sha256 = (known.get((file, version)) or content_id(file)) if hashed else ""
-        if version_of(file) != version:
+    for (file, name), version, now, one, sha256 in zip(files, versions, after, candidates, contents, strict=True):
+        if now != version:
             raise TableError(
                 f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
             )
@@ -65,13 +78,13 @@ def plan_chunks(
             path=file,
             name=name,
             version=version,
-            sha256=sha256,
+            sha256=sha256 or "",
             rows=sum(segment.rows for segment in one.segments),
             checksums=one.checksums,
             view=views.get(file, ""),
         )
         inputs.append(planned)
-        is_text = table.format in ("csv", "jsonl")
+        is_text = table.format in TEXT
         split = split_text(one, size) if is_text else split_row_groups(one.segments, size)
         splits += [(planned, each) for each in split]
     left_out: Counter[str] = Counter()
@@ -89,6 +102,41 @@ def plan_chunks(
         sources=table.sources,
         selection={"left_out": dict(left_out)} if left_out else {},
     )
+
+
+def _split_candidates(
+    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+) -> list[SplitCandidates]:
+    """Where each file can be split; text is scanned."""
+    files = [
+        (file, table.format, version, table.footers.get(file), _stored(table, file, columns), chunk_rows)
+        for file, version in zip(table.files, versions, strict=True)
+    ]
+    if table.format in TEXT:
+        size = sum(version.size for version in versions)
+        return list(spread(_candidates_of, files, size=size, name="scan the text"))
+    return list(each_file(_candidates_of, files, remote=any(map(is_url, table.files))))
+
+
+def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:
+    return split_candidates(*file)
+
+
+def _content_ids(
+    files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
+) -> list[str | None]:
+    """Each file's `content_id`, computed where it is not known."""
+    blocks = {
+        file: hashed_blocks(file, version)
+        for file, version, sha256 in zip(files, versions, known, strict=True)
+        if not sha256
+    }
+    size = sum(version.size for file, version in zip(files, versions, strict=True) if file in blocks)
+    flat = [block for one in blocks.values() for block in one]
+    remote = any(is_url(file) for file, _ in flat)
+    ids = each_file(block_id, flat, remote=True) if remote else spread(block_id, flat, size=size, name="hash the input")
+    found = {file: joined_id([next(ids) for _ in one]) for file, one in blocks.items()}
+    return [sha256 or found[file] for file, sha256 in zip(files, known, strict=True)]
 
 
 def _needed_views(table: Table, columns: Sequence[str]) -> dict[str, View]:

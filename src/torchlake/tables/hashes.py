@@ -2,8 +2,11 @@
 
 A fixed-width value is one or more 64-bit words, a string the words of its bytes; one word is its own hash, several are
 mixed (the finalizer of MurmurHash3). Different values may have the same hash; `identities` returns bytes that
-distinguish them. Cost: 3 to 20 ns per value; strings longer than 256 bytes are hashed one by one.
+distinguish them. Every process gets the same hashes. Cost: 3 to 20 ns per value; strings longer than 256 bytes are
+hashed one by one.
 """
+
+import hashlib
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +15,7 @@ import pyarrow as pa
 Words = npt.NDArray[np.uint64]
 
 LONG = 256
-"Strings with more bytes are hashed by Python's `hash`, one by one."
+"Strings with more bytes are hashed one by one, by BLAKE2."
 _MASKS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
 "By the number of a word's bytes that belong to the string."
 _DAY_MS = 86_400_000
@@ -82,7 +85,8 @@ def _hash_bytes(values: pa.Array) -> Words:
     starts, lengths = offsets[:-1].astype(np.int64) - first, np.diff(offsets).astype(np.int64)
     state = lengths.astype(np.uint64)
     for row in np.flatnonzero(lengths > LONG):
-        state[row] = hash(padded[starts[row] : starts[row] + lengths[row]].tobytes()) & 0xFFFF_FFFF_FFFF_FFFF
+        text = padded[starts[row] : starts[row] + lengths[row]].tobytes()
+        state[row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     every_word = np.ndarray((len(padded) - 7,), np.uint64, padded, strides=(1,))  # one starting at each byte
     rows = np.flatnonzero((lengths > 0) & (lengths <= LONG))
     at = 0

@@ -6,13 +6,12 @@ file, a column that is missing or has another type in the third file, a Delta ta
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
@@ -25,11 +24,9 @@ from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources.files import StoredTable, describe, local_path
 from torchlake.tables.sources.files import open_source as open_files
 from torchlake.tables.storage.access import unavailable
+from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import settled_version_of
-
-T = TypeVar("T")
-THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +60,13 @@ def open_table(
     *,
     columns: Sequence[str] = (),
     on_bad_file: Literal["error", "quarantine"] = "error",
+    spread: Spread = in_process,
 ) -> Table:
     """Open a file, folder, glob, fsspec URL, or a list of them as a table.
 
     Checks every file's footer or header: `columns` must exist and have one type in all files (without `columns`, all
-    columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them.
+    columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them. `spread` reads
+    the lines of JSON.
 
     Raises TableError naming file, column and types, or the nearest name of a missing column; UnsafeError when a file
     would have to run code to be loaded.
@@ -82,7 +81,15 @@ def open_table(
 
     readable: list[_File] = []
     for table in sources:
-        for path, result in _map_files(partial(_inspect, columns=columns, source=table), table.files):
+        inspect = partial(_inspect, columns=columns, source=table)
+        size = _bytes_to_type(table.files)
+        remote = any(is_url(one.file) for one in table.files)
+        found = (
+            spread(inspect, table.files, size=size, name="find the types")
+            if size
+            else each_file(inspect, table.files, remote=remote)
+        )
+        for path, result in zip(table.files, found, strict=True):
             if isinstance(result, DataError):
                 leave_out(path, result)
             else:
@@ -263,16 +270,14 @@ def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tu
     return replace(path, view=view), pa.schema(typed)
 
 
-def _map_files(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, T]]:
-    """Each file with the result of `function`; URLs by several threads, as most of the time is waiting.
-
-    Local files take mostly Python's own time, and 16 threads would be four times slower.
-    """
-    if not any(is_url(one.file) for one in files):
-        yield from zip(files, map(function, files), strict=True)
-        return
-    with ThreadPoolExecutor(THREADS) as threads:
-        yield from zip(files, threads.map(function, files), strict=True)
+def _bytes_to_type(files: Sequence[SourceFile]) -> int:
+    """Bytes that are read to find the types of the columns: those of JSON lines."""
+    text = [
+        one.file
+        for one in files
+        if os.path.splitext(one.file.lower())[1] in (".jsonl", ".ndjson", ".json") and not is_url(one.file)
+    ]
+    return sum(os.path.getsize(file) for file in text if os.path.exists(file))
 
 
 def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, tuple[pa.DataType, str]]:

@@ -23,8 +23,8 @@ from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, process_bounds
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
-from torchlake.models import parallel
-from torchlake.models.load import check_folder, load_config, model_folder
+from torchlake.models.config import load_config, tensor_parallel_refusal
+from torchlake.models.load import check_folder, model_folder
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
@@ -211,7 +211,7 @@ def _check_tensor_parallel(job: Job, base: Path, processes: ProcessRange) -> Non
         if used:
             raise UsageError(f"{name} does not go with {option}: leave one of them out.")
     check_folder(base)
-    reason = parallel.plan_refusal(load_config(base), number)
+    reason = tensor_parallel_refusal(load_config(base), number)
     if reason is not None:
         raise UsageError(f"{name}: {base}: {reason}. Leave it out: train.strategy=fsdp shards every model.")
 
@@ -273,8 +273,9 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
         if job.data.key is not None and not trained:
-            keyed = open_table(table, columns=(job.data.key,))
-            check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
+            keyed = open_table(table, columns=(job.data.key,), spread=engine.spread)
+            plan = plan_chunks(keyed, columns=(job.data.key,), hashed=False)
+            check_key(keyed, plan, job.data.key, spread=engine.spread, scratch=output.parent)
         try:
             done = prepare(
                 table,

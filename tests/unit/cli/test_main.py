@@ -29,7 +29,7 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`raising(error)` makes `torchlake verify` meet that error, or do what a function does."""
 
     def arm(what: Any) -> None:
-        def verify(output: str) -> Any:
+        def verify(output: str, *, spread: Any) -> Any:
             if callable(what):
                 return what()
             raise what
@@ -339,7 +339,7 @@ def make_worker():
             yield chunk
     return worker
 
-def verify(output):
+def verify(output, *, spread):
     chatter() if output == "here" else list(Local(1).run_chunks(make_worker, [1]))
     if "bad" in sys.argv:
         raise engines.UsageError("it is off")

@@ -73,7 +73,7 @@ OPTIONS = {
         }
     ),
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
-    "verify": frozenset(set()),
+    "verify": frozenset({"--processes", "--engine", "--set"}),
     "report": frozenset(set()),
     "doctor": frozenset(set()),
     "demo": frozenset({"--folder", "--rows"}),

@@ -17,7 +17,8 @@ import pids
 import tiny
 import torchlake as tl
 from torchlake.errors import UsageError
-from torchlake.models import load, parallel
+from torchlake.models import load
+from torchlake.runtimes import _sharded
 from torchlake.tables.output.verify import verify
 
 ROWS = 60
@@ -162,10 +163,10 @@ def test_layers_outside_gpus_are_refused(tmp_path: Path, tiny_bert: Path) -> Non
     """accelerate places what does not fit on GPUs in main memory; here that is everything."""
     encoder = tiny.build_model(tmp_path / "bert", encoder=tiny_bert)
     placed = load.load_model(
-        encoder, auto_class="AutoModelForSequenceClassification", placement=parallel.layer_by_layer()
+        encoder, auto_class="AutoModelForSequenceClassification", placement=_sharded.layer_by_layer()
     )
-    with pytest.raises(UsageError, match="does not fit into the memory of 2 GPUs"):
-        parallel.check_on_gpus(placed, encoder, 2)
+    with pytest.raises(UsageError, match="does not fit into the memory of the process's GPUs"):
+        _sharded.check_on_gpus(placed, encoder)
 
 
 def test_more_gpus_than_there_are_are_refused(

@@ -1,4 +1,6 @@
-"""One model over several devices: this process is rank 0 of a group, and the other ranks follow it.
+"""`eager` over several devices of one process: in parts of every layer, or layer after layer on GPUs.
+
+By tensor parallelism if transformers has a plan for the model: this process is rank 0, and the other ranks follow it.
 
     rank 0          read, tokenize -> batch -+-> forward -+-> logits -> write the part
                                              |      | collectives
@@ -22,25 +24,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.distributed import process_group
-from torchlake.errors import UsageError
+from torchlake.errors import MissingExtra, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.models import load as models
-from torchlake.models import parallel
+from torchlake.models.config import tensor_parallel_refusal
+from torchlake.models.generation import GenerationOptions
 from torchlake.processes.children import Children
 from torchlake.processes.environment import MASTER_FD, child_environment, interface_of, rank_variables, reserve_port
 from torchlake.processes.serialization import describe_exit, pack, unpack
-from torchlake.runtimes import Forward
-from torchlake.scoring.rows import ScoringSettings
-from torchlake.scoring.runtime_choice import REFERENCE
+from torchlake.runtimes import Forward, eager
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -55,46 +60,36 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 Batches = Iterator[tuple[np.ndarray, np.ndarray]]
 
 
-def load_sharded(settings: ScoringSettings, spec: TaskSpec, *, device: str) -> Forward:
-    """Load a model over `settings.gpus_per_process` GPUs or, where there are none ("cpu"), ranks.
+def load_sharded(
+    folder: Path, spec: TaskSpec, number: int, *, device: str, options: GenerationOptions | None
+) -> Forward:
+    """Load a model over `number` GPUs or, where there are none ("cpu"), ranks.
 
     By tensor parallelism if the model allows it, else layer by layer. Raises as `models.load_model`, and UsageError if
     the model or this machine does not allow it.
     """
     import torch
 
-    folder, number = Path(settings.model), settings.gpus_per_process
     if device == "cuda" and torch.cuda.device_count() < number:
         raise UsageError(
             f"gpus_per_process={number}: this process sees {torch.cuda.device_count()} GPUs. Ask for fewer, or grant "
             "more to each process."
         )
-    reason = parallel.tensor_parallel_refusal(folder, number)
+    reason = tensor_parallel_refusal(models.load_config(folder), number)
     if reason is None:
-        return _Group(settings, spec, device).forward
+        return _Group(partial(_join, folder, spec, device, options), number).forward
     if device == "cpu":
         raise UsageError(f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only.")
     log.info("%s: %s; its layers are placed over %d GPUs", folder, reason, number)
-    return _load(settings, spec, device, parallel.layer_by_layer())
-
-
-def refuse(folder: Path, number: int, *, on_cpus: bool) -> None:
-    """Raise UsageError if `load_sharded` would refuse `number` ranks on CPUs; on GPUs it knows another way."""
-    reason = parallel.tensor_parallel_refusal(folder, number) if on_cpus else None
-    if reason is not None:
-        raise UsageError(
-            f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only. Leave it out, or "
-            "give a number that divides the heads of a model that has a plan."
-        )
+    return _load(folder, spec, device, options, layer_by_layer())
 
 
 class _Group:
     """Rank 0 of a group, with its followers."""
 
-    def __init__(self, settings: ScoringSettings, spec: TaskSpec, device: str) -> None:
+    def __init__(self, join: Callable[[], Forward], number: int) -> None:
         import torch
 
-        number = settings.gpus_per_process
         threads = max(1, torch.get_num_threads() // number)
         torch.set_num_threads(threads)
         self._reports: SimpleQueue[str | None] = SimpleQueue()
@@ -107,14 +102,14 @@ class _Group:
                 | dict.fromkeys(THREADS, str(threads))
                 for rank in range(number)
             ]
-            payload = pack(partial(make_follower, settings, spec, device))
+            payload = pack(partial(make_follower, join))
             self._followers = [
                 self._children.start(rank, "worker", payload, child_environment(ranks[rank]))
                 for rank in range(1, number)
             ]
             # The store closes the descriptor that it is given.
             os.environ |= ranks[0] | {MASTER_FD: str(os.dup(holder.fileno()))}
-            self._run = _join(settings, spec, device)
+            self._run = join()
 
     def forward(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         """Run a batch on all ranks. Raises what all of them raised; exits if they differ."""
@@ -161,9 +156,9 @@ class _Group:
             deadline = deadline or time.monotonic() + DISAGREE_S
 
 
-def make_follower(settings: ScoringSettings, spec: TaskSpec, device: str) -> Callable[[Batches], Iterator[str | None]]:
+def make_follower(join: Callable[[], Forward]) -> Callable[[Batches], Iterator[str | None]]:
     """Load this rank's part of the model; the worker runs batches and yields the kind of error, or None, of each."""
-    run = _join(settings, spec, device)
+    run = join()
 
     def worker(batches: Batches) -> Iterator[str | None]:
         for input_ids, attention_mask in batches:
@@ -178,10 +173,10 @@ def make_follower(settings: ScoringSettings, spec: TaskSpec, device: str) -> Cal
     return worker
 
 
-def _join(settings: ScoringSettings, spec: TaskSpec, device: str) -> Forward:
+def _join(folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None) -> Forward:
     """Join the group that the environment names, and load this rank's part of the model."""
     group = ExitStack().enter_context(process_group(LOAD_S))  # left when the process exits
-    run = _load(settings, spec, device, parallel.tensor_parallel(group.world_size))
+    run = _load(folder, spec, device, options, tensor_parallel(group.world_size))
 
     def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         failpoint("forward")
@@ -191,18 +186,49 @@ def _join(settings: ScoringSettings, spec: TaskSpec, device: str) -> Forward:
     return forward
 
 
-def _load(settings: ScoringSettings, spec: TaskSpec, device: str, placement: Mapping[str, Any]) -> Forward:
-    """Load the model as transformers places it, as the runtime `eager`."""
-    folder = Path(settings.model)
-    model = models.load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS, placement=placement)
+def _load(
+    folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None, placement: Mapping[str, Any]
+) -> Forward:
+    """Load the model as transformers places it, for the runtime `eager`."""
+    auto_class = plugins.load("tasks", spec.task).AUTO_CLASS
+    model = models.load_model(folder, spec, auto_class=auto_class, placement=placement)
     if "device_map" in placement:
-        parallel.check_on_gpus(model, folder, settings.gpus_per_process)
-    eager = plugins.load("runtimes", REFERENCE)
-    if settings.generation is not None:
-        made: Forward = eager.generator_of(model, folder, settings.generation)
-    else:
-        made = eager.forward_of(model, folder, spec, device)
-    return made
+        check_on_gpus(model, folder)
+    if options is not None:
+        return eager.generator_of(model, folder, options)
+    return eager.forward_of(model, folder, spec, device)
+
+
+def tensor_parallel(ranks: int) -> Mapping[str, Any]:
+    """Return what `load_model` passes to transformers to load the parts of this rank; needs a process group."""
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError as error:
+        raise MissingExtra("Tensor parallelism needs a newer transformers: pip install 'torchlake[large]'") from error
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+
+
+def layer_by_layer() -> Mapping[str, Any]:
+    """Return what `load_model` passes to transformers to place layers over the GPUs of this process.
+
+    Raises MissingExtra without accelerate, which moves activations from one GPU to the next.
+    """
+    if find_spec("accelerate") is None:
+        raise MissingExtra(
+            "Placing layers over several GPUs needs the library 'accelerate', which is not installed: "
+            "pip install 'torchlake[large]'"
+        )
+    return {"device_map": "balanced"}
+
+
+def check_on_gpus(model: "torch.nn.Module", folder: Path) -> None:
+    """Raise UsageError if a part is in main memory or, as "meta", on disk: accelerate places there what GPUs lack."""
+    if any(parameter.device.type != "cuda" for parameter in model.parameters()):
+        raise UsageError(
+            f"{folder}: the model does not fit into the memory of the process's GPUs: a part is in main memory or on "
+            "disk, and every batch would wait for it. Give each process more GPUs."
+        )
 
 
 def _kind(error: Exception | None) -> str | None:
