@@ -201,6 +201,8 @@ def predict(
             "predict: a stored table needs an output folder: predict(model, table, output). For texts in memory: "
             "torchlake.load(model)([...])."
         )
+    if settings.gpus_per_process > 1:
+        check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
     return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
 
 
@@ -229,8 +231,6 @@ def _predict_table(
     )
     if settings.key is not None:
         check_key(source, plan, settings.key, spread=spread, scratch=_shared_folder(output) if engine else None)
-    if settings.gpus_per_process > 1:
-        check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
     make_export(settings, engine or Local())
     fingerprint = fingerprint_of(settings, spec)
     with write_transaction(
