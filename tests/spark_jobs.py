@@ -450,6 +450,7 @@ def gpus(discovery: str, amount: str, chunk_gpus: int | None, rank_gpus: int | N
     seen: dict[str, Any] = {}
     jobs: dict[str, Callable[[], Any]] = {
         "chunks": lambda: [*engine.run_chunks(devices, range(6), gpus_per_process=chunk_gpus)],
+        "several": lambda: [*engine.run_chunks(devices, range(6), gpus_per_process=None, devices_per_process=2)],
         "launch": lambda: engine.launch(rank_devices, processes=2, gpus_per_process=rank_gpus),
         "one rank": lambda: engine.launch(rank_devices, processes=1, gpus_per_process=rank_gpus),
         "frame": lambda: [row["seen"] for row in framed(engine, made)],

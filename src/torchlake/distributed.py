@@ -31,19 +31,39 @@ class Group:
     local_rank: int
     world_size: int
     device: torch.device
+    model_ranks: int = 1
+    "Adjacent ranks that compute the same rows, each a part of every layer (tensor parallelism)."
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many groups of such ranks the rows of a batch are divided."""
+        return self.world_size // self.model_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """The group of this rank: which share of the rows it computes."""
+        return self.rank // self.model_ranks
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's results go into sums over all ranks: those of one rank of each group."""
+        return self.rank % self.model_ranks == 0
 
 
 @contextmanager
-def process_group(timeout_s: float, *, alone: bool = False, main_memory: bool = False) -> Iterator[Group]:
+def process_group(
+    timeout_s: float, *, alone: bool = False, main_memory: bool = False, model_ranks: int = 1
+) -> Iterator[Group]:
     """Join the ranks of this launch: nccl between GPUs, gloo between CPUs.
 
     At world size 1 there is a group only if `alone`: what shards a model needs one. `main_memory`: GPUs' ranks also
-    join by gloo, for tensors in main memory. Raises UsageError when a machine has GPUs, but fewer than ranks.
+    join by gloo, for tensors in main memory. `model_ranks` as in `Group`. Raises UsageError when a machine has
+    GPUs, but fewer than ranks.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)
-    group = Group(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
+    group = Group(rank=rank, local_rank=local_rank, world_size=world_size, device=device, model_ranks=model_ranks)
     if world_size == 1 and not alone:
         yield group
         return

@@ -1,6 +1,7 @@
 """What every strategy promises (see torchlake/strategies/__init__.py); a new file there is held to it unasked."""
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -96,6 +97,57 @@ def test_it_trains_an_encoder_decoder_like_single(name: str, tmp_path: Path) -> 
     sections["train"]["strategy"] = name
     runs.succeed(tmp_path / name, sections, ranks=ranks(name))
     assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
+
+
+def llama_job(tmp_path: Path, kind: Literal["classifier", "writer"]) -> dict[str, Any]:
+    """A job for a model that has a plan for tensor parallelism: two layers of four heads."""
+    base = families.build(tmp_path / "base", "llama", kind=kind, dropout=False)
+    options = {"rows": 60, "epochs": 1, "batch_size": 10, "micro_batch_tokens": 64, "clip_norm": 0.5}
+    sections = runs.job(tmp_path, base, strategy="single", **options)
+    if kind == "writer":
+        sections["model"] |= {"task": "text_generation", "max_length": 24}
+    return sections
+
+
+def with_split_layers(sections: dict[str, Any], **fsdp: Any) -> dict[str, Any]:
+    return {**sections, "train": {**sections["train"], "strategy": "fsdp", "fsdp": {"tensor_parallel": 2, **fsdp}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("classifier", 2),
+        pytest.param("writer", 2, marks=pytest.mark.slow),
+        pytest.param("classifier", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_split_layers_train_like_single(kind: Literal["classifier", "writer"], number: int, tmp_path: Path) -> None:
+    """Two ranks see the same rows; with four, each part is also sharded over the two pairs."""
+    sections = llama_job(tmp_path, kind)
+    one = runs.succeed(tmp_path / "single", sections)
+    other = runs.succeed(tmp_path / "split", with_split_layers(sections), ranks=number)
+    lines = [[line for line in runs.metrics(tmp_path / run) if "loss" in line] for run in ("split", "single")]
+    for name in ("loss", "grad_norm", "rows", "tokens"):
+        found, expected = ([line[name] for line in each] for each in lines)
+        assert found == pytest.approx(expected, abs=TOLERANCE, rel=1e-4), name
+    assert other.metrics == pytest.approx(one.metrics, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "fsdp"), [(2, {}), (4, {}), (8, {"shard_ranks": 2})])
+def test_a_checkpoint_of_split_layers_continues_whole_and_split_again(
+    number: int, fsdp: dict[str, Any], tmp_path: Path
+) -> None:
+    """Split, then whole on one rank, then split: the losses of `single`."""
+    sections = llama_job(tmp_path, "classifier")
+    split = with_split_layers(sections, **fsdp)
+    stop = ("train.max_restarts=0", "train.checkpoint_every=1steps")
+    for job, ranks, place in ((split, number, "rank0.step:3"), (sections, 1, "rank0.step:2")):
+        stopped = runs.attempt(tmp_path / "run", job, ranks=ranks, failpoint=f"{place}:raise", overrides=stop)
+        assert stopped.exit_code == 70
+    assert runs.succeed(tmp_path / "run", split, ranks=number, overrides=stop).steps == 2
+    runs.succeed(tmp_path / "single", sections)
+    assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "single"), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", sweep(NAMES, quick=set(NAMES) - {"single", "ddp"}))

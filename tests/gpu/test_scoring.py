@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import tiny
 import torchlake as tl
@@ -71,6 +72,27 @@ def test_a_table_is_scored_as_on_the_cpu(model: Path, tmp_path: Path, monkeypatc
     assert here["row_id"].equals(cpu["row_id"])
     assert here["error"].null_count == 300
     assert np.abs(here["p_score"].to_numpy() - cpu["p_score"].to_numpy()).max() <= ON_GPUS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", [False, True])
+def test_two_devices_share_a_model(
+    encoder: bool, model: Path, tiny_llama: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama by tensor parallelism; RoBERTa, which has no plan, layer by layer, on GPUs only."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if encoder and device == "cpu":
+        pytest.skip("layers are placed over GPUs only")
+    folder = model if encoder else tiny.build_model(tmp_path / "llama", encoder=tiny_llama)
+    pq.write_table(tiny.reviews(300), tmp_path / "in.parquet")
+    tl.predict(folder, tmp_path / "in.parquet", tmp_path / "two", chunk_rows=100, gpus_per_process=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    tl.predict(folder, tmp_path / "in.parquet", tmp_path / "one", chunk_rows=100, runtime="eager")
+    two, one = (pq.read_table(tmp_path / name) for name in ("two", "one"))
+    assert two["row_id"].equals(one["row_id"])
+    assert two["label"].equals(one["label"])
+    assert np.abs(two["score"].to_numpy() - one["score"].to_numpy()).max() <= 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

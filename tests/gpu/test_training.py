@@ -96,6 +96,18 @@ def test_a_strategy_trains_like_single(
     assert found == pytest.approx(expected, abs=TOLERANCE["fp32"])
 
 
+@pytest.mark.slow
+def test_two_ranks_split_the_layers(tmp_path: Path, tiny_llama: Path, device: str) -> None:
+    """Tensor parallelism, on two GPUs over nccl or on the CPU over gloo."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    sections = runs.job(tmp_path, tiny_llama, rows=64, epochs=1, batch_size=8)
+    runs.succeed(tmp_path / "cpu", sections)
+    split = {"strategy": "fsdp", "fsdp": {"tensor_parallel": 2}}
+    found = losses(tmp_path / "split", sections, processes=2, **split)
+    assert found == pytest.approx(runs.losses(tmp_path / "cpu"), abs=TOLERANCE["fp32"])
+
+
 class LittleMemory(tl.Local):
     """Local processes whose GPU refuses to allocate more than some MiB."""
 

@@ -81,6 +81,24 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
     return first, count
 
 
+def in_rows(tensor: torch.Tensor) -> bool:
+    """Whether a rank's part of a tensor is a range of rows; tensor parallelism also splits columns, and rows twice."""
+    parts = [each for each in getattr(tensor, "placements", ()) if not each.is_replicate()]
+    return all(each == Shard(0) for each in parts) and len(parts) <= 1
+
+
+def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of `whole`, sharded as `like` is: over the last dimension of the mesh first."""
+    part, mesh = whole, like.device_mesh
+    for dimension in reversed(range(mesh.ndim)):
+        placement: Any = like.placements[dimension]
+        if not placement.is_replicate():
+            parts = part.chunk(mesh.size(dimension), placement.dim)
+            place = mesh.get_local_rank(dimension)
+            part = parts[place] if place < len(parts) else part.narrow(placement.dim, 0, 0)
+    return part.contiguous()
+
+
 def _is_first_copy(tensor: DTensor) -> bool:
     """Whether this rank is the first of those with the same rows (hybrid sharding)."""
     return all(
@@ -164,8 +182,10 @@ class Shards:
         """This rank's part of a tensor that is sharded as `like` is."""
         if not isinstance(like, DTensor):
             return self.read(name).to(like.device)
-        first, rows = local_rows(like)
-        local = self.read(name, first, rows).to(like.device)
+        if in_rows(like):
+            local = self.read(name, *local_rows(like)).to(like.device)
+        else:
+            local = local_part(self.read(name), like).to(like.device)
         shared: torch.Tensor = DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )

@@ -165,6 +165,7 @@ def predict(
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,
+    gpus_per_process: o.ModelGpus = None,
     overrides: o.EngineSettings = None,
     batch_tokens: o.BatchTokens = None,
     chunk_rows: o.ChunkRows = None,

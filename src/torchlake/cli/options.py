@@ -65,6 +65,15 @@ Processes = Annotated[
 ]
 Ranks = Annotated[int | None, _execution("--processes", "N", "Number of ranks (default: 1).", min=1)]
 GpusPerProcess = Annotated[int, _execution("--gpus-per-process", "N", "GPUs of each rank (default: 0).", min=0)]
+ModelGpus = Annotated[
+    int | None,
+    _execution(
+        "--gpus-per-process",
+        "N",
+        "GPUs that share one copy of the model, or ranks on CPUs without GPUs (default: 1).",
+        min=1,
+    ),
+]
 EngineSettings = Annotated[
     list[str] | None,
     _execution("--set", "KEY=VALUE", "Set an engine option, such as engine.ray.address=auto; repeatable."),

@@ -27,6 +27,9 @@ class FsdpOptions(BaseModel):
     """Free gathered weights after a layer's forward pass (ZeRO-3); false: keep them for the backward pass (ZeRO-2)."""
     shard_ranks: Int | None = Field(default=None, ge=2)
     """Number of adjacent ranks that share one copy of the model, such as those of one machine; null: all ranks."""
+    tensor_parallel: Int = Field(default=1, ge=1)
+    """Number of adjacent ranks that share every layer and compute the same rows; the model needs a plan for it in
+    transformers. 1: each rank computes whole layers."""
     cpu_offload: Bool = False
     """Keep weights, gradients and moments in main memory; needs GPUs."""
 

@@ -55,6 +55,7 @@ class Engine(ABC):
         *,
         processes: int | None = None,
         gpus_per_process: int | None = 0,
+        devices_per_process: int = 1,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
         name: str = "chunks",
@@ -68,7 +69,8 @@ class Engine(ABC):
         the engine has another chunk. `make_worker`, chunks and results must be picklable. The engine's user interface
         shows `name` for the job and `label` of a chunk.
 
-        `gpus_per_process=None` gives each process one GPU if there are any, and starts no more processes than GPUs.
+        `gpus_per_process=None` gives each process one GPU, or `devices_per_process` of them, if there are any, and
+        starts no more processes than GPUs.
         If the engine chooses the number of processes, they fit into free memory at `memory_per_process` bytes each, and
         have `threads_per_process` cores each (None: one). OpenMP, MKL and Rayon use as many threads as a process has
         cores, unless the user set their numbers.

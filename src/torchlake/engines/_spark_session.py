@@ -125,10 +125,15 @@ class Session:
         counts = thread_variables(threads)
         return {name: self.conf(f"spark.executorEnv.{name}", value) for name, value in counts.items()}
 
-    def gpus_needed(self, asked: int | None) -> int:
-        """GPUs that a task has to be granted: by default one, where executors have some that no task is granted."""
+    def gpus_needed(self, asked: int | None, several: int = 1) -> int:
+        """GPUs that a task has to be granted: by default one, where executors have some that no task is granted.
+
+        With `several` devices per process, which share a model, so many where executors have any.
+        """
         if asked is not None:
             return asked
+        if several > 1:
+            return several if self.gpus_of("executor") >= 1 or self.gpus_of("task") >= 1 else 0
         return int(self.gpus_of("task") == 0 and self.gpus_of("executor") >= 1)
 
     def profile(self, cpus: int, gpus_per_task: int) -> Any:

@@ -47,6 +47,7 @@ class Local(Engine):
         *,
         processes: int | None = None,
         gpus_per_process: int | None = 0,
+        devices_per_process: int = 1,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
         name: str = "chunks",
@@ -60,7 +61,8 @@ class Local(Engine):
             wanted = self.processes or max_processes(memory_per_process, threads)
         if gpus_per_process is None:
             found = len(gpus())
-            wanted, gpus_per_process = (min(wanted, found), 1) if found else (wanted, 0)
+            gpus_per_process = at_least_one(devices_per_process, "devices_per_process") if found else 0
+            wanted = max(1, min(wanted, found // gpus_per_process)) if found else wanted
         number = max(1, min(wanted, len(todo)))
         devices = assign_gpus(number, gpus_per_process)
         environments = [local_environment(number, devices[index] if devices else None) for index in range(number)]

@@ -92,6 +92,7 @@ class Ray(Engine):
         *,
         processes: int | None = None,
         gpus_per_process: int | None = 0,
+        devices_per_process: int = 1,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
         name: str = "chunks",
@@ -104,7 +105,7 @@ class Ray(Engine):
         if not todo:
             return (chunk for chunk in todo)  # empty, without starting Ray
         started = self.join()
-        share, nodes = self._share(self._gpus(gpus_per_process)), total_nodes()
+        share, nodes = self._share(self._gpus(gpus_per_process, devices_per_process)), total_nodes()
         if number is None:
             share = replace(share, cpus=self.cpus_per_process or min(threads, with_most_cpus(share, 1, nodes).cpus))
             at_once = max(1, share.count_on(nodes))
@@ -205,13 +206,16 @@ class Ray(Engine):
         """Join the cluster or start one; returns whether it was started by this process."""
         return join(self.address, self.processes)
 
-    def _gpus(self, wanted: int | None) -> float:
-        """GPUs per process: the job's number, else the engine's, else (`wanted` is None) one if there are any."""
+    def _gpus(self, wanted: int | None, several: int = 1) -> float:
+        """GPUs per process: the job's number, else the engine's, else (`wanted` is None) one if there are any.
+
+        With `several` devices per process, which share a model, so many instead of the engine's number or one.
+        """
         if wanted:
             return float(wanted)
-        if self.gpus_per_process is not None:
+        if self.gpus_per_process is not None and several == 1:
             return self.gpus_per_process
-        return 1.0 if wanted is None and ray.cluster_resources().get("GPU", 0) else 0.0
+        return float(several) if wanted is None and ray.cluster_resources().get("GPU", 0) else 0.0
 
     def _share(self, gpus: float) -> ProcessResources:
         return ProcessResources(

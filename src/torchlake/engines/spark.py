@@ -68,6 +68,7 @@ class Spark(Engine):
         *,
         processes: int | None = None,
         gpus_per_process: int | None = 0,
+        devices_per_process: int = 1,
         memory_per_process: int = 0,
         threads_per_process: int | None = None,
         name: str = "chunks",
@@ -82,12 +83,13 @@ class Spark(Engine):
         if session.is_connect:
             threads = session.cores_per_slot
         if session.on_this_machine:
-            lanes, threads = _lanes_here(session, wanted, len(todo), gpus_per_process, threads, memory_per_process)
+            each = gpus_per_process, devices_per_process
+            lanes, threads = _lanes_here(session, wanted, len(todo), each, threads, memory_per_process)
             profile = None
         else:
             lanes = None if wanted is None else _lanes(min(wanted, len(todo)))
             threads = min(session.cores_per_executor, max(threads, session.cores_per_slot))
-            profile = session.profile(threads, session.gpus_needed(gpus_per_process))
+            profile = session.profile(threads, session.gpus_needed(gpus_per_process, devices_per_process))
         shared = payload if session.is_connect else session.context.broadcast(payload)
         job = ChunkJob(
             session=session,
@@ -202,16 +204,15 @@ def _lanes(number: int) -> list[dict[str, str]]:
 
 
 def _lanes_here(
-    session: Session, wanted: int | None, chunks: int, gpus_per_process: int | None, threads: int, memory: int
+    session: Session, wanted: int | None, chunks: int, gpus_each: tuple[int | None, int], threads: int, memory: int
 ) -> tuple[list[dict[str, str]] | None, int]:
     """Return the environments of concurrent tasks (None: one per slot) and their threads, if tasks share this machine
-    and Spark grants no GPUs. Raises UsageError if this machine has too few GPUs."""
-    here, all_cores = gpus(), session.slots * session.cores_per_slot
-    each = min(1, len(here)) if gpus_per_process is None else gpus_per_process
+    and Spark grants no GPUs. `gpus_each` are gpus_per_process and devices_per_process of `Engine.run_chunks`. Raises
+    UsageError if this machine has too few GPUs."""
+    (given, several), here, all_cores = gpus_each, gpus(), session.slots * session.cores_per_slot
+    each = (several if here else 0) if given is None else given
     number = min(all_cores // threads, max_processes(memory)) if wanted is None else wanted
-    number = max(
-        1, min(number, session.slots, chunks, *([len(here) // each] if gpus_per_process is None and each else []))
-    )
+    number = max(1, min(number, session.slots, chunks, *([len(here) // each] if given is None and each else [])))
     shares = assign_gpus(number, each)
     threads = max(1, all_cores // number)
     if shares is None and number == min(session.slots, chunks):

@@ -180,3 +180,22 @@ def in_words(error: Exception) -> str:
     """Return the error's class and first line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def tensor_parallel_refusal(config: "PretrainedConfig", ranks: int) -> str | None:
+    """Return why a model of this configuration cannot be split over `ranks` by tensor parallelism, or None.
+
+    transformers has plans for most decoders (Llama, Qwen, Gemma, Mistral, ...) and few encoders: which linear layers
+    are split by columns, and which by rows (Shoeybi et al. 2019). `ranks` must divide the heads, because each head is
+    computed on one rank.
+    """
+    body: Any = config.get_text_config()
+    if not getattr(body, "base_model_tp_plan", None):
+        return f"transformers has no plan for tensor parallelism of models of type {config.model_type!r}"
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(body, name, None)
+        several = heads if isinstance(heads, list) else [heads]  # some models have other numbers in each layer
+        uneven = next((each for each in several if isinstance(each, int) and each % ranks), None)
+        if uneven is not None:
+            return f"its {uneven} {name.removeprefix('num_').replace('_', ' ')} cannot be divided among {ranks} ranks"
+    return None

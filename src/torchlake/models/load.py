@@ -12,6 +12,7 @@ manifest, it is verified first, which reads the weights once more.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,16 @@ def load_spec(folder: str | Path) -> TaskSpec:
 
 
 def load_model(
-    folder: str | Path, spec: TaskSpec | None = None, *, auto_class: str, dtype: "torch.dtype | None" = None
+    folder: str | Path,
+    spec: TaskSpec | None = None,
+    *,
+    auto_class: str,
+    dtype: "torch.dtype | None" = None,
+    placement: Mapping[str, Any] | None = None,
 ) -> "PreTrainedModel":
     """Load a fine-tuned model in evaluation mode into main memory, in `dtype` (default: fp32).
+
+    `placement`, arguments of transformers, loads it over several devices instead.
 
     Raises UnsafeError as `check_folder`; DataError if a file differs from the manifest, if weights are missing (an
     encoder with an untrained head would predict at random), or if the head does not fit `spec`.
@@ -111,7 +119,7 @@ def load_model(
     check_folder(folder)
     if (folder / atomic_io.MANIFEST).exists():
         atomic_io.check_manifest(folder)
-    model, info = from_pretrained(folder, auto_class, dtype=dtype)
+    model, info = from_pretrained(folder, auto_class, dtype=dtype, **(placement or {}))
     lacking = sorted([*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])])
     if lacking:
         raise DataError(
@@ -204,7 +212,12 @@ def whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
 
 
 def from_pretrained(
-    folder: Path, auto_class: str, *, config: "PretrainedConfig | None" = None, dtype: "torch.dtype | None" = None
+    folder: Path,
+    auto_class: str,
+    *,
+    config: "PretrainedConfig | None" = None,
+    dtype: "torch.dtype | None" = None,
+    **placement: Any,
 ) -> tuple["PreTrainedModel", dict[str, Any]]:
     """Return the model, and transformers' report on missing, mismatched and unexpected keys."""
     import torch
@@ -222,6 +235,7 @@ def from_pretrained(
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **placement,
             )
     except Exception as error:
         raise DataError(f"{folder}: the model cannot be loaded: {in_words(error)}") from error

@@ -28,6 +28,7 @@ OPTIONAL: dict[str, str | None] = {
     "pandas": "frames",
     "polars": "frames",
     **dict.fromkeys(("pyspark", "ray", "onnx", "onnxruntime", "openvino", "deepspeed", "peft")),
+    "accelerate": "large",
     "deltalake": "delta",
     "pyiceberg": "iceberg",
     "optuna": "tune",

@@ -56,6 +56,7 @@ MAY_CHANGE = (
     "train.ddp.bucket_mib",
     "train.fsdp.reshard",
     "train.fsdp.shard_ranks",
+    "train.fsdp.tensor_parallel",
     "train.fsdp.cpu_offload",
     "train.deepspeed.stage",
     "train.deepspeed.offload_optimizer",

@@ -34,13 +34,17 @@ def refusal(folder: Path) -> str | None:
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the model on `device` ("cpu", "cuda"). Raises as `models.load_model`."""
+    return forward_of(_loaded(folder, spec, device), folder, spec, device)
+
+
+def forward_of(model: "PreTrainedModel", folder: Path, spec: TaskSpec, device: str) -> Forward:
+    """Return the Forward of a model loaded from `folder`; `device` is that of its inputs."""
     # Imported here because the driver reads only this file's declarations.
     import torch
 
     from torchlake.models import probes
 
     task = plugins.load("tasks", spec.task)
-    model = _loaded(folder, spec, device)
     tokenizer = load_tokenizer(folder)
 
     def logits_of(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
@@ -66,9 +70,14 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
 
 def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:
     """Load the model for text generation."""
+    return generator_of(_loaded(folder, spec, device), folder, options)
+
+
+def generator_of(model: "PreTrainedModel", folder: Path, options: GenerationOptions) -> Forward:
+    """Return the Forward that generates texts with a model loaded from `folder`."""
     from torchlake.runtimes._generating import generator
 
-    return generator(_loaded(folder, spec, device), folder, options)
+    return generator(model, folder, options)
 
 
 def _loaded(folder: Path, spec: TaskSpec, device: str) -> "PreTrainedModel":

@@ -160,12 +160,14 @@ def start_chunks(
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
         return _run_here(make_worker, items, out.staging)
+    devices = settings.gpus_per_process
     return (engine or Local()).run_chunks(
         make_worker,
         items,
         gpus_per_process=None,
-        memory_per_process=worker_memory(settings.model),
-        threads_per_process=threads,
+        devices_per_process=devices,
+        memory_per_process=worker_memory(settings.model, devices),
+        threads_per_process=threads if devices == 1 else max(threads or 1, devices),
         name=f"predict {out.output.name}",
         label=chunk_label,
     )
@@ -174,13 +176,15 @@ def start_chunks(
 def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Path) -> bool:
     """Return whether this process may score the rows.
 
-    Not for functions as runtimes, on a GPU, for text generation, or after a crash of this job in a calling process.
+    Not for functions as runtimes, on a GPU or several devices, for text generation, or after a crash of this job in a
+    calling process.
     """
     if (staging / MARKER).exists():
         log.warning("The last run of this job ended while it scored in its own process; now child processes score.")
         return False
     generates = plugins.load("tasks", spec.task).PACKED
-    return rows <= SMALL_ROWS and isinstance(settings.runtime, str) and not generates and not gpus()
+    alone = settings.gpus_per_process == 1 and not gpus()
+    return rows <= SMALL_ROWS and isinstance(settings.runtime, str) and not generates and alone
 
 
 def _run_here(

@@ -18,6 +18,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
 from torchlake.models import exports, folders
+from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, generation_options
 from torchlake.models.load import load_spec
 from torchlake.processes.hardware import gpus
@@ -48,6 +49,7 @@ class PredictOptions(TypedDict, total=False):
     null: Literal["error", "score"]
     row_timeout_s: float
     batch_tokens: int | None
+    gpus_per_process: int
     max_error_rate: float
     chunk_rows: int | None
     overwrite: bool
@@ -128,7 +130,10 @@ def scoring_settings(
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     spec = load_spec(folder)
-    if runtime is None:
+    devices = settings.get("gpus_per_process", 1)
+    if devices > 1:
+        choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
+    elif runtime is None:
         choice = chosen(folder, spec.task, lambda: device() if gpus() else "cpu")
         if choice.why == "default" and recorded == REFERENCE:
             choice = replace(choice, runtime=recorded)
@@ -161,10 +166,31 @@ def check_options(given: Mapping[str, Any]) -> None:
     for name, choices in (("null", NULL), ("on_bad_file", ON_BAD_FILE)):
         if given.get(name, "error") not in choices:
             raise UsageError(f"{name} is one of {', '.join(choices)}; {given[name]!r} was given.")
-    for name in ("batch_tokens", "chunk_rows"):
+    for name in ("batch_tokens", "chunk_rows", "gpus_per_process"):
         count = given.get(name)
         if count is not None and count < 1:
             raise UsageError(f"{name} has to be 1 or more; {count} was given.")
+
+
+def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:
+    """Raise UsageError if ranks on CPUs cannot share the model; on GPUs there is another way."""
+    folder, number = Path(settings.model), settings.gpus_per_process
+    reason = None if has_gpus else tensor_parallel_refusal(load_config(folder), number)
+    if reason is not None:
+        raise UsageError(
+            f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only. Leave it out, or "
+            "give a number that divides the heads of a model that has a plan."
+        )
+
+
+def _shared_runtime(runtime: Runtime | None, devices: int) -> str:
+    """Return the runtime of a model over several devices. Raises UsageError for another one."""
+    if runtime not in (None, REFERENCE):
+        raise UsageError(
+            f"gpus_per_process={devices} is for the runtime {REFERENCE!r}, the model as transformers places it over "
+            f"devices; {runtime_name(runtime)!r} computes on one."
+        )
+    return REFERENCE
 
 
 def _check_generation(folder: Path, options: GenerationOptions | None, all_probabilities: bool) -> None:

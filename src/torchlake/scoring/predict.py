@@ -21,6 +21,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
+from torchlake.processes.hardware import gpus
 from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
 from torchlake.scoring.frames import map_frame, predict_frame
@@ -29,6 +30,7 @@ from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
     OutputOptions,
     PredictOptions,
+    check_devices,
     checked_input,
     fingerprint_of,
     make_export,
@@ -158,6 +160,10 @@ def predict(
     through the tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts
     prompts and the longest possible answers.
 
+    `gpus_per_process` above 1 is for a model larger than one GPU: so many GPUs of each process share it, by tensor
+    parallelism if transformers has a plan for the model, else layer by layer. Without GPUs so many ranks on CPUs share
+    it, which needs such a plan. Its runtime is `eager`; labels are the same, and scores differ by rounding.
+
     Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
     UsageError for mistakes found before any work.
@@ -186,6 +192,11 @@ def predict(
                 "A frame is returned with all its columns: output, key and columns are for stored tables. "
                 "To write an output folder, save the frame as Parquet first."
             )
+        if settings.gpus_per_process > 1:
+            raise UsageError(
+                f"gpus_per_process={settings.gpus_per_process} is for stored tables, whose processes are restarted if "
+                "one of their ranks dies: save the frame as Parquet first."
+            )
         if native is not None:
             assert engine is not None
             return map_frame(table, engine.frame_schema(table), settings, spec, engine)
@@ -195,6 +206,8 @@ def predict(
             "predict: a stored table needs an output folder: predict(model, table, output). For texts in memory: "
             "torchlake.load(model)([...])."
         )
+    if settings.gpus_per_process > 1:
+        check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
     return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
 
 
@@ -312,6 +325,7 @@ def _provenance(
         "runtime_by": choice.why,
         "batch_tokens": settings.batch_tokens,
         "threads": choice.threads,
+        "gpus_per_process": settings.gpus_per_process,
         **_environment(),
         "rows_scored": rows,
         "seconds": round(seconds, 3),

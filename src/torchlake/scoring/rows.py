@@ -55,6 +55,8 @@ class ScoringSettings:
     "Maximum padded tokens of a batch; None: the default for the device."
     generation: GenerationOptions | None = None
     "None unless the task is text generation."
+    gpus_per_process: int = 1
+    "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
     staging: str = ""
     "Folder for parts and attempt logs (chunk job only)."
 

@@ -75,7 +75,14 @@ class Scorer:
             named = plugins.load("runtimes", load)
             load = named.load if generation is None else named.load_generator
         options = {} if generation is None else {"options": generation}
-        self.forward: Forward = load(folder, self.spec, device=self.device, **options)
+        self.forward: Forward
+        if self.settings.gpus_per_process > 1:
+            from torchlake.runtimes._sharded import load_sharded  # it imports torch, which the driver does without
+
+            number = self.settings.gpus_per_process
+            self.forward = load_sharded(folder, self.spec, number, device=self.device, options=generation)
+        else:
+            self.forward = load(folder, self.spec, device=self.device, **options)
         self.startup = {
             "torch": imported - began,
             "tokenizer": tokenizer_loaded - imported,
@@ -169,9 +176,9 @@ class Scorer:
         return table.append_column(pa.field("error", pa.string()), reasons)
 
 
-def worker_memory(model: str) -> int:
-    """Return the memory that one process needs to score with a model, in bytes."""
-    return WORKER_BYTES + 2 * folders.weight_bytes(Path(model))
+def worker_memory(model: str, devices: int = 1) -> int:
+    """Return the memory that one process, with one rank for each of its devices, needs to score a model, in bytes."""
+    return devices * WORKER_BYTES + 2 * folders.weight_bytes(Path(model))
 
 
 def prepare_runtime(model: str, runtime: str, texts: pa.Array) -> None:

@@ -1,6 +1,6 @@
 """Functions of the strategies whose gradients and moments are torch's own tensors, whole or sharded (DTensors)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchlake import optim
 from torchlake.checkpoints import format, shards
-from torchlake.checkpoints.shards import Pieces, Shards
+from torchlake.checkpoints.shards import Piece, Pieces, Shards, Tensors
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.optim import ComputeWeights
@@ -29,6 +29,11 @@ def reduces_in_main_memory(train: TrainConfig) -> bool:
 def receives(train: TrainConfig, group: Group) -> bool:
     """Every rank loads the weights."""
     return False
+
+
+def model_ranks(train: TrainConfig) -> int:
+    """Every rank computes whole layers."""
+    return 1
 
 
 def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
@@ -89,6 +94,20 @@ def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: S
     """The same for the optimizer's tensors."""
     tensors = format.optimizer_tensors(optimizer, names)
     return shards.local_shard(tensors, rank=group.rank, world_size=group.world_size)
+
+
+def gathered_shard(like: Tensors, gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:
+    """What this rank stores of tensors that are stored whole; `like` describes them, on the meta device.
+
+    All ranks gather all of them, in the same order, and each keeps its part in main memory.
+    """
+    mine = shards.local_shard(like, rank=group.rank, world_size=group.world_size)
+    pieces = {}
+    for name in like:
+        tensor = gather(name)
+        if name in mine:
+            pieces[name] = Piece(tensor.detach().to("cpu", copy=True), 0, tuple(tensor.shape))
+    return pieces
 
 
 def restore(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:

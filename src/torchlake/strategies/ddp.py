@@ -21,6 +21,7 @@ from torchlake.strategies import _native, _weights
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
 HOOKS: dict[str, Any] = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+model_ranks = _native.model_ranks
 reduces_in_main_memory, backward, clip_norm = _native.reduces_in_main_memory, _native.backward, _native.clip_norm
 step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
 model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard

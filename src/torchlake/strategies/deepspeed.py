@@ -28,9 +28,8 @@ import torch
 from torch import nn
 
 from torchlake import optim
-from torchlake.checkpoints import shards
 from torchlake.checkpoints.format import OPTIMIZER
-from torchlake.checkpoints.shards import Piece, Pieces, Shards
+from torchlake.checkpoints.shards import Pieces, Shards
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import ConfigError, DataError
@@ -38,7 +37,7 @@ from torchlake.strategies import _deepspeed_config, _native, _weights
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
-reduces_in_main_memory = _native.reduces_in_main_memory
+reduces_in_main_memory, model_ranks = _native.reduces_in_main_memory, _native.model_ranks
 
 STEP = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -174,7 +173,7 @@ def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
             return cast(torch.Tensor, safe_get_full_fp32_param(tensor))
         return _frozen(tensor)
 
-    return _gather_shard({name: _like(each) for name, each in held.items()}, weight, group)
+    return _native.gathered_shard({name: _like(each) for name, each in held.items()}, weight, group)
 
 
 def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], group: Group) -> Pieces:
@@ -192,7 +191,7 @@ def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: l
 
     like = {f"{name}|{field}": _like(held[name]) for name in names for field in MOMENTS}
     like |= {f"{name}|{STEP}": torch.empty((), device="meta") for name in names}
-    return _gather_shard(like, moment, group)
+    return _native.gathered_shard(like, moment, group)
 
 
 def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) -> None:
@@ -256,17 +255,6 @@ def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     first = {id(each): name for name, each in reversed(state.items())}
     return {name: each for name, each in state.items() if first[id(each)] == name}
-
-
-def _gather_shard(like: dict[str, torch.Tensor], gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:
-    """The tensors described by `like` that this rank stores; all ranks gather all of them, in the same order."""
-    mine = shards.local_shard(like, rank=group.rank, world_size=group.world_size)
-    pieces = {}
-    for name in like:
-        tensor = gather(name)
-        if name in mine:
-            pieces[name] = Piece(tensor.detach().to("cpu", copy=True), 0, tuple(tensor.shape))
-    return pieces
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

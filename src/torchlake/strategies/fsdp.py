@@ -7,6 +7,11 @@ transformer layer, a language model's head, and the rest. A unit is gathered whi
 neighboring ranks share one copy, and copies average their gradients (hybrid sharding), so gathering stays inside a
 machine.
 
+With `train.fsdp.tensor_parallel`, neighboring ranks compute the same rows together, each a part of the heads and of the
+feed-forward width of every layer (`_split.py`). A part is then sharded over the groups of such ranks. So a
+layer is whole nowhere. Cost: two all_reduces of the hidden states per layer and direction, which no computation hides;
+checkpoints gather these weights one by one.
+
 In bf16_weights, bf16 and fp16, weights are gathered in 16 bits, which halves the communication; gradients are summed in
 fp32, and the trained weights stay in fp32.
 """
@@ -26,13 +31,13 @@ from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError
 from torchlake.models.load import layers
-from torchlake.strategies import _native, _weights
+from torchlake.strategies import _native, _split, _weights
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
-backward, clip_norm = _native.backward, _native.clip_norm
+backward, clip_norm = _native.backward, _split.clip_norm
 step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
-model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
+model_shard, optimizer_shard = _split.model_shard, _split.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:
@@ -42,14 +47,19 @@ def refusal(train: TrainConfig) -> str | None:
     return None
 
 
+def model_ranks(train: TrainConfig) -> int:
+    """Those of tensor parallelism."""
+    return train.fsdp.tensor_parallel
+
+
 def reduces_in_main_memory(train: TrainConfig) -> bool:
     """Offloaded gradients are clipped there."""
     return train.fsdp.cpu_offload
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """Each rank keeps a part of what rank 0 loads."""
-    return True
+    """Each rank keeps a part of what rank 0 loads; layers that are split over ranks are loaded by each of them."""
+    return group.model_ranks == 1
 
 
 def wrap(
@@ -57,17 +67,22 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model with its parameters sharded unit by unit: at most two units and the rest are whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
+    if group.model_ranks > 1:
+        _split.split_layers(model, mesh[_split.TENSOR])
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != _split.TENSOR)]
     dtype = optim.find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
-    values = _weights.take(model, group)
+    received = receives(train, group)
+    values = _weights.take(model, group) if received else []
     units = _units(model, reshard=train.fsdp.reshard)
     # The backward pass begins with the rest: freeing it after the forward pass would gather it twice in a row.
     for modules, reshard in [*units, ([model], False)]:
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
     for here, following in pairwise([model, *(modules[0] for modules, _ in units)]):
         cast(FSDPModule, here).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
-    _weights.scatter(model, values, group, in_main_memory=train.fsdp.cpu_offload)
+    if received:
+        _weights.scatter(model, values, group, in_main_memory=train.fsdp.cpu_offload)
     return model, make_optimizer(model)
 
 
@@ -103,13 +118,17 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _mesh(group: Group, shard_ranks: int | None) -> DeviceMesh:
-    """A 1-D mesh of all ranks or, for hybrid sharding, a 2-D mesh with rows of `shard_ranks`."""
-    if shard_ranks is None or shard_ranks == group.world_size:
-        return init_device_mesh(group.device.type, (group.world_size,), mesh_dim_names=("shard",))
-    if group.world_size % shard_ranks:
-        raise UsageError(
-            f"train.fsdp.shard_ranks={shard_ranks}: {group.world_size} ranks cannot be split into groups of that size. "
-            "Choose a divisor."
-        )
-    shape = (group.world_size // shard_ranks, shard_ranks)
-    return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    """The dimensions "replicate" and "tensor" only for hybrid sharding and tensor parallelism; the latter's ranks are
+    neighbors.
+    """
+    ranks, shape = group.data_ranks, {"shard": group.data_ranks}
+    if shard_ranks is not None and shard_ranks != ranks:
+        if ranks % shard_ranks:
+            raise UsageError(
+                f"train.fsdp.shard_ranks={shard_ranks}: {ranks} ranks cannot be split into groups of that size. "
+                "Choose a divisor."
+            )
+        shape = {"replicate": ranks // shard_ranks, "shard": shard_ranks}
+    if group.model_ranks > 1:
+        shape[_split.TENSOR] = group.model_ranks
+    return init_device_mesh(group.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))

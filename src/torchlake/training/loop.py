@@ -59,9 +59,13 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
     checkpoint cannot be written.
     """
     train, strategy = settings.job.train, plugins.load("strategies", settings.strategy)
-    alone, main_memory = strategy.MAX_RANKS != 1, strategy.reduces_in_main_memory(train)
+    joining = {
+        "alone": strategy.MAX_RANKS != 1,
+        "main_memory": strategy.reduces_in_main_memory(train),
+        "model_ranks": strategy.model_ranks(train),
+    }
     with (
-        distributed.process_group(train.collective_timeout, alone=alone, main_memory=main_memory) as group,
+        distributed.process_group(train.collective_timeout, **joining) as group,
         optim.arithmetic(train, group.device),
     ):
         summary, write_model = _run(group, settings, stop_requested)

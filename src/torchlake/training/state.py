@@ -222,9 +222,9 @@ class TrainState:
         lengths = rows.lengths
         shares = batching.micro_batches(
             lengths,
-            world_size=self.group.world_size,
+            world_size=self.group.data_ranks,
             micro_batch_tokens=self.micro_batch_tokens,
             equal_lengths=self.equal_lengths,
         )
         padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
-        return shares[self.group.rank], padded
+        return shares[self.group.data_rank], padded

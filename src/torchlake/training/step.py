@@ -81,16 +81,17 @@ def train_step(
     targets = state.num_targets(rows)
     scale = progress.loss_scale if state.precision.dtype is torch.float16 else 1.0
     with distributed.explain_lost_peers(group, doing):
-        seed = optim.step_seed(train.seed, progress.step, group.rank)
+        seed = optim.step_seed(train.seed, progress.step, group.data_rank)
         # Strategies average gradients over the ranks; this makes it the sum over all targets.
-        loss_sum, padded = add_gradients(state, rows, factor=scale * group.world_size / targets, seed=seed)
+        loss_sum, padded = add_gradients(state, rows, factor=scale * group.data_ranks / targets, seed=seed)
     # From here on gradients are rescaled and weights partly updated: a failure restarts from the last checkpoint.
     with state.restart_on_out_of_memory(rows, doing):
         with distributed.explain_lost_peers(group, doing):
             norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
         failpoint(f"rank{group.rank}.step")
         votes = distributed.to_device(np.array(flags(), dtype=np.float64), group.device)
-        sums = distributed.sum_on_device(group, torch.cat([loss_sum.double()[None], votes]), doing)
+        counted = loss_sum if group.counts else torch.zeros_like(loss_sum)
+        sums = distributed.sum_on_device(group, torch.cat([counted.double()[None], votes]), doing)
         norm = norm.to(group.device, torch.float64)
         strategy.step(module, state.optimizer, (sums[0] + norm).isfinite())
         numbers = distributed.start_reading(torch.cat([sums, norm[None]]))
@@ -120,7 +121,7 @@ def largest_batch(training: Rows, state: TrainState, settings: RankSettings) -> 
 
     For language models these are blocks of the first epoch. Cost: a sort of all lengths.
     """
-    rows, train, ranks = pack_rows(training, settings.spec), settings.job.train, state.group.world_size
+    rows, train, ranks = pack_rows(training, settings.spec), settings.job.train, state.group.data_ranks
     lengths, limit, share = rows.lengths, state.micro_batch_tokens, math.ceil(train.batch_size / ranks)
     sizes = np.unique(lengths)
     counts = np.minimum(share, np.maximum(1, limit // np.maximum(sizes, 1)))

@@ -21,9 +21,10 @@ from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
 from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
-from torchlake.engines import Engine, as_engine, make_engine, process_bounds
+from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, process_bounds
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
-from torchlake.models.load import model_folder
+from torchlake.models.config import load_config, tensor_parallel_refusal
+from torchlake.models.load import check_folder, model_folder
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
@@ -111,6 +112,7 @@ def train(
             return _as_run(folder, finished, steps=0, began=began, complete=True)
         _check_columns(wanted)
         base = model_folder(wanted.model.base)
+        _check_tensor_parallel(wanted, base, processes)
         trained = run_folder.is_trained(folder, wanted)
         spec = find_task_spec(wanted, base, folder, trained=trained)
         metric = choose_metric(wanted, spec)
@@ -182,12 +184,37 @@ def choose_strategy(job: Job, processes: int) -> str:
             f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, {processes} were asked for. "
             "Use strategy auto or ddp, or engine.processes=1."
         )
+    if processes % strategy.model_ranks(job.train):
+        raise UsageError(
+            f"train.fsdp.tensor_parallel={job.train.fsdp.tensor_parallel}: {processes} ranks cannot be divided into "
+            "groups of that size. Choose a divisor of engine.processes."
+        )
     reason = strategy.refusal(job.train)
     if reason is not None:
         raise UsageError(f"train.strategy {name!r} cannot run here: {reason}.")
     if job.model.task in strategy.never:
         raise UsageError(f"train.strategy {name!r} cannot train {job.model.task}: {strategy.never[job.model.task]}.")
     return name
+
+
+def _check_tensor_parallel(job: Job, base: Path, processes: ProcessRange) -> None:
+    """Raise UsageError if layers are to be split over ranks and the job or the model does not allow it."""
+    number, strategy = job.train.fsdp.tensor_parallel, job.train.strategy
+    if number == 1:
+        return
+    name = f"train.fsdp.tensor_parallel={number}"
+    if strategy == "auto" or plugins.load("strategies", strategy).model_ranks(job.train) != number:
+        raise UsageError(f"{name} is an option of train.strategy=fsdp; the strategy is {strategy!r}.")
+    fewest, most = process_bounds(processes)
+    if fewest != most:
+        raise UsageError(f"{name} needs a fixed number of ranks, and engine.processes is [{fewest}, {most}].")
+    for option, used in {"model.lora": job.model.lora is not None, "train.compile": job.train.compile}.items():
+        if used:
+            raise UsageError(f"{name} does not go with {option}: leave one of them out.")
+    check_folder(base)
+    reason = tensor_parallel_refusal(load_config(base), number)
+    if reason is not None:
+        raise UsageError(f"{name}: {base}: {reason}. Leave it out: train.strategy=fsdp shards every model.")
 
 
 def choose_metric(job: Job, spec: TaskSpec) -> str:

@@ -54,9 +54,9 @@ def _validation_pass(
     for positions in state.micro_batches(rows)[0]:
         with torch.no_grad(), distributed.explain_lost_peers(group, "validating"):
             out, loss = state.forward(rows, positions)
-        if len(logits):
+        if len(logits) and group.counts:
             logits[positions] = out.float().cpu().numpy()
-        loss_sum += loss.item()
+        loss_sum += loss.item() if group.counts else 0.0
         del out, loss  # free them before the next forward pass
         failpoint(f"rank{group.rank}.validate")
         if distributed.any_rank(group, stop_requested(), "validating"):

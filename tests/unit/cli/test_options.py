@@ -33,6 +33,7 @@ OPTIONS = {
             "--null",
             "--row-timeout",
             "--batch-tokens",
+            "--gpus-per-process",
             "--chunk-rows",
             "--overwrite",
             "--accept-new-input",

@@ -92,6 +92,16 @@ def test_chunk_jobs_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.Monk
     assert set(Local(processes=2).run_chunks(_visible_gpus, range(4), gpus_per_process=None)) == {""}
 
 
+def test_several_gpus_for_each_process_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    several: dict[str, Any] = {"gpus_per_process": None, "devices_per_process": 2}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert set(Local().run_chunks(_visible_gpus, range(4), **several)) == {"4,5"}
+    with pytest.raises(UsageError, match="1 processes with 4 GPUs each need 4 GPUs; 3 found"):
+        Local().run_chunks(_visible_gpus, range(4), gpus_per_process=None, devices_per_process=4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert set(Local(processes=1).run_chunks(_visible_gpus, range(4), **several)) == {""}
+
+
 def test_no_more_processes_than_memory_holds() -> None:
     total = psutil.virtual_memory().total
     assert hardware.max_processes(total) == 1

@@ -159,6 +159,8 @@ done = {"rank": tl.Ray(processes=2).launch(see, gpus_per_process=None)}
 done["bundles"] = [list(group["bundles"].values()) for group in placement_group_table().values()]
 make_worker = lambda: lambda chunks: (see() for _ in chunks)
 done["chunks"] = list(tl.Ray(processes=2).run_chunks(make_worker, [0, 1], gpus_per_process=None))
+several = {"gpus_per_process": None, "devices_per_process": 2}
+done["several"] = list(tl.Ray().run_chunks(make_worker, [0, 1], threads_per_process=2, **several))
 frame = ray.data.from_arrow(pa.table({"x": [1]}))
 worker = lambda: lambda table: table.append_column("saw", pa.array([json.dumps(see())]))
 done["frame"] = json.loads(tl.Ray().map_frame(frame, worker, None).take_all()[0]["saw"])
@@ -179,6 +181,7 @@ def test_processes_reserve_the_gpus_and_cpus_that_they_use() -> None:
     assert saw["bundles"] == [[{"CPU": 2.0, "GPU": 1.0}] * 2]
     assert {one["CUDA_VISIBLE_DEVICES"] for one in saw["chunks"]} <= {"0", "1"}
     assert {one["OMP_NUM_THREADS"] for one in saw["chunks"]} == {"2"}
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in saw["several"]} <= {"0,1", "1,0"}
     assert saw["frame"]["CUDA_VISIBLE_DEVICES"] in ("0", "1")
     assert saw["frame"]["OMP_NUM_THREADS"] == "1"
 

@@ -142,8 +142,12 @@ def discovery(tmp_path: Path) -> Path:
     [
         # Whole GPUs: each process its own; ranks see those of all, LOCAL_RANK numbers them.
         ("1", None, {"chunks": {"0", "1"}, "frame": {"0", "1"}, "launch": "0,1", "one rank": {"0", "1"}}),
-        # The executors have GPUs that tasks are not granted: torchlake asks for one each.
-        ("", None, {"chunks": {"0", "1"}, "frame": {"0", "1"}, "launch": "0,1", "one rank": {"0", "1"}}),
+        # The executors have GPUs that tasks are not granted: torchlake asks for one each, or for several.
+        (
+            "",
+            None,
+            {"chunks": {"0", "1"}, "several": {"0,1"}, "frame": {"0", "1"}, "launch": "0,1", "one rank": {"0", "1"}},
+        ),
         # Two for one process.
         ("", 2, {"chunks": {"0,1"}, "frame": {"0", "1"}, "launch": "refused", "one rank": "0,1"}),
         # A part of one: fine for scoring, not for ranks that would share it.
@@ -155,7 +159,7 @@ def test_every_job_uses_what_spark_granted(
 ) -> None:
     seen = spark_jobs.answer("gpus", discovery=discovery, amount=amount, chunk_gpus=asked, rank_gpus=asked)
     for name, wanted in expected.items():
-        found = seen[name] if name in ("chunks", "frame") or isinstance(seen[name], str) else seen[name][0]
+        found = seen[name] if name in ("chunks", "several", "frame") or isinstance(seen[name], str) else seen[name][0]
         if isinstance(wanted, set):
             assert set(found if isinstance(found, list) else [found]) <= wanted, name
         elif isinstance(found, str) and found != wanted:

@@ -14,6 +14,7 @@ import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
 from torchlake.data import batching
+from torchlake.errors import UsageError
 from torchlake.models import load
 from torchlake.training import state
 from torchlake.training.model import kernels
@@ -136,6 +137,31 @@ def test_what_cannot_be_shared_out_is_said(tmp_path: Path, tiny_bert: Path) -> N
     refused = runs.attempt(tmp_path / "offloaded", sections, ranks=2)
     assert refused.exit_code == 64
     assert "no GPU here" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ({}, 3, "3 ranks cannot be divided into groups"),
+        ({}, (2, 4), "needs a fixed number of ranks"),
+        ({"strategy": "ddp"}, 2, "is an option of train.strategy=fsdp; the strategy is 'ddp'"),
+        ({"fsdp": {"tensor_parallel": 3}}, 3, "its 4 attention heads cannot be divided among 3 ranks"),
+        ({"compile": True}, 2, "does not go with train.compile"),
+        ({"lora": {"rank": 4}}, 2, "does not go with model.lora"),
+        ({"bert": True}, 2, "no plan for tensor parallelism of models of type 'bert'"),
+    ],
+)
+def test_layers_that_cannot_be_split_are_refused_before_anything_starts(
+    options: dict[str, Any], ranks: Any, message: str, tmp_path: Path, tiny_bert: Path, tiny_llama: Path
+) -> None:
+    train = {key: value for key, value in options.items() if key not in ("lora", "bert")}
+    base = tiny_bert if "bert" in options else tiny_llama
+    job = runs.job(tmp_path, base, **{"strategy": "fsdp", "fsdp": {"tensor_parallel": 2}, **train})
+    if "lora" in options:
+        job["model"]["lora"] = options["lora"]
+    with pytest.raises(UsageError, match=message):
+        tl.train(run=tmp_path / "run", engine=tl.Local(processes=ranks), **job)
+    assert not (tmp_path / "run" / "prepared").exists()
 
 
 def test_what_needs_nccl_is_said(tmp_path: Path, tiny_bert: Path) -> None:

@@ -1,0 +1,241 @@
+"""`eager` over several devices of one process: in parts of every layer, or layer after layer on GPUs.
+
+By tensor parallelism if transformers has a plan for the model: this process is rank 0, and the other ranks follow it.
+
+    rank 0          read, tokenize -> batch -+-> forward -+-> logits -> write the part
+                                             |      | collectives
+    ranks 1...N-1                 (a pipe)   +-> forward -+-> "done"
+
+Rank 0 is the process that the engine started; it alone reads rows, writes and answers the engine. The others are its
+children and get every batch from it, so for the engine, the commit and the log of attempts the group is one process.
+
+If a rank dies, rank 0 exits at once, as if the batch had killed it: it is restarted with its followers, and the chunk
+is scored again. No rank waits for a lost one, because rank 0 watches processes, not collectives. An exception is passed
+on only if all ranks raised the same, which leaves them in step: rank 0 then halves the batch as without followers. If
+they differ, some ranks wait in a collective that never ends; so the group exits after `DISAGREE_S` seconds.
+
+Cost: the imports of a process per device; per batch a message of its token ids and the collectives of the model.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.distributed import process_group
+from torchlake.errors import MissingExtra, UsageError
+from torchlake.failpoints import failpoint
+from torchlake.models import load as models
+from torchlake.models.config import tensor_parallel_refusal
+from torchlake.models.generation import GenerationOptions
+from torchlake.processes.children import Children
+from torchlake.processes.environment import MASTER_FD, child_environment, interface_of, rank_variables, reserve_port
+from torchlake.processes.serialization import describe_exit, pack, unpack
+from torchlake.runtimes import Forward, eager
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+_NO_CHILD: Any = None
+DISAGREE_S = 30.0
+"From the first rank's exception to that of the last."
+LOAD_S = 3600.0
+"For a rank to wait for another one, which may read its weights from a slower disk."
+HOST = "127.0.0.1"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+Batches = Iterator[tuple[np.ndarray, np.ndarray]]
+
+
+def load_sharded(
+    folder: Path, spec: TaskSpec, number: int, *, device: str, options: GenerationOptions | None
+) -> Forward:
+    """Load a model over `number` GPUs or, where there are none ("cpu"), ranks.
+
+    By tensor parallelism if the model allows it, else layer by layer. Raises as `models.load_model`, and UsageError if
+    the model or this machine does not allow it.
+    """
+    import torch
+
+    if device == "cuda" and torch.cuda.device_count() < number:
+        raise UsageError(
+            f"gpus_per_process={number}: this process sees {torch.cuda.device_count()} GPUs. Ask for fewer, or grant "
+            "more to each process."
+        )
+    reason = tensor_parallel_refusal(models.load_config(folder), number)
+    if reason is None:
+        return _Group(partial(_join, folder, spec, device, options), number).forward
+    if device == "cpu":
+        raise UsageError(f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only.")
+    log.info("%s: %s; its layers are placed over %d GPUs", folder, reason, number)
+    return _load(folder, spec, device, options, layer_by_layer())
+
+
+class _Group:
+    """Rank 0 of a group, with its followers."""
+
+    def __init__(self, join: Callable[[], Forward], number: int) -> None:
+        import torch
+
+        threads = max(1, torch.get_num_threads() // number)
+        torch.set_num_threads(threads)
+        self._reports: SimpleQueue[str | None] = SimpleQueue()
+        self._children = Children(stdout_to_stderr=True).__enter__()
+        threading.Thread(target=self._listen, name="followers", daemon=True).start()
+        with reserve_port(HOST) as holder:
+            port, interface = holder.getsockname()[1], interface_of(HOST)
+            ranks = [
+                rank_variables(rank, machines=[0] * number, master=HOST, port=port, interface=interface)
+                | dict.fromkeys(THREADS, str(threads))
+                for rank in range(number)
+            ]
+            payload = pack(partial(make_follower, join))
+            self._followers = [
+                self._children.start(rank, "worker", payload, child_environment(ranks[rank]))
+                for rank in range(1, number)
+            ]
+            # The store closes the descriptor that it is given.
+            os.environ |= ranks[0] | {MASTER_FD: str(os.dup(holder.fileno()))}
+            self._run = join()
+
+    def forward(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        """Run a batch on all ranks. Raises what all of them raised; exits if they differ."""
+        for follower in self._followers:
+            follower.send((input_ids, attention_mask))
+        error: Exception | None = None
+        try:
+            out = self._run(input_ids, attention_mask)
+        except Exception as caught:
+            error = caught
+            self._children.events.put((_NO_CHILD, "failed", None))
+        reports = {self._reports.get() for _ in self._followers}
+        self._children.events.put((_NO_CHILD, "settled", None))
+        if reports != {_kind(error)}:
+            _exit(f"rank 0 had {_kind(error) or 'no error'} in a batch, the others {reports}")
+        if error is not None:
+            raise error
+        return out
+
+    def _listen(self) -> None:
+        """Pass on the followers' reports; exit if one of them dies, or if the ranks do not fail together."""
+        deadline: float | None = None
+        failed: dict[int, str] = {}
+        while True:
+            try:
+                wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                child, kind, value = self._children.events.get(timeout=wait_s)
+            except Empty:
+                _exit("; ".join(failed.values()) or "one rank failed in a batch, another one did not")
+            if kind == "settled":
+                deadline = None
+                continue
+            if kind == "result":
+                report = unpack(value)
+                self._reports.put(report)
+                if report is None:
+                    continue
+            elif kind == "error":
+                failed[child.number] = f"rank {child.number} failed: {unpack(value).message}"
+            elif kind == "exit" and child.number not in failed:
+                _exit(f"rank {child.number} {describe_exit(value)}")
+            elif kind in ("ready", "pull"):
+                continue
+            deadline = deadline or time.monotonic() + DISAGREE_S
+
+
+def make_follower(join: Callable[[], Forward]) -> Callable[[Batches], Iterator[str | None]]:
+    """Load this rank's part of the model; the worker runs batches and yields the kind of error, or None, of each."""
+    run = join()
+
+    def worker(batches: Batches) -> Iterator[str | None]:
+        for input_ids, attention_mask in batches:
+            error: Exception | None = None
+            try:
+                run(input_ids, attention_mask)
+            except Exception as caught:
+                error = caught
+                log.warning("rank %s: %s: %s", os.environ["RANK"], _kind(error), error)
+            yield _kind(error)
+
+    return worker
+
+
+def _join(folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None) -> Forward:
+    """Join the group that the environment names, and load this rank's part of the model."""
+    group = ExitStack().enter_context(process_group(LOAD_S))  # left when the process exits
+    run = _load(folder, spec, device, options, tensor_parallel(group.world_size))
+
+    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        failpoint("forward")
+        failpoint(f"forward.rank{group.rank}")
+        return run(input_ids, attention_mask)
+
+    return forward
+
+
+def _load(
+    folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None, placement: Mapping[str, Any]
+) -> Forward:
+    """Load the model as transformers places it, for the runtime `eager`."""
+    auto_class = plugins.load("tasks", spec.task).AUTO_CLASS
+    model = models.load_model(folder, spec, auto_class=auto_class, placement=placement)
+    if "device_map" in placement:
+        check_on_gpus(model, folder)
+    if options is not None:
+        return eager.generator_of(model, folder, options)
+    return eager.forward_of(model, folder, spec, device)
+
+
+def tensor_parallel(ranks: int) -> Mapping[str, Any]:
+    """Return what `load_model` passes to transformers to load the parts of this rank; needs a process group."""
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError as error:
+        raise MissingExtra("Tensor parallelism needs a newer transformers: pip install 'torchlake[large]'") from error
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+
+
+def layer_by_layer() -> Mapping[str, Any]:
+    """Return what `load_model` passes to transformers to place layers over the GPUs of this process.
+
+    Raises MissingExtra without accelerate, which moves activations from one GPU to the next.
+    """
+    if find_spec("accelerate") is None:
+        raise MissingExtra(
+            "Placing layers over several GPUs needs the library 'accelerate', which is not installed: "
+            "pip install 'torchlake[large]'"
+        )
+    return {"device_map": "balanced"}
+
+
+def check_on_gpus(model: "torch.nn.Module", folder: Path) -> None:
+    """Raise UsageError if a part is in main memory or, as "meta", on disk: accelerate places there what GPUs lack."""
+    if any(parameter.device.type != "cuda" for parameter in model.parameters()):
+        raise UsageError(
+            f"{folder}: the model does not fit into the memory of the process's GPUs: a part is in main memory or on "
+            "disk, and every batch would wait for it. Give each process more GPUs."
+        )
+
+
+def _kind(error: Exception | None) -> str | None:
+    return None if error is None else type(error).__name__
+
+
+def _exit(reason: str) -> NoReturn:
+    """End this process, and with it its followers, whatever it waits for."""
+    log.error("the ranks that share the model stop: %s", reason)
+    os._exit(1)
