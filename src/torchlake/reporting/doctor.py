@@ -30,6 +30,7 @@ OPTIONAL: dict[str, str | None] = {
     **dict.fromkeys(("pyspark", "ray", "onnx", "onnxruntime", "openvino", "deepspeed", "peft")),
     "accelerate": "large",
     "deltalake": "delta",
+    "pyiceberg": "iceberg",
     "optuna": "tune",
     "mlflow-skinny": "mlflow",
     "tensorboard": "tensorboard",

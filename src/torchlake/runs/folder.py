@@ -30,6 +30,8 @@ from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.record import local_output
+from torchlake.tables.selection.options import Selection
+from torchlake.tables.sources._options import ReadOptions, dialect
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 
 log = logging.getLogger(__name__)
@@ -178,6 +180,15 @@ def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
     """The job's stored tables, by purpose."""
     validation = job.data.validation
     return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
+
+
+def read_options_of(job: Job, name: str) -> ReadOptions:
+    """How the job reads its table `name` of `stored_tables`: `sample` and `limit` are for the training table only."""
+    data = job.data
+    selection = Selection(where=data.where)
+    if name == "train":
+        selection = Selection(where=data.where, sample=data.sample, limit=data.limit, seed=job.train.seed)
+    return ReadOptions(selection=selection, csv=dialect(data.csv.model_dump()))
 
 
 def is_trained(folder: Path, job: Job) -> bool:

@@ -137,6 +137,10 @@ def predict(
     instead of a generated `row_id`; `columns` are further columns to copy; `prefix` is put before the names of the
     prediction columns; `all_probabilities` adds a column per class.
 
+    Rows of stored tables: those for which `where` is true ("stars >= 3 and lang = 'en'"), of these a `sample` (a share;
+    `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out. `csv` says
+    how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
+
     Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
     chose for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded
     tokens of a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
@@ -182,6 +186,7 @@ def predict(
         if type(engine).__name__.lower() != native:
             raise UsageError(f"A frame of {native} is scored by the engine {native}: give that engine, or none.")
     if native is not None or is_frame(table):
+        output_options.read.refuse_for_frames()
         if output is not None or key is not None or columns:
             raise UsageError(
                 "A frame is returned with all its columns: output, key and columns are for stored tables. "
@@ -218,7 +223,7 @@ def _predict_table(
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
     spread = (engine or Local()).spread
-    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, spread=spread)
+    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)

@@ -31,6 +31,11 @@ def model_ranks(train: TrainConfig) -> int:
     return 1
 
 
+def receives(train: TrainConfig, group: Group) -> bool:
+    """Every rank loads the weights."""
+    return False
+
+
 def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
     """The model, computing with 16-bit copies of its weights if the precision is that of the weights."""
     precision = optim.find_precision(train.precision, group.device)

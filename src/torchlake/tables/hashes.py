@@ -36,7 +36,7 @@ def hashes(values: pa.Array) -> Words:
         return found[:, 0]
     state = np.zeros(len(found), np.uint64)
     for column in found.T:
-        state = _mixed(state ^ column)
+        state = mixed(state ^ column)
     return state
 
 
@@ -93,13 +93,13 @@ def _hash_bytes(values: pa.Array) -> Words:
     while len(rows):
         left = lengths[rows] - at
         words = every_word[starts[rows] + at] & _MASKS[np.minimum(left, 8)]
-        state[rows] = _mixed(state[rows] ^ words)
+        state[rows] = mixed(state[rows] ^ words)
         rows = rows[left > 8]
         at += 8
     return state
 
 
-def _mixed(state: Words) -> Words:
+def mixed(state: Words) -> Words:
     """Mix the bits: each bit of the result depends on all bits of the state, and no two states collide."""
     state = (state ^ (state >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     state = (state ^ (state >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)

@@ -29,7 +29,17 @@ from torchlake.metrics import lower_is_better
 from torchlake.models.load import model_folder
 from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
-from torchlake.runs.folder import JOB_FILE, LEASE_S, RESULT, STOP, differences, find, is_trained, stored_tables
+from torchlake.runs.folder import (
+    JOB_FILE,
+    LEASE_S,
+    RESULT,
+    STOP,
+    differences,
+    find,
+    is_trained,
+    read_options_of,
+    stored_tables,
+)
 from torchlake.runs.follow import follow_metrics
 from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
@@ -159,7 +169,8 @@ def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
     files.
     """
     path = folder / SETTINGS
-    tables = {name: open_table(table) for name, table in stored_tables(job).items()}
+    stored = stored_tables(job).items()
+    tables = {name: open_table(table, options=read_options_of(job, name)) for name, table in stored}
     now: dict[str, Any] = {
         "job": job.model_dump(mode="json"),
         "space": {name: asdict(one) if isinstance(one, Range) else list(one) for name, one in space.items()},

@@ -16,7 +16,9 @@ from sweeps import sweep
 from torchlake.data import batching
 from torchlake.errors import UsageError
 from torchlake.models import load
-from torchlake.training import kernels, state
+from torchlake.training import state
+from torchlake.training.model import kernels
+from torchlake.training.model.base import base_model
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
@@ -217,7 +219,7 @@ def test_an_adapter_gives_the_answers_of_the_merged_model(tmp_path: Path, tiny_b
     spec = load.load_spec(folder)
     merged = load.load_model(folder, auto_class="AutoModelForSequenceClassification")
     torch.manual_seed(0)
-    base = load.base_model(tiny_bert, spec, "AutoModelForSequenceClassification")
+    base = base_model(tiny_bert, spec, "AutoModelForSequenceClassification")
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
     rows = batching.Ragged(np.arange(5, 20, dtype=np.int32), np.array([0, 6, 15]))
     ids, mask = (torch.from_numpy(array) for array in batching.pad(rows, np.arange(2), 0))

@@ -81,6 +81,7 @@ def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
             if seen.path is not None:
                 sound.append((seen.path, seen.rows))
     _check_totals(record, plan, found)
+    _note_selection(plan, found)
     _find_orphan_files(out, {part["name"] for part in record["parts"]}, found)
     if key is not None:
         items = bundled([path for path, _ in sound], [rows for _, rows in sound], ITEM_ROWS)
@@ -186,6 +187,16 @@ def _check_totals(record: dict[str, Any], plan: Plan, found: Verification) -> No
             f"The record says {record['rows']:,} rows and {record['failed']:,} failed; there are {found.rows_out:,} "
             f"and {found.rows_failed:,}."
         )
+
+
+def _note_selection(plan: Plan, found: Verification) -> None:
+    """Note which rows of the input were asked for, so that rows in are not taken for all rows."""
+    if plan.asked:
+        asked = ", ".join(f"{name} {value}" for name, value in plan.asked.items())
+        left_out = [f"{rows:,} by {reason}" for reason, rows in plan.selection.get("left_out", {}).items()]
+        files = plan.selection.get("unread_files", 0)
+        left_out += [f"{files:,} files were not read"] * bool(files)
+        found.notes.append(f"only selected rows were read ({asked}); left out: {', '.join(left_out) or 'none'}.")
 
 
 def _find_orphan_files(out: Path, names: set[str], found: Verification) -> None:

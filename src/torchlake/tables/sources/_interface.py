@@ -17,6 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from torchlake.tables.selection.bounds import Bounds
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -26,12 +28,15 @@ class View:
     "Columns that the file lacks and their value in all of its rows, as Arrow casts it from a string."
     names: Mapping[str, str] = field(default_factory=dict)
     "The file's name of a column."
+    csv: Mapping[str, str] = field(default_factory=dict)
+    "How a CSV file is written (`formats/streams.py`), where it is not the default."
 
     def to_json(self) -> str:
         """The empty string for a file whose columns are the table's."""
-        if not self.constants and not self.names:
+        if self == View():
             return ""
-        return json.dumps({"constants": dict(self.constants), "names": dict(self.names)}, sort_keys=True)
+        csv = {"csv": dict(self.csv)} if self.csv else {}
+        return json.dumps({"constants": dict(self.constants), "names": dict(self.names), **csv}, sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class SourceFile:
     "An absolute path or a URL."
     size: int | None = None
     "In bytes, if the table's log says so."
+    rows: int | None = None
+    "With those that are deleted, if the table's log says so."
     view: View = field(default_factory=View)
     deleted: bytes = b""
     "A bitmap of the file's rows, with those that are deleted; rows after its end are not."
@@ -61,6 +68,8 @@ class SourceTable:
     "A column that a file lacks is null in its rows. None: every file has the columns of the first one."
     partitions: pa.Schema = field(default_factory=lambda: pa.schema([]))
     "The types of columns that are constants of files."
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)
+    "By column, statistics of each file in the table's log; files that a condition rules out are not opened."
 
 
 @lru_cache(maxsize=1024)
