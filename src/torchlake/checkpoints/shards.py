@@ -87,6 +87,14 @@ def in_rows(tensor: torch.Tensor) -> bool:
     return all(each == Shard(0) for each in parts) and len(parts) <= 1
 
 
+def as_part(local: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The tensor of which `local` is this rank's part, sharded as `like` is."""
+    shared: torch.Tensor = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return shared
+
+
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of `whole`, sharded as `like` is: over the last dimension of the mesh first."""
     part, mesh = whole, like.device_mesh
@@ -96,7 +104,7 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
             parts = part.chunk(mesh.size(dimension), placement.dim)
             place = mesh.get_local_rank(dimension)
             part = parts[place] if place < len(parts) else part.narrow(placement.dim, 0, 0)
-    return part.contiguous()
+    return part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
 
 
 def _is_first_copy(tensor: DTensor) -> bool:
@@ -186,10 +194,7 @@ class Shards:
             local = self.read(name, *local_rows(like)).to(like.device)
         else:
             local = local_part(self.read(name), like).to(like.device)
-        shared: torch.Tensor = DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        return shared
+        return as_part(local, like)
 
     def check(self, like: Tensors) -> None:
         """Compare names and shapes with a model's. Raises DataError naming the first tensor that differs."""

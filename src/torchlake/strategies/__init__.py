@@ -4,9 +4,9 @@
     never: dict[str, str]                    task -> why it cannot be trained with this strategy
     refusal(train) -> str | None             why it cannot run here with these settings; None: it can
     reduces_in_main_memory(train) -> bool    whether its collectives also have tensors that are not on `group.device`
+    model_ranks(train) -> int                how many adjacent ranks compute the same rows, each a part of every layer
     receives(train, group) -> bool           whether only rank 0's model has its weights; the others' is on the meta
                                              device until wrap() fills it
-    model_ranks(train) -> int                how many adjacent ranks compute the same rows, each a part of every layer
     wrap(model, make_optimizer, *, group, train) -> (module, optimizer)
                                              the module that the loop calls, sharded if the strategy shards, on
                                              `group.device`; calls make_optimizer(model) after sharding

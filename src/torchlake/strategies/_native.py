@@ -26,14 +26,14 @@ def reduces_in_main_memory(train: TrainConfig) -> bool:
     return False
 
 
-def receives(train: TrainConfig, group: Group) -> bool:
-    """Every rank loads the weights."""
-    return False
-
-
 def model_ranks(train: TrainConfig) -> int:
     """Every rank computes whole layers."""
     return 1
+
+
+def receives(train: TrainConfig, group: Group) -> bool:
+    """Every rank loads the weights."""
+    return False
 
 
 def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:

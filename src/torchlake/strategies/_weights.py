@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from torchlake.checkpoints.shards import as_part, local_part
 from torchlake.distributed import Group
 
 Places = list[tuple[dict[str, Any], str]]
@@ -40,7 +41,11 @@ def scatter(model: nn.Module, values: list[torch.Tensor], group: Group, *, in_ma
     values.reverse()
     for tensor, places in _held(model):
         value = values.pop() if group.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) and group.model_ranks > 1:
+            # Not every mesh without the dimension of tensor parallelism has rank 0, so each rank gets the whole.
+            split = as_part(local_part(sent(value, group), tensor), tensor)
+            _put(places, split.cpu() if in_main_memory else split, tensor)
+        elif isinstance(tensor, DTensor):
             if value.is_meta:  # distribute_tensor wants its shape; on a CPU nothing writes to it
                 value = torch.empty_like(value, device=group.device)
             sharded = distribute_tensor(value, tensor.device_mesh, tensor.placements)

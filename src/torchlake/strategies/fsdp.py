@@ -58,8 +58,8 @@ def reduces_in_main_memory(train: TrainConfig) -> bool:
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """Each rank keeps a part of what rank 0 loads; layers that are split over ranks are loaded by each of them."""
-    return group.model_ranks == 1
+    """Each rank keeps a part of what rank 0 loads."""
+    return True
 
 
 def wrap(
@@ -67,22 +67,20 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model with its parameters sharded unit by unit: at most two units and the rest are whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
-    if group.model_ranks > 1:
-        _split.split_layers(model, mesh[_split.TENSOR])
-        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != _split.TENSOR)]
     dtype = optim.find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
-    received = receives(train, group)
-    values = _weights.take(model, group) if received else []
+    values = _weights.take(model, group)
+    if group.model_ranks > 1:
+        _split.split_layers(model, mesh[_split.TENSOR])
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != _split.TENSOR)]
     units = _units(model, reshard=train.fsdp.reshard)
     # The backward pass begins with the rest: freeing it after the forward pass would gather it twice in a row.
     for modules, reshard in [*units, ([model], False)]:
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
     for here, following in pairwise([model, *(modules[0] for modules, _ in units)]):
         cast(FSDPModule, here).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
-    if received:
-        _weights.scatter(model, values, group, in_main_memory=train.fsdp.cpu_offload)
+    _weights.scatter(model, values, group, in_main_memory=train.fsdp.cpu_offload)
     return model, make_optimizer(model)
 
 
