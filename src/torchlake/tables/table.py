@@ -269,7 +269,8 @@ def _inspect(
         schema, footer = schema_of(file, format, version, stored, tuple(bounds), dialect)
         if dialect.given and format != "csv":
             raise TableError(f"{file}: is {format}; csv options are for CSV files.")
-        path = replace(path, view=replace(path.view, csv=dialect.given))
+        if dialect.given:
+            path = replace(path, view=replace(path.view, csv=dialect.given))
         if footer is not None and bounds:
             footer = footer._replace(bounds={bounds[name]: found for name, found in footer.bounds.items()})
         path, schema = _as_in_table(path, schema, source)

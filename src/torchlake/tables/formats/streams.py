@@ -56,7 +56,7 @@ class Dialect:
         """Whether the file is read as it is."""
         return codecs.lookup(self.encoding).name in ("utf-8", "ascii", "utf-8-sig")
 
-    @property
+    @cached_property
     def given(self) -> dict[str, str]:
         """The values that are not the default, for records."""
         default = asdict(Dialect())
