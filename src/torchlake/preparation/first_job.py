@@ -22,6 +22,7 @@ from torchlake.preparation.columns import Column, choose_label, choose_text, des
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
+from torchlake.tables.sources._find import pinned
 from torchlake.tables.table import open_table
 
 TASK = "text_classification"
@@ -72,12 +73,13 @@ def write_first_job(
     path = local_output(output)
     if path.exists() and not force:
         raise UsageError(f"{path}: exists. Replace it with --force, or name another file with --output.")
-    source, task = open_table(table), plugins.load("tasks", TASK)
+    version = pinned(table)
+    source, task = open_table(version), plugins.load("tasks", TASK)
     columns, rows, sampled = survey_columns(source, task)
     texts = choose_text(source, columns, text)
     labels = choose_label(source, columns, texts.name, label)
     data = DataConfig(train=table, text=texts.name, label=labels.name, bad_rows="drop")
-    found = read_labels(data, task)
+    found = read_labels(data.model_copy(update={"train": str(version)}), task)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
     done = FirstJob(
         path=path,

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from torchlake import plugins
 from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.record import COMMIT, committed_files
+from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources.files import StoredTable, describe, local_path
 from torchlake.tables.sources.files import open_source as open_files
@@ -169,11 +169,10 @@ class _File(NamedTuple):
 def _open_sources(source: StoredTable) -> list[SourceTable]:
     """The tables of `source`: files together, each other table by the source that recognizes it."""
     given = [source] if isinstance(source, str | Path) else list(source)
-    kinds = [plugins.load("sources", name) for name in plugins.names("sources") if name != "files"]
     loose: list[str | Path] = []
     tables = []
     for one in given:
-        kind = next((kind for kind in kinds if kind.recognizes(one)), None)
+        kind = source_of(one)
         if kind is None:
             loose.append(one)
         else:

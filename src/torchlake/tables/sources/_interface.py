@@ -1,8 +1,9 @@
 """What a source gives: the identity of a table, its schema, and the files that its rows are read from.
 
-A source is a file in this package, with two functions:
+A source is a file in this package, with three functions:
 
     recognizes(source)      whether a string, path or object names a table of this kind; cheap, and imports no library
+    pin(source)             the same with its present version, so that it can be opened again; unchanged without versions
     open_source(source)     its `SourceTable`; raises TableError, or MissingExtra when a library is not installed
 
 Everything above reads files: a chunk is a range of rows of one file, and its version is checked before and after. A

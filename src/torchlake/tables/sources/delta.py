@@ -44,6 +44,13 @@ def recognizes(source: Any) -> bool:
     return isinstance(source, str | Path) and _parse(source) is not None
 
 
+def pin(source: str | Path) -> str | Path:
+    """The table as `table@v12`: the version that was asked for, or the current one."""
+    found = _parse(source)
+    assert found is not None, "pin is called for what is recognized"
+    return source if found.version is not None else f"{found.table}@v{_load(found).version()}"
+
+
 def open_source(source: str | Path) -> SourceTable:
     """The files of the table's version.
 
