@@ -1,7 +1,7 @@
 """The run folder: which job it belongs to, whether it is finished, and the job's stored frames.
 
-    job.yaml  sources.json  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/  report.html
-    result.json
+    job.yaml  sources.json  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/
+    report.html  result.json
 
 One trainer at a time holds its lease, which the ranks check before they write. Before anything was trained, a folder
 accepts a changed job (for example after wrong data was corrected); afterwards another job is refused, because it would

@@ -136,7 +136,8 @@ def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """The type that a column has whose files have these types, so that no value changes; None if there is none.
 
-    Null gives way to any type, int32 to int64, float to double, and a string to one with 64-bit offsets.
+    Null gives way to any type, int32 to int64, float to double, a decimal to one with more digits, and a string to one
+    with 64-bit offsets.
     """
     if one == other or pa.types.is_null(other):
         return one
@@ -145,6 +146,8 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     for kinds in _WIDENING:
         if one in kinds and other in kinds:
             return max(one, other, key=kinds.index)
+    if pa.types.is_decimal128(one) and pa.types.is_decimal128(other) and one.scale == other.scale:
+        return max(one, other, key=lambda kind: kind.precision)
     return None
 
 
@@ -221,6 +224,8 @@ def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _
         format = format_of(file)
         stored = [path.view.names.get(name, name) for name in columns if name not in path.view.constants]
         schema, footer = schema_of(file, format, version, stored)
+        if source.view is not None and footer is not None:
+            path = replace(path, view=source.view(path, footer.schema, columns))
         path, schema = _as_in_table(path, schema, source)
         check_columns(file, columns, schema)
         for name in columns:
@@ -232,7 +237,7 @@ def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _
             return error
         return Unavailable(
             f"{error}. Version {source.identity['version']} of {source.identity['table']} lists this file: it was "
-            "removed, for example by VACUUM. Read a version that is still there."
+            "removed, for example by VACUUM or expire_snapshots. Read a version that is still there."
         )
     except DataError as error:
         return error
@@ -244,7 +249,11 @@ def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tu
     if source.schema is None and not path.view.constants:
         return path, stored
     names = {name: logical for logical, name in path.view.names.items()}
-    fields = [field.with_name(names.get(field.name, field.name)) for field in stored]
+    fields = [
+        field.with_name(names.get(field.name, field.name))
+        for field in stored
+        if field.name in names or field.name not in path.view.names
+    ]
     fields = [field for field in fields if field.name not in path.view.constants]
     if source.schema is None:
         return path, pa.schema([*fields, *(source.partitions.field(name) for name in path.view.constants)])
