@@ -13,6 +13,8 @@ ROW_BYTES = 120
 RATE = 60
 "Rows a second that one core scores (roberta-base's shape in 8 bits, bench/scoring.py)."
 
+SPREAD = ("keys", "hashing", "verify")
+
 Rows = list[dict[str, Any]]
 
 
@@ -59,6 +61,11 @@ def page_tables(rows: Rows, note: str) -> str:
         ),
         "**Files** of one row each:",
         _table(named["files"], {"files": "files", "plan, s": "plan_s", "memory, MiB": "driver_mib"}),
+        "**Spread** over child processes of the local engine, seconds with their start:",
+        _table(
+            [{"rows": "", "mib": "", **row} for name in SPREAD for row in named[name]],
+            {"part": "name", "rows": "rows", "MiB": "mib", "processes": "processes", "seconds": "seconds"},
+        ),
         f"**{ROWS:,} rows**, worked out from these:",
         _billion(named),
     ]
@@ -75,20 +82,25 @@ def _billion(named: dict[str, Rows]) -> str:
         slope = measured[-1] / sizes[-1]
         return float(np.interp(chunks, sizes, measured)) if chunks <= sizes[-1] else slope * chunks
 
-    (key,), (hashed,) = named["keys"], named["hashing"]
-    gib = ROWS * ROW_BYTES / 2**30
+    gib, cores = ROWS * ROW_BYTES / 2**30, ROWS / RATE / 86400
+
+    def spread(name: str, unit: str, total: float) -> str:
+        """What a part costs, by its rate with two processes."""
+        row = named[name][-1]
+        seconds = row["seconds"] * row["processes"] * total / row[unit]
+        return f"{seconds / 60:.0f} core-minutes, {seconds / cores:.0f} s on the cores that score it in a day"
+
     pairs = {
         "rows of a chunk; chunks": f"{CHUNK_ROWS:,}; {chunks:,}",
-        "plan: cutting; sha256 of the input": f"{at('plan_s'):.1f} s; "
-        f"{hashed['seconds'] * 1024 / hashed['mib'] * gib / 60:.1f} min for {gib:.0f} GiB",
-        "is the key one (only with `key`)": f"{key['seconds'] * ROWS / key['rows'] / 60:.0f} min, "
-        f"{ROWS * 8 / 2**30:.1f} GiB of temporary disk",
+        "plan: cutting": f"{at('plan_s'):.1f} s",
+        f"sha256 of the input, {gib:.0f} GiB": spread("hashing", "mib", gib * 1024),
+        f"is the key one (only with `key`); {ROWS * 8 / 2**30:.1f} GiB of temporary disk": spread("keys", "rows", ROWS),
+        "`verify`": spread("verify", "rows", ROWS),
         "begin; commit": f"{at('begin_s'):.1f} s; {at('commit_s'):.1f} s",
         "plan.json; commit.json": f"{at('plan_mib'):.1f} MiB; {at('record_mib'):.1f} MiB",
         "memory of the driver": f"{at('driver_mib'):.0f} MiB above its start",
         "the same command after a kill": f"{at('begin_s') + at('plan_s'):.1f} s, and reading the parts that are there",
-        f"scoring, at {RATE} rows/s a core": f"{ROWS / RATE / 3600:,.0f} core-hours; "
-        f"{ROWS / RATE / 86400:,.0f} cores for a day",
+        f"scoring, at {RATE} rows/s a core": f"{ROWS / RATE / 3600:,.0f} core-hours; {cores:,.0f} cores for a day",
     }
     for name in ("local", "spark", "ray"):
         rates = [row["chunks_per_s"] for row in named.get(name, []) if row["processes"] == processes]

@@ -20,7 +20,7 @@ from typing import Any
 
 from _common import SCRATCH, finish, parser
 from _contender import forget_peak, peak_mib
-from _scale_page import page_tables, write_page
+from _scale_page import CHUNK_ROWS, page_tables, write_page
 
 SIZES = (100, 1_000, 10_000, 100_000)
 PROCESSES = (1, 4, 8, 16)
@@ -166,27 +166,81 @@ def files(count: int) -> dict[str, Any]:
     return row
 
 
-def keys(rows: int) -> dict[str, Any]:
-    """Whether a key column is one, on the driver."""
+def spread_over(processes: int) -> Any:
+    """What hands items to that many child processes, however little they read."""
+    from torchlake import engines
+    from torchlake.engines.local import Local
+
+    engines.SPREAD_BYTES = 0
+    return Local(processes).spread
+
+
+def keys(rows: int, processes: int) -> dict[str, Any]:
+    """Whether a column of keys in no order is one."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     from torchlake.tables.keys import check_key
 
-    row: dict[str, Any] = {"name": "keys", "rows": rows}
-    table, plan = planned(one_file(rows), None, "id")
+    row: dict[str, Any] = {"name": "keys", "rows": rows, "processes": processes}
+    path = HOME / "keys.parquet"
+    pq.write_table(pa.table({"id": np.random.default_rng(0).permutation(rows)}), path)
+    table, plan = planned(path, None, "id")
     with memory(row), clock(row, "seconds"):
-        check_key(table, plan, "id")
+        check_key(table, plan, "id", spread=spread_over(processes), scratch=HOME)
     return row
 
 
-def hashing(mib: int) -> dict[str, Any]:
-    """The sha256 of an input file, on the driver."""
-    from torchlake.tables.storage.versions import content_id
+def hashing(mib: int, processes: int) -> dict[str, Any]:
+    """The sha256 of an input file, in blocks of a quarter."""
+    from torchlake.tables.storage import versions
 
-    row: dict[str, Any] = {"name": "hashing", "mib": mib}
+    row: dict[str, Any] = {"name": "hashing", "mib": mib, "processes": processes}
     path = HOME / "bytes"
     path.write_bytes(os.urandom(1 << 20) * mib)
+    versions.HASHED_BYTES = mib << 18
+    blocks = versions.hashed_blocks(str(path), versions.version_of(str(path)))
     with clock(row, "seconds"):
-        content_id(str(path))
+        list(spread_over(processes)(versions.block_id, blocks, size=mib << 20, name="hash"))
     return row
+
+
+def verifying(rows: int, processes: int) -> dict[str, Any]:
+    """`verify` of an output of parts with 32,768 rows, with row ids."""
+    import pyarrow as pa
+
+    from torchlake.tables.output.commit import write_transaction
+    from torchlake.tables.output.parts import part_name, write_part
+    from torchlake.tables.output.verify import verify
+    from torchlake.tables.reading import row_ids
+
+    source, out = one_file(rows), HOME / "verified"
+    _, plan = planned(source, CHUNK_ROWS)
+    with write_transaction(out, plan=plan, fingerprint={}) as write:
+        parts = []
+        for chunk in write.pending:
+            columns = {
+                "row_id": row_ids(chunk),
+                "score": np_random(chunk.rows),
+                "error": pa.nulls(chunk.rows, pa.string()),
+            }
+            part = write_part(write.staging, part_name(plan, chunk, {}), pa.table(columns), chunk=chunk.index)
+            parts.append(part)
+        write.commit(parts, {})
+    row: dict[str, Any] = {"name": "verify", "rows": rows, "processes": processes}
+    row["mib"] = sum(part.bytes for part in parts) / 2**20
+    with memory(row), clock(row, "seconds"):
+        assert verify(out, spread=spread_over(processes)).problems == []
+    shutil.rmtree(out)
+    return row
+
+
+def np_random(rows: int) -> Any:
+    """As many random numbers, which do not compress."""
+    import numpy as np
+
+    return np.random.default_rng(0).random(rows)
 
 
 def main() -> None:
@@ -204,7 +258,8 @@ def main() -> None:
     several = [name for name in options.engines if name != "ray"]
     rows += [apart(handing_out, name, many, count) for name in several for count in PROCESSES]
     rows += [apart(files, size) for size in sizes]
-    rows += [apart(keys, options.rows), apart(hashing, 1024)]
+    for count in (1, 2):
+        rows += [apart(keys, options.rows, count), apart(hashing, 4096, count), apart(verifying, options.rows, count)]
     shutil.rmtree(HOME)
     full = options.most == SIZES[-1] and len(options.engines) == 3
     note = f"{'full' if full else 'reduced'} run, up to {options.most:,} chunks of one row, two idle workers"

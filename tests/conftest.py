@@ -13,10 +13,14 @@ os.environ.setdefault("TORCHLAKE_PROGRESS", "0")
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import hypothesis
 import pytest
 
 import tiny
 
+# The default, 200 ms an example, fails on a machine that does other work too.
+hypothesis.settings.register_profile("torchlake", deadline=None)
+hypothesis.settings.load_profile("torchlake")
 CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}
 
 if TYPE_CHECKING:

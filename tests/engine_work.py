@@ -219,3 +219,8 @@ def meeting_ahead(folder: Path) -> Callable[[Chunks], Iterator[int]]:
             yield chunk
 
     return worker
+
+
+def process_of(item: int) -> tuple[int, int]:
+    """The item and the process that it was given to."""
+    return item, os.getpid()

@@ -32,6 +32,7 @@ from torchlake.engines import Engine, Worker
 from torchlake.models import load
 from torchlake.models.load import TaskSpec
 from torchlake.models.write import quiet
+from torchlake.training.model.base import base_model
 
 GOOD = "good great fine lovely superb brilliant charming warm funny moving".split()  # noqa: SIM905
 BAD = "bad awful poor dull boring terrible stale cold clumsy empty".split()  # noqa: SIM905
@@ -187,7 +188,7 @@ def build_model(folder: Path, *, encoder: Path, spec: TaskSpec = SPEC, seed: int
     """A model folder as training leaves it, with a head drawn from `seed` and never trained."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = load.base_model(encoder, spec, "AutoModelForSequenceClassification")
+        model = base_model(encoder, spec, "AutoModelForSequenceClassification")
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module.out_features == model.config.num_labels:
                 module.weight.data.normal_(0.0, 0.5)

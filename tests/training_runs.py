@@ -273,7 +273,7 @@ def _send_sigterm_at(site: str, nth: str) -> None:
     """Send this process SIGTERM when it comes to a failpoint for the nth time."""
     from torchlake import atomic_io, failpoints
     from torchlake.checkpoints import format
-    from torchlake.training import loop, restarts
+    from torchlake.training import restarts, validation
     from torchlake.training import step as steps
 
     hits = 0
@@ -285,5 +285,5 @@ def _send_sigterm_at(site: str, nth: str) -> None:
             mark_fault()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for module in (restarts, format, atomic_io, failpoints, loop, steps):
+    for module in (restarts, format, atomic_io, failpoints, validation, steps):
         module.failpoint = failpoint  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ it and fail, and the launch restarts from the last checkpoint.
 """
 
 import gc
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,6 +132,20 @@ def all_sum_array(group: Group, array: np.ndarray, doing: str) -> np.ndarray:
     with explain_lost_peers(group, doing):
         dist.all_reduce(tensor)
         return tensor.cpu().numpy()
+
+
+def from_rank_0(group: Group, value: Any, doing: str) -> Any:
+    """Rank 0's `value`, as JSON, on every rank; the others' is ignored."""
+    if group.world_size == 1:
+        return value
+    sent = json.dumps(value).encode() if group.rank == 0 else b""
+    (size,) = all_sum(group, [len(sent)], doing)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=group.device)
+    if group.rank == 0:
+        data.copy_(torch.from_numpy(np.frombuffer(sent, dtype=np.uint8).copy()))
+    with explain_lost_peers(group, doing):
+        dist.broadcast(data, 0)
+        return json.loads(data.cpu().numpy().tobytes())
 
 
 def barrier(group: Group, doing: str) -> None:

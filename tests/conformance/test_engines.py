@@ -10,13 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import engine_work as work
-from torchlake import plugins
+from torchlake import engines, plugins
 from torchlake.engines import Engine, _ray_train, _spark_distributor
-from torchlake.errors import Diverged, Interrupted, RankFailed, TooManyErrors, UsageError
+from torchlake.errors import Diverged, Interrupted, RankFailed, TableError, TooManyErrors, UsageError
 from torchlake.processes import hardware
+from torchlake.tables import keys
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import check_key
+from torchlake.tables.table import open_table
 
 LAUNCHERS = {"torch_distributor": "spark", "torch_trainer": "ray"}
 "The engines' own launchers of groups; what one cannot do is said in `UNSUPPORTED` of its module."
@@ -153,6 +159,33 @@ def test_an_exception_while_making_the_worker_is_not_retried(engine: Engine, tmp
 def test_one_result_per_chunk_is_enforced(engine: Engine, spoil: str) -> None:
     with pytest.raises(RankFailed, match="results for"):
         list(engine.run_chunks(partial(work.miscounting, spoil), range(3), processes=1))
+
+
+def test_much_is_spread_over_processes_and_comes_back_in_order(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing the input, checking a key, checking finished chunks and `verify`: those of a predict with a key."""
+    items = list(range(20))
+    assert list(engine.spread(str, items, size=0, name="here")) == [str(item) for item in items]
+    with closing(engine.spread(work.process_of, items, size=engines.SPREAD_BYTES, name="there")) as results:
+        found = list(results)
+    assert [item for item, _ in found] == items
+    assert os.getpid() not in {pid for _, pid in found}
+    with closing(engine.spread(work.process_of, items, size=engines.SPREAD_BYTES, name="there")) as results:
+        assert next(results)[0] == 0  # closing it cancels the rest
+
+    for number, first in enumerate((0, 70)):
+        path = tmp_path / "in" / f"{number}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"id": [f"key {first + row}" for row in range(100)]}), path)
+    table = open_table(tmp_path / "in", columns=["id"])
+    monkeypatch.setattr(engines, "SPREAD_BYTES", 0)
+    monkeypatch.setattr(keys, "ITEM_ROWS", 60)
+    plan = plan_chunks(table, columns=["id"], chunk_rows=30, spread=engine.spread)
+    assert plan == plan_chunks(table, columns=["id"], chunk_rows=30)
+    with pytest.raises(TableError, match=r"'key 70' in .*0.parquet row 70 and .*1.parquet row 0"):
+        check_key(table, plan, "id", spread=engine.spread, scratch=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_launch_returns_the_value_of_rank_0(launcher: Engine) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tiny
+from sweeps import sweep
 from torchlake import plugins
 from torchlake.data.batching import Ragged, pad
 from torchlake.models import load as models
@@ -70,6 +71,8 @@ def of_every_kind(name: str) -> list[object]:
 
 
 CASES = [case for name in plugins.names("runtimes") for case in of_every_kind(name)]
+QUICK = set(plugins.names("runtimes")) - {"compiled"}
+"Compiling takes half a minute a test: quick tests see that it agrees with eager."
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -87,7 +90,8 @@ def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
         assert difference <= plugins.load("runtimes", name).TOLERANCE, lengths
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", sweep(plugins.names("runtimes"), quick=QUICK))
 def test_neither_padding_nor_neighbors_change_an_answer(name: str, kind: str, load: Load) -> None:
     """A row scored alone and in a ragged batch may differ by rounding: in fp32, or at times by a step of 8 bits."""
     folder, forward = load(name, kind)
@@ -100,7 +104,7 @@ def test_neither_padding_nor_neighbors_change_an_answer(name: str, kind: str, lo
         np.testing.assert_allclose(alone[0], together[row], atol=tolerance)
 
 
-@pytest.mark.parametrize("name", plugins.names("runtimes"))
+@pytest.mark.parametrize("name", sweep(plugins.names("runtimes"), quick=QUICK))
 def test_loud_neighbors_cost_no_precision(name: str, load: Load) -> None:
     """The same row twenty times over beside others: a scale taken from the batch would give it other answers."""
     folder, forward = load(name, "bert")

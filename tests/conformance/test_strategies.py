@@ -72,7 +72,7 @@ def test_it_trains_like_single(name: str, tmp_path: Path, tiny_bert: Path) -> No
     assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in seen)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "single"])
+@pytest.mark.parametrize("name", sweep((name for name in NAMES if name != "single"), quick={"fsdp"}))
 def test_it_trains_a_language_model_like_single(name: str, tmp_path: Path, tiny_gpt2: Path) -> None:
     """Packed blocks, and weights that are tied."""
     skip_where_it_cannot_run(name)
@@ -85,10 +85,8 @@ def test_it_trains_a_language_model_like_single(name: str, tmp_path: Path, tiny_
     assert other.metrics == pytest.approx(one.metrics, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in NAMES if name != "single"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "single"])
 def test_it_trains_an_encoder_decoder_like_single(name: str, tmp_path: Path) -> None:
     """Two lists of layers, and ranks without a row: BART computes only rows with an end token."""
     skip_where_it_cannot_run(name)

@@ -18,6 +18,7 @@ from torchlake.loss import UNWEIGHTED
 from torchlake.models import load
 from torchlake.models.generation import END, NOTHING
 from torchlake.models.load import TaskSpec
+from torchlake.training.model.base import base_model
 
 COLUMNS = {
     "strings": (pa.array(["good", "bad", None, "good"]), ("bad", "good")),
@@ -123,7 +124,7 @@ def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: Tas
 
 def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, spec: TaskSpec, tiny_bert: Path) -> None:
     torch.manual_seed(0)
-    model = load.base_model(tiny_bert, spec, task.AUTO_CLASS).eval()
+    model = base_model(tiny_bert, spec, task.AUTO_CLASS).eval()
     ids = torch.randint(5, 90, (3, 8))
     truth = torch.tensor(task.encode_labels(column.drop_null(), spec).to_pylist())
     with torch.inference_mode():
@@ -201,7 +202,7 @@ def test_many_texts_are_tokenized_like_few(packed: ModuleType, packed_spec: Task
 
 def test_the_loss_of_texts_is_that_of_transformers(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
     """Padding on the right is no target, and the sum over rows is the sum of the rows."""
-    model = load.base_model(tiny_gpt2, packed_spec, packed.AUTO_CLASS)
+    model = base_model(tiny_gpt2, packed_spec, packed.AUTO_CLASS)
     ids = np.random.default_rng(0).integers(5, 90, (3, 8))
     lengths = np.array([8, 5, 1])
     mask = (np.arange(8) < lengths[:, None]).astype(np.int64)

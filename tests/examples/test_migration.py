@@ -142,6 +142,7 @@ def horovod_losses() -> list[float]:
     return means
 
 
+@pytest.mark.slow  # as above
 def test_after_horovod(horovod_losses: list[float], capfd: pytest.CaptureFixture[str]) -> None:
     launch_script(str(EXAMPLES / "horovod" / "after.py"), processes=2)
     printed = capfd.readouterr().out
@@ -172,6 +173,7 @@ def expected_losses(points: Path) -> list[float]:
     return means
 
 
+@pytest.mark.slow
 def test_after_petastorm(points: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = str(EXAMPLES / "petastorm" / "after.py")
     launch_script(script, [str(points), "--ids"], processes=2)

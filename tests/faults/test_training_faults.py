@@ -383,7 +383,7 @@ def test_three_in_a_row_end_the_run_and_keep_the_last_good_weights(
         assert all(tensor.isfinite().all() for tensor in load_file(path).values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sweep([1, 2], quick={1}))
 def test_a_full_disk_keeps_the_checkpoint_before(
     tmp_path: Path, sections: dict[str, Any], ranks: int, recovery: Watch
 ) -> None:

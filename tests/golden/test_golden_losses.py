@@ -14,6 +14,7 @@ import torch
 
 import tiny
 import training_runs as runs
+from sweeps import sweep
 from torchlake import plugins
 
 TOLERANCE = 2e-5
@@ -77,7 +78,9 @@ def check(path: Path, found: list[float]) -> None:
     assert found == (golden if header == f"# {machine()}" else pytest.approx(golden, abs=TOLERANCE, rel=TOLERANCE))
 
 
-@pytest.mark.parametrize("strategy", [name for name in plugins.names("strategies") if name != "single"])
+@pytest.mark.parametrize(
+    "strategy", sweep((name for name in plugins.names("strategies") if name != "single"), quick={"fsdp"})
+)
 def test_two_ranks_give_the_losses_of_one(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")

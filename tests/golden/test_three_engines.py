@@ -29,11 +29,14 @@ def results(name: str, folder: Path, encoder: Path, model: Path) -> dict[str, An
     folder.mkdir()
     reviews = folder.parent / "reviews.parquet"
     scored = tl.predict(model, reviews, folder / "scored", key="id", chunk_rows=30, engine=engine)
+    some = {"where": "id >= 20 and label is not null", "sample": 0.7, "seed": 1, "limit": 50, "chunk_rows": 20}
+    selected = tl.predict(model, reviews, folder / "selected", engine=engine, **some)
     sections = runs.job(folder.parent, encoder, batch_size=16, max_steps=10, strategy="ddp")
     run = tl.train(run=folder / "run", engine=engine, **sections).path
     return {
         "rows": scored.rows_out,
         "parts": digest(folder / "scored"),
+        "selected": f"{selected.rows_out} {digest(folder / 'selected')}",
         "tokens": digest(run / "prepared"),
         "last loss": runs.losses(run)[-1],
         "losses": hashlib.sha256(repr(runs.losses(run)).encode()).hexdigest()[:12],

@@ -206,6 +206,7 @@ def test_a_step_does_not_wait_for_the_gpu(
     assert len(runs.losses(tmp_path / "run")) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "flash", "flex"])
 def test_attention_gives_the_losses_of_the_cpu_with_packed_rows(
     attention: str, tmp_path: Path, tiny_llama: Path, device: str

@@ -17,7 +17,7 @@ FLOORS = {
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
     1: "config distributed logs loss metrics optim processes "
-    "tables tables.formats tables.output tables.sources tables.storage",
+    "tables tables.formats tables.output tables.selection tables.sources tables.storage",
     0: "atomic_io errors failpoints plugins progress",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
@@ -34,14 +34,15 @@ NEIGHBORS = {
     "tuning": {"preparation", "training"},
     "models": {"checkpoints", "data"},
     "runs": {"checkpoints"},
+    "config": {"tables.selection"},
     "logs": {"config"},
     "loss": {"config"},
     "optim": {"config", "processes"},
     "processes": {"logs"},
-    "tables": {"config", "tables.formats", "tables.sources", "tables.storage"},
-    "tables.formats": {"tables.storage"},
-    "tables.output": {"processes", "tables", "tables.formats", "tables.storage"},
-    "tables.sources": {"tables.formats", "tables.storage"},
+    "tables": {"config", "tables.formats", "tables.selection", "tables.sources", "tables.storage"},
+    "tables.formats": {"tables.selection", "tables.storage"},
+    "tables.output": {"tables", "tables.formats", "tables.storage"},
+    "tables.sources": {"tables.formats", "tables.selection", "tables.storage"},
     "tables.storage": {"config"},
     "atomic_io": {"errors", "failpoints"},
     "plugins": {"errors"},
@@ -54,6 +55,7 @@ GROUND = {
     "tables",
     "tables.formats",
     "tables.output",
+    "tables.selection",
     "tables.sources",
     "tables.storage",
 }

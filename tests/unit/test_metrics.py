@@ -112,7 +112,7 @@ def test_one_label_alone_is_not_a_choice_between_two_classes() -> None:
     assert (found["subset_accuracy"], found["hamming_loss"], found["mean_average_precision"]) == (0.75, 0.25, 1.0)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     problem=st.sampled_from(PROBLEMS), rows=st.integers(1, 40), classes=st.integers(2, 4), seed=st.integers(0, 10**6)
 )

@@ -18,7 +18,7 @@ from torchlake import atomic_io
 from torchlake.distributed import Group, explain_lost_peers
 from torchlake.errors import ran_out_of_memory
 from torchlake.strategies import single
-from torchlake.training import state
+from torchlake.training import setup
 from torchlake.training.rows import Rows
 from torchlake.training.state import TrainState
 
@@ -54,7 +54,7 @@ def test_memory_that_runs_out_halves_the_micro_batches(
     runs.succeed(tmp_path / "roomy", sections, ranks=ranks)
     runs.succeed(tmp_path / "tight", sections, ranks=ranks, stub=memory_for_100_tokens)
     assert runs.losses(tmp_path / "tight") == pytest.approx(runs.losses(tmp_path / "roomy"), abs=TOLERANCE)
-    noted = atomic_io.read_json(tmp_path / "tight" / state.MICRO_BATCH)
+    noted = atomic_io.read_json(tmp_path / "tight" / setup.MICRO_BATCH)
     assert noted["tokens"] <= 100
     assert noted["asked"] == 16384
 
@@ -112,7 +112,7 @@ def test_memory_that_runs_out_elsewhere_in_a_step_does_too(
     tight = runs.succeed(tmp_path / "tight", sections, ranks=ranks, stub=stub)
     assert runs.losses(tmp_path / "tight") == pytest.approx(runs.losses(tmp_path / "roomy"), abs=TOLERANCE)
     assert tight.metrics is not None
-    assert 0 < atomic_io.read_json(tmp_path / "tight" / state.MICRO_BATCH)["tokens"] < 16384
+    assert 0 < atomic_io.read_json(tmp_path / "tight" / setup.MICRO_BATCH)["tokens"] < 16384
 
 
 @pytest.mark.parametrize(

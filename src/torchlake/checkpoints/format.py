@@ -159,6 +159,14 @@ def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
         return {name: shards.read(name) for name in like}
 
 
+def load_into(path: Path, weights: Tensors) -> None:
+    """Copy a checkpoint's model into tensors in main memory, one by one. Raises DataError naming what differs."""
+    with open_tensors(path, MODEL) as shards:
+        shards.check(weights)
+        for name, tensor in weights.items():
+            tensor.copy_(shards.read(name))
+
+
 def untied(state: Tensors) -> dict[str, torch.Tensor]:
     """`state` without tensors that share all their memory with an earlier one: tied weights are stored once."""
     kept: dict[tuple[int, tuple[int, ...]], str] = {}

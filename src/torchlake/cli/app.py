@@ -16,6 +16,7 @@ from torchlake.cli import options as o
 from torchlake.cli.display import Outcome
 from torchlake.cli.engine import engine_settings, make_engine
 from torchlake.cli.help import Command, Group
+from torchlake.errors import UsageError
 
 Work = Callable[[], Outcome]
 
@@ -59,21 +60,29 @@ def _command(example: str, **options: Any) -> Callable[[Callable[..., Work]], No
 @_command("init reviews.parquet --label stars")
 def init(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Training table: a file, folder, glob or URL.")],
+    more: o.MoreInput = None,
+    csv: o.Csv = None,
     text: o.InitText = None,
     label: o.InitLabel = None,
     model: o.InitModel = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     output: o.JobOutput = "job.yaml",
     force: o.Force = False,
 ) -> Work:
     """Write a job file for a table. Guesses the columns, and shows classes, lengths and problems."""
-    options = _given(locals(), "table")
-    return lambda: commands.init(table, options)
+    options = _given(locals(), "table", "more")
+    return lambda: commands.init(_tables(table, more), options)
 
 
 @_command("train job.yaml --processes 2", epilog=SETTINGS)
 def train(
     job: o.OptionalJob = None,
     overrides: o.Settings = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     run: o.RunFolder = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
@@ -82,7 +91,7 @@ def train(
     as_json: o.Json = False,
 ) -> Work:
     """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint."""
-    settings = _settings(overrides, processes, engine)
+    settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
     if mlflow is not None:
         settings.append(f"track.mlflow={json.dumps(mlflow)}")
     if tensorboard:
@@ -96,6 +105,9 @@ def tune(
     space: o.Space,
     trials: o.Trials,
     overrides: o.Settings = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     run: o.TuningFolder = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
@@ -104,7 +116,7 @@ def tune(
     as_json: o.Json = False,
 ) -> Work:
     """Search for the settings that train the best model. Run the same command again to continue."""
-    settings = _settings(overrides, processes, engine)
+    settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
     options = {"trials": trials, "run": run, "seed": seed, "prune": not no_prune}
     return lambda: commands.tune(job, space, settings, options, as_json=as_json)
 
@@ -113,6 +125,9 @@ def tune(
 def plan(
     job: o.OptionalJob = None,
     overrides: o.Settings = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     sample_rows: o.SampleRows = None,
     processes: o.Ranks = None,
     gpu_memory: o.GpuMemory = None,
@@ -121,8 +136,9 @@ def plan(
     latency: o.Latency = None,
 ) -> Work:
     """Estimate memory and time before training. Shows tokens, padding, memory and time of each strategy."""
-    options = _given(locals(), "job", "overrides")
-    return lambda: commands.plan(job, list(overrides or ()), options)
+    options = _given(locals(), "job", "overrides", "where", "sample", "limit")
+    settings = [*(overrides or ()), *_rows(where, sample, limit)]
+    return lambda: commands.plan(job, settings, options)
 
 
 @_command("predict runs/reviews/model reviews.parquet scored/")
@@ -130,7 +146,12 @@ def predict(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
+    more: o.MoreInput = None,
+    csv: o.Csv = None,
     text: o.Text = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
     null: o.Null = None,
     on_bad_file: o.OnBadFile = None,
     accept_new_input: o.AcceptNewInput = False,
@@ -159,18 +180,25 @@ def predict(
     as_json: o.Json = False,
 ) -> Work:
     """Score a table, every row exactly once. Run the same command again to score only what is missing."""
-    options = _given(locals(), "model", "table", "output", "engine", "processes", "overrides", "profile", "as_json")
-    return lambda: commands.predict(
-        model, table, output, make_engine(engine, processes, overrides, as_json=as_json), options, profile=profile
+    options = _given(
+        locals(), "model", "table", "more", "output", "engine", "processes", "overrides", "profile", "as_json"
     )
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.predict(model, _tables(table, more), output, runs_on, options, profile=profile)
 
 
 @_command("evaluate runs/reviews/model test.parquet")
 def evaluate(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Table with labels: a file, folder, glob or URL.")],
+    more: o.MoreInput = None,
+    csv: o.Csv = None,
     text: o.Text = None,
     label: o.Label = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
+    seed: o.SampleSeed = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,
@@ -178,16 +206,21 @@ def evaluate(
     as_json: o.Json = False,
 ) -> Work:
     """Measure a model on a labeled table. Each headline metric has a 95 % bootstrap interval."""
-    options = _given(locals(), "model", "table", "engine", "processes", "overrides", "as_json")
-    return lambda: commands.evaluate(model, table, make_engine(engine, processes, overrides, as_json=as_json), options)
+    options = _given(locals(), "model", "table", "more", "engine", "processes", "overrides", "as_json")
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.evaluate(model, _tables(table, more), runs_on, options)
 
 
 @_command("optimize runs/reviews/model --sample reviews.parquet")
 def optimize(
     model: o.Model,
     sample: o.Sample,
+    more: o.MoreInput = None,
+    csv: o.Csv = None,
     text: o.Text = None,
     label: o.Label = None,
+    where: o.Where = None,
+    limit: o.Limit = None,
     max_drop: o.MaxDrop = None,
     min_agreement: o.MinAgreement = None,
     budget: o.Budget = None,
@@ -199,8 +232,9 @@ def optimize(
     as_json: o.Json = False,
 ) -> Work:
     """Choose the fastest runtime that agrees with the model. Measures on your rows; predict then uses it."""
-    options = _given(locals(), "model", "sample", "engine", "processes", "overrides", "as_json")
-    return lambda: commands.optimize(model, sample, make_engine(engine, processes, overrides, as_json=as_json), options)
+    options = _given(locals(), "model", "sample", "more", "engine", "processes", "overrides", "as_json")
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.optimize(model, _tables(sample, more), runs_on, options)
 
 
 @_command("launch train.py --processes 2 -- --lr 0.1")
@@ -228,9 +262,13 @@ def launch(
 @_command("verify scored/")
 def verify(
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder written by predict.")],
+    engine: o.EngineName = None,
+    processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
+    as_json: o.Json = False,
 ) -> Work:
     """Check an output against its commit record. Checks checksums, rows and keys; exits with 65 on a problem."""
-    return lambda: commands.verify(output)
+    return lambda: commands.verify(output, make_engine(engine, processes, overrides, as_json=as_json))
 
 
 @_command("report runs/reviews")
@@ -280,6 +318,16 @@ def _settings(overrides: list[str] | None, processes: int | None, engine: str | 
     return [*(overrides or ()), *engine_settings(engine, processes)]
 
 
+def _tables(first: str, more: list[str] | None) -> str | list[str]:
+    return [first, *more] if more else first
+
+
+def _rows(where: str | None, sample: float | None, limit: int | None) -> list[str]:
+    """The overrides of a job for the rows to read."""
+    given = {"where": where, "sample": sample, "limit": limit}
+    return [f"data.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+
+
 def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
     """The options that were given, by name; for the others the defaults of the Python function apply."""
     given = {
@@ -287,5 +335,15 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
         for name, value in values.items()
         if name not in without and value is not None and value is not False and value != []
     }
+    if "csv" in given:
+        given["csv"] = dict(_pair(text) for text in given["csv"])
     lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """The key and the value of `--csv`."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--csv {text}: write it as key=value, such as delimiter=;")
+    return key, value

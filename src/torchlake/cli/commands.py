@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LABELS_SHOWN = 10
 
 
-def init(table: str, options: Mapping[str, Any]) -> Outcome:
+def init(table: str | list[str], options: Mapping[str, Any]) -> Outcome:
     """Write a job file for a table."""
     from torchlake.preparation.first_job import write_first_job
 
@@ -131,7 +131,13 @@ def tune(job: str, space: str, overrides: Sequence[str], options: Mapping[str, A
 
 
 def predict(
-    model: str, table: str, output: str, engine: "Engine | None", options: Mapping[str, Any], *, profile: bool
+    model: str,
+    table: str | list[str],
+    output: str,
+    engine: "Engine | None",
+    options: Mapping[str, Any],
+    *,
+    profile: bool,
 ) -> Outcome:
     """Score a stored table; with `profile`, also show the seconds of each step."""
     from torchlake.scoring.predict import predict
@@ -143,7 +149,7 @@ def predict(
     values = {**{name: getattr(done, name) for name in names}, "output": done.path}
     shown = {
         "output": done.path,
-        "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error",
+        "rows": f"{done.rows_out:,}, of which {done.rows_failed:,} with an error" + _left_out(done.record),
         "time": f"{done.seconds:,.1f} s, {done.rows_per_s:,.0f} rows/s",
     }
     lines = fact_lines(shown)
@@ -156,7 +162,7 @@ def predict(
     return Outcome(values=values, lines=lines)
 
 
-def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
+def evaluate(model: str, table: str | list[str], engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Measure a model on a labeled table."""
     from torchlake.evaluation.evaluate import evaluate
     from torchlake.tables.output.failures import format_reasons
@@ -176,7 +182,7 @@ def evaluate(model: str, table: str, engine: "Engine | None", options: Mapping[s
     return Outcome(values=values, lines=lines)
 
 
-def optimize(model: str, sample: str, engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
+def optimize(model: str, sample: str | list[str], engine: "Engine | None", options: Mapping[str, Any]) -> Outcome:
     """Choose the model's runtime."""
     from torchlake.optimization.optimize import optimize
 
@@ -213,11 +219,11 @@ def launch(
     return Outcome(values={"value": value, "processes": processes}, lines=[] if value is None else [str(value)])
 
 
-def verify(output: str) -> Outcome:
+def verify(output: str, engine: "Engine | None") -> Outcome:
     """Check a scored table; exit status 65 when a check fails."""
     from torchlake.tables.output.verify import verify
 
-    done = verify(output)
+    done = verify(output, spread=None if engine is None else engine.spread)
     shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}
     verdict = [f"problem: {problem}" for problem in done.problems] or [f"{output}: complete and unchanged"]
     names = ("rows_in", "rows_out", "rows_failed", "parts", "problems", "notes")
@@ -297,6 +303,15 @@ def _check_job(job: str | None, overrides: Sequence[str], command: str) -> None:
     """Raise UsageError where neither a job file nor settings are given."""
     if job is None and not overrides:
         raise UsageError(f"Name a job file (torchlake {command} job.yaml), or give every setting with --set a.b=c.")
+
+
+def _left_out(record: Mapping[str, Any]) -> str:
+    """What a job did not read, in words; empty if it read everything."""
+    selection = record.get("selection", {})
+    rows = sum(selection.get("left_out", {}).values())
+    files = selection.get("unread_files", 0)
+    parts = [f"{rows:,} rows"] * bool(rows) + [f"{files:,} files"] * bool(files)
+    return f"; {' and '.join(parts)} not selected" if parts else ""
 
 
 def _seconds_running() -> float:

@@ -129,6 +129,20 @@ Null = Annotated[
     Literal["error", "score"] | None,
     _input("--null", "error|score", "Rows without text: report an error, or score as empty (default: error)."),
 ]
+MoreInput = Annotated[
+    list[str] | None,
+    _input("--input", "TABLE", "Further table; repeatable."),
+]
+Where = Annotated[
+    str | None,
+    _input("--where", "CONDITION", 'Read only such rows, as in "stars >= 3".'),
+]
+SampleShare = Annotated[float | None, _input("--sample", "SHARE", "Read this share of the rows.")]
+Limit = Annotated[int | None, _input("--limit", "N", "Read at most N rows.", min=1)]
+SampleSeed = Annotated[int | None, _input("--seed", "N", "Random seed of --sample (default: 0).", min=0)]
+Csv = Annotated[
+    list[str] | None, _input("--csv", "KEY=VALUE", "Delimiter, quote or encoding of CSV files; repeatable.")
+]
 OnBadFile = Annotated[
     Literal["error", "quarantine"] | None,
     _input("--on-bad-file", "error|quarantine", "Unreadable files: stop, or list and skip (default: error)."),
@@ -172,7 +186,7 @@ TopP = Annotated[
     float | None, _text("--top-p", "P", "Sample from the most likely tokens with total probability P.", min=0, max=1)
 ]
 Stop = Annotated[list[str] | None, _text("--stop", "TEXT", "End an answer before this text; repeatable.")]
-Seed = Annotated[int | None, _text("--seed", "N", "Random seed for sampling (default: 0).", min=0)]
+Seed = Annotated[int | None, _text("--seed", "N", "Random seed for sampling, also of --sample (default: 0).", min=0)]
 Chat = Annotated[bool, _text("--chat", None, "Texts are conversations: JSON lists of {role, content}.")]
 
 # optimize

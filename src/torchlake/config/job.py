@@ -31,6 +31,7 @@ from torchlake.config.task_spec import label_name
 from torchlake.config.types import STRICT, Bool, Every, Float, Int, Interval, Name, Seconds, StrategyName, TaskName
 from torchlake.config.yaml import Location, read_text, read_yaml, shape
 from torchlake.errors import ConfigError
+from torchlake.tables.selection.grammar import parse
 
 
 def _kind(value: Any) -> str:
@@ -73,6 +74,19 @@ class Fraction(BaseModel):
     """Share of the rows, above 0 and below 1."""
 
 
+class CsvConfig(BaseModel):
+    """How CSV files are written."""
+
+    model_config = STRICT
+
+    delimiter: Name | None = Field(default=None, max_length=1)
+    """Character between fields; null: a tab in .tsv files, else a comma."""
+    quote: Name = Field(default='"', max_length=1)
+    """Character around a field; doubled within one."""
+    encoding: Name = "utf-8"
+    """Encoding of the text, such as latin-1, cp1252 or utf-16."""
+
+
 class DataConfig(BaseModel):
     """The training and validation tables, and their columns."""
 
@@ -94,9 +108,24 @@ class DataConfig(BaseModel):
     """Tokens of conversations in the loss: all, or those of the assistant's turns as marked by the chat template."""
     key: Name | None = None
     """Column that identifies a row, unique and without nulls; null: file and row number."""
+    csv: CsvConfig = CsvConfig()
+    """How the tables are written, if they are CSV files."""
+    where: Name | None = None
+    """Rows of both tables to read, such as stars >= 3 and lang = 'en'; null: all."""
+    sample: Float | None = Field(default=None, gt=0, le=1)
+    """Share of the training table's rows, selected by train.seed; null: all."""
+    limit: Int | None = Field(default=None, ge=1)
+    """Maximum number of rows of the training table, in its order; null: all."""
     bad_rows: Literal["error", "drop"] = "error"
     """A row that is null, cannot be decoded, or has a label that is NaN or not a class of the model: stop the job, or
     drop the row and count it."""
+
+    @field_validator("where")
+    @classmethod
+    def _where_can_be_parsed(cls, where: str | None) -> str | None:
+        if where is not None:
+            parse(where)
+        return where
 
     @field_validator("label")
     @classmethod

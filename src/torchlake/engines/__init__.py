@@ -4,6 +4,7 @@ Every command is a chunk job or a launch, so an engine has two main methods, and
 
     run_chunks   each chunk at least once, on any process, in any order (tables/output/commit.py makes it exactly once)
     launch       one function as N ranks at the same time, with the variables that torchrun sets
+    spread       one function over many items that read much data, as a chunk job if there is enough of it
     map_frame    the engine's own frame in and out (with `frame_schema` and `materialize`; their defaults are for an
                  engine whose frame is the Arrow table)
 
@@ -13,18 +14,27 @@ first, then `spark.py` or `ray.py`. `tests/conformance/test_engines.py` tests ev
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import plugins
 from torchlake.errors import UsageError
+from torchlake.tables.storage.spread import in_process
 
+T = TypeVar("T")
+R = TypeVar("R")
 Worker = Callable[[Iterator[Any]], Iterator[Any]]
 ProcessRange = int | tuple[int, int]
 "A number of processes, or (minimum, maximum)."
+SPREAD_BYTES = 1 << 30
+"Less is read by threads of this process in seconds, while processes start."
+SPREAD_MEMORY = 1 << 30
+"Bytes of memory for a process that hashes, sorts keys or checks parts."
 
 
 class Engine(ABC):
@@ -93,6 +103,28 @@ class Engine(ABC):
         SIGTERM or, if an engine's tasks take no signals, by creating `stop_file`, for which they have to look.
         """
 
+    def spread(
+        self, function: Callable[[T], R], items: Sequence[T], *, size: int, name: str
+    ) -> Generator[R, None, None]:
+        """A `Spread`: a chunk job if the items read at least `SPREAD_BYTES`, else threads of this process."""
+        if size < SPREAD_BYTES or len(items) < 2:
+            yield from in_process(function, items, size=size)
+            return
+        waiting: dict[int, R] = {}
+        results = self.run_chunks(
+            partial(_make_mapper, function),
+            list(enumerate(items)),
+            memory_per_process=SPREAD_MEMORY,
+            name=name,
+            label=_item_label,
+        )
+        with closing(results):
+            for due in range(len(items)):
+                while due not in waiting:
+                    number, result = next(results)
+                    waiting[number] = result
+                yield waiting.pop(due)
+
     @abstractmethod
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
         """Apply `make_worker()`, a function from Arrow table to Arrow table of `schema`, to the engine's own frame.
@@ -130,6 +162,14 @@ class Engine(ABC):
         """Write the engine's own frame as Parquet files into the new folder `folder`."""
         os.mkdir(folder)
         pq.write_table(frame, os.path.join(folder, "part-00000.parquet"))
+
+
+def _make_mapper(function: Callable[[T], R]) -> Callable[[Iterator[tuple[int, T]]], Iterator[tuple[int, R]]]:
+    return lambda items: ((number, function(item)) for number, item in items)
+
+
+def _item_label(item: tuple[int, Any]) -> str:
+    return f"item {item[0]}"
 
 
 def at_least_one(number: int, name: str = "processes") -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,7 @@ from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._find import pinned
+from torchlake.tables.sources._options import ReadArguments, ReadOptions, read_options
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
 from torchlake.tables.table import open_table
@@ -79,10 +80,12 @@ def evaluate(
     label: str | None = None,
     engine: Engine | str | None = None,
     runtime: Runtime | None = None,
+    **read: Unpack[ReadArguments],
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
 
-    `text` and `label` name the columns if they differ from those of the training table; `runtime` is as in `predict`.
+    `text` and `label` name the columns if they differ from those of the training table; `runtime` is as in `predict`,
+    and so are the rows of a stored table that are measured (`where`, `sample` with `seed`, `limit`) and `csv`.
     A language model is measured on the texts only (`perplexity.py`).
 
     Raises DataError for a label that the model does not know and for a table without usable rows, TableError for a
@@ -93,11 +96,14 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
+    options = read_options(read)
+    if is_frame(table):
+        options.refuse_for_frames()
     spec, engine, table = load_spec(model), as_engine(engine), pinned(table)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")
-        return _of_texts(model, table, replace(spec, text=text or spec.text), engine, runtime)
+        return _of_texts(model, table, replace(spec, text=text or spec.text), engine, runtime, options)
     spec = replace(spec, text=text or spec.text, label=label or spec.label)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
         predict = partial(
@@ -115,17 +121,22 @@ def evaluate(
             targets, reasons = _frame_targets(frame, spec)
             scored = predict(frame.select([spec.text]))
         else:
-            targets, reasons = _stored_targets(cast(StoredTable, table), spec)
+            targets, reasons = _stored_targets(cast(StoredTable, table), spec, options)
             output = Path(folder, "scored")
-            predict(table, output)
+            predict(table, output, **read)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, targets, reasons, spec)
 
 
 def _of_texts(
-    model: str | Path, table: Any, spec: TaskSpec, engine: Engine | None, runtime: Runtime | None
+    model: str | Path,
+    table: Any,
+    spec: TaskSpec,
+    engine: Engine | None,
+    runtime: Runtime | None,
+    options: ReadOptions,
 ) -> Evaluation:
-    found = measure_texts(model, table, spec, engine=engine, runtime=runtime)
+    found = measure_texts(model, table, spec, engine=engine, runtime=runtime, options=options)
     return Evaluation(
         rows=found.rows,
         failed=sum(found.errors.values()),
@@ -145,11 +156,11 @@ def _frame_targets(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int,
     return plugins.load("tasks", spec.task).encode_labels(frame[spec.label], spec), {}
 
 
-def _stored_targets(table: str | Path | Sequence[str | Path], spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
+def _stored_targets(table: StoredTable, spec: TaskSpec, options: ReadOptions) -> tuple[pa.Array, dict[int, str]]:
     """Return the encoded labels of all rows, in the table's order, and the reasons of unreadable ones."""
     task = plugins.load("tasks", spec.task)
     assert spec.label is not None, "a task without labels is measured on its texts"
-    source = open_table(table, columns=spec.columns)
+    source = open_table(table, columns=spec.columns, options=options)
     reader = ChunkReader((spec.label,))
     pieces: list[pa.Array] = []
     reasons: dict[int, str] = {}

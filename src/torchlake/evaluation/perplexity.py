@@ -38,6 +38,7 @@ from torchlake.scoring.runtime_choice import REFERENCE, requested
 from torchlake.scoring.scorer import device, worker_memory
 from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.record import committed_files
+from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
 
 RESAMPLES = 1000
@@ -71,7 +72,13 @@ class TextLoss:
 
 
 def measure_texts(
-    model: str | Path, table: Any, spec: TaskSpec, *, engine: Engine | None, runtime: Runtime | None
+    model: str | Path,
+    table: Any,
+    spec: TaskSpec,
+    *,
+    engine: Engine | None,
+    runtime: Runtime | None,
+    options: ReadOptions,
 ) -> TextLoss:
     """Measure the loss of `model` over the texts of a stored table or a frame.
 
@@ -85,7 +92,7 @@ def measure_texts(
             pq.write_table(to_arrow(table), stored)
             table = stored
         prepared, cache = Path(scratch, "tokens"), Path(scratch, "cache")
-        record = prepare(table, prepared, tokenizer=folder, spec=spec, engine=engine, bad_rows="drop")
+        record = prepare(table, prepared, tokenizer=folder, spec=spec, engine=engine, bad_rows="drop", options=options)
         loading.build_cache(prepared, cache)
         settings = LossSettings(model=str(folder), runtime=choice.runtime, spec=spec, cache=str(cache))
         losses, targets = _losses(settings, engine)

@@ -1,4 +1,4 @@
-"""Load models from their folders, with a new head if the task needs one.
+"""Load models from their folders.
 
 A model folder has Hugging Face's layout (config.json, model.safetensors, the tokenizer's files) plus
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, label_name, spec_from_json
+from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
 from torchlake.models.config import embeddings, in_words, load_config, positions, read_head, set_pad_id
 from torchlake.models.folders import model_folder
@@ -32,9 +32,9 @@ __all__ = [
     "Label",
     "Problem",
     "TaskSpec",
-    "base_model",
     "check_folder",
     "embeddings",
+    "from_pretrained",
     "load_config",
     "load_model",
     "load_spec",
@@ -45,6 +45,7 @@ __all__ = [
     "model_folder",
     "positions",
     "save_model_folder",
+    "whole_config",
 ]
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def load_model(
     check_folder(folder)
     if (folder / atomic_io.MANIFEST).exists():
         atomic_io.check_manifest(folder)
-    model, info = _from_pretrained(folder, auto_class, dtype=dtype)
+    model, info = from_pretrained(folder, auto_class, dtype=dtype)
     lacking = sorted([*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])])
     if lacking:
         raise DataError(
@@ -148,49 +149,6 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     return tensors
 
 
-def base_model(base: str | Path, spec: TaskSpec, auto_class: str) -> "PreTrainedModel":
-    """Load the encoder `base` with a new head for `spec`, in fp32. The head is drawn from torch's global generator.
-
-    A language model keeps its head. So do a classifier with the same classes, whose rows are reordered, and a
-    regression in the same units. Raises DataError if the architecture has no such head or weights are missing.
-    """
-    import transformers
-
-    folder = model_folder(base)
-    check_folder(folder)
-    if spec.problem in GENERATIVE:
-        return _language_model(folder, auto_class)
-    trained = head_spec(folder)
-    config = _whole_config(folder, auto_class)
-    names = [label_name(label) for label in spec.labels] or ["value"]
-    config.id2label = dict(enumerate(names))
-    config.label2id = {name: index for index, name in enumerate(names)}
-    config.problem_type = PROBLEM_TYPES[spec.problem]
-    if type(config) not in getattr(transformers, auto_class)._model_mapping:
-        raise DataError(
-            f"{folder}: the architecture {config.model_type!r} has no head for {spec.task} in transformers. "
-            "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa."
-        )
-    model, info = _from_pretrained(folder, auto_class, config=config)
-    body = f"{model.base_model_prefix}."
-    lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
-    # The pooler is part of the head: some encoders were pretrained without one and lack its weights.
-    torn = sorted(key for key in lacking if key.startswith(body) and not key.startswith(f"{body}pooler."))
-    if torn:
-        raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
-    head = _head(model)
-    kept = None if trained is None or lacking or len(head) != 1 else _rows_kept(trained, spec)
-    if kept is None:
-        _draw_head(model, head)
-    else:
-        _order_rows(head[0], kept)
-    if trained is not None:
-        what = "drawn: it was trained for other classes or numbers" if kept is None else "kept: it has the same classes"
-        log.info("%s: the head is %s", folder, what)
-    model.config.architectures = [type(model).__name__]
-    return model
-
-
 def head_spec(folder: Path) -> TaskSpec | None:
     """Return the task that the head of a model folder was trained for; None without a head or names of its classes."""
     check_folder(folder)
@@ -223,24 +181,7 @@ def layers(model: "torch.nn.Module") -> "list[torch.nn.Module]":
     return found
 
 
-def _language_model(folder: Path, auto_class: str) -> "PreTrainedModel":
-    import transformers
-
-    config = load_config(folder)
-    if type(config) not in getattr(transformers, auto_class)._model_mapping:
-        raise DataError(
-            f"{folder}: the architecture {config.model_type!r} has no causal language model in transformers. Choose a "
-            "causal language model such as GPT-2, GPT-J, OPT, Llama, Qwen or Mistral."
-        )
-    model = load_model(folder, auto_class=auto_class)
-    model.config.architectures = [type(model).__name__]
-    # Chat models have several end tokens, often missing in config.json, the file that training passes on.
-    if model.generation_config is not None and model.generation_config.eos_token_id is not None:
-        model.config.eos_token_id = model.generation_config.eos_token_id
-    return model
-
-
-def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
+def whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
     """Return a folder's configuration, for a classifier with a padding token.
 
     Decoders lack a padding token and would refuse batches. Raises DataError for a model that needs the language of its
@@ -262,14 +203,14 @@ def _whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":
     return config
 
 
-def _from_pretrained(
+def from_pretrained(
     folder: Path, auto_class: str, *, config: "PretrainedConfig | None" = None, dtype: "torch.dtype | None" = None
 ) -> tuple["PreTrainedModel", dict[str, Any]]:
     """Return the model, and transformers' report on missing, mismatched and unexpected keys."""
     import torch
     import transformers
 
-    config = config if config is not None else _whole_config(folder, auto_class)
+    config = config if config is not None else whole_config(folder, auto_class)
     try:
         with quiet():
             model, info = getattr(transformers, auto_class).from_pretrained(
@@ -285,44 +226,3 @@ def _from_pretrained(
     except Exception as error:
         raise DataError(f"{folder}: the model cannot be loaded: {in_words(error)}") from error
     return model, info
-
-
-def _rows_kept(trained: TaskSpec, spec: TaskSpec) -> list[int] | None:
-    """Return, for each output of `spec`, its row in a head trained for `trained`; None if they do not match."""
-    before, now = ([label_name(label) for label in each.labels] for each in (trained, spec))
-    same_units = (trained.mean, trained.deviation) == (spec.mean, spec.deviation)
-    if trained.problem != spec.problem or sorted(before) != sorted(now) or not same_units:
-        return None
-    return [before.index(name) for name in now] or [0]
-
-
-def _head(model: "PreTrainedModel") -> "list[torch.nn.Module]":
-    """Return the output layer: outside the body, with one output per class. All known architectures have one such
-    module, unless an earlier layer has the same width.
-    """
-    import torch
-
-    body = getattr(model, model.base_model_prefix, None)
-    inside = {id(module) for module in body.modules()} if isinstance(body, torch.nn.Module) else set()
-    return [
-        module
-        for module in model.modules()
-        if id(module) not in inside and getattr(module, "out_features", None) == model.config.num_labels
-    ]
-
-
-def _order_rows(head: "torch.nn.Module", rows: list[int]) -> None:
-    import torch
-
-    with torch.no_grad():
-        for tensor in head.parameters(recurse=False):
-            tensor.copy_(tensor[rows])
-
-
-def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
-    """Draw the output layer again, also if the folder has one of the same shape: it is for other classes."""
-    initialize: Any = model._init_weights
-    for module in head:
-        for tensor in module.parameters(recurse=False):
-            tensor._is_hf_initialized = False  # type: ignore[attr-defined]
-        initialize(module)

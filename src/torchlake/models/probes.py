@@ -33,16 +33,18 @@ def rows(task: ModuleType, tokenizer: Any, spec: TaskSpec) -> list[np.ndarray]:
     return [values[first:last][: spec.max_length] for first, last in pairwise(offsets)]
 
 
-def freeze_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -> None:
-    """Freeze the parameters that the loss does not depend on, found by one backward pass over one row (L,).
+def find_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -> list[str]:
+    """Return the names of the parameters that the loss does not depend on, such as a pooler that the head ignores.
 
-    A pooler that the head ignores has no gradient, and DDP would wait for it. The model is in training mode afterwards.
-    `forward` are the task's arguments. Raises DataError if the model cannot process a row of its tokenizer.
+    They have no gradient, and DDP would wait for it. A forward pass over one row (L,) builds autograd's graph, and the
+    parameters it does not lead to are the ones: no gradient is computed, which would take the memory of a second model.
+    `forward` are the task's arguments. The model is in training mode afterwards. Raises DataError if the model cannot
+    process a row of its tokenizer.
     """
     model.eval()
     ids = torch.from_numpy(row)[None]
     try:
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), **forward).logits.sum().backward()
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **forward).logits
     except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
         if ran_out_of_memory(error):
             raise
@@ -50,10 +52,22 @@ def freeze_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any])
             f"{type(model).__name__} cannot process a row of {len(row)} tokens of its tokenizer "
             f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."
         ) from error
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-        parameter.grad = None
     model.train()
+    reached, seen, nodes = set(), set(), [logits.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        reached.add(id(getattr(node, "variable", None)))  # a node without a function adds to a parameter's gradient
+        nodes += [source for source, _ in node.next_functions]
+    return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in reached]
+
+
+def freeze(model: nn.Module, names: Sequence[str]) -> None:
+    """Let gradients be computed for the parameters that have them already, but not for those in `names`."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in names)
 
 
 def padding_matters(model: nn.Module, wanted: Sequence[np.ndarray], pad_id: int) -> bool:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -46,8 +46,9 @@ from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
+from torchlake.tables.sources._options import FilterArguments, read_options
 from torchlake.tables.sources.files import StoredTable
-from torchlake.tables.sources.frames import Frame
+from torchlake.tables.sources.frames import Frame, is_frame
 
 log = logging.getLogger(__name__)
 
@@ -88,15 +89,17 @@ def optimize(
     runtimes: Sequence[Runtime] | None = None,
     engine: Engine | str | None = None,
     rows: int = 1000,
+    **read: Unpack[FilterArguments],
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
 
     `sample` is a stored table or a frame, as in `predict`; at most `rows` of its rows are scored, in the proportions of
-    the table. `text` and `label` name the columns if they differ from those of the training table; the sample may have
-    no labels. A candidate is inside the tolerance if at least `min_agreement` of the labels are eager's and the
-    accuracy (several labels per row: the task's F1; regression: the error, in standard deviations of the target) drops
-    by no more than `max_drop`. `budget` ("5min", or seconds) is for all candidates together; eager, the reference, is
-    always measured. `runtimes` are the names to try (default: all), or functions as in `predict`.
+    the table, or of those of its rows for which `where` is true, the first `limit` of them. `text` and `label` name the
+    columns if they differ from those of the training table; the sample may have no labels. A candidate is inside the
+    tolerance if at least `min_agreement` of the labels are eager's and the accuracy (several labels per row: the task's
+    F1; regression: the error, in standard deviations of the target) drops by no more than `max_drop`. `budget`
+    ("5min", or seconds) is for all candidates together; eager, the reference, is always measured. `runtimes` are the
+    names to try (default: all), or functions as in `predict`.
 
     The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
     measured but not written there: that file would name code to run.
@@ -105,6 +108,9 @@ def optimize(
     """
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
         raise UsageError("max_drop and min_agreement are shares from 0 to 1, and rows is 1 or more.")
+    options = read_options(read)
+    if is_frame(sample):
+        options.refuse_for_frames()
     try:
         until = time.monotonic() + parse_seconds(budget)
     except ValueError as error:
@@ -116,7 +122,7 @@ def optimize(
         raise UsageError(f"{folder}: {spec.task} runs only under {REFERENCE}; there is nothing to choose from.")
     spec = replace(spec, text=text or spec.text)
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
-    drawn = draw_sample(sample, spec, label=label, rows=rows)
+    drawn = draw_sample(sample, spec, label=label, rows=rows, options=options)
     settings = ScoringSettings(
         model=str(folder),
         runtime=REFERENCE,

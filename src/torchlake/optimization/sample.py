@@ -29,6 +29,7 @@ from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.sampling import evenly_spaced
 from torchlake.tables.sources._find import pinned
+from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
 
@@ -53,8 +54,10 @@ class Sample:
     "(M,) strings of other rows: at most 200 and a fifth of the rows that were read. Empty for a table of one row."
 
 
-def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> Sample:
-    """Draw at most `rows` rows of a table or frame; `spec.text` names the text column, `label` the label column.
+def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int, options: ReadOptions) -> Sample:
+    """Draw at most `rows` rows of a table (of those that `options` ask for) or frame.
+
+    `spec.text` names the text column, `label` the label column.
 
     Without `label`, `spec.label` is used if the table has that column and the model knows its labels.
     Raises TableError for a column that is missing, DataError for labels that the model does not know and for a table
@@ -63,7 +66,9 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> 
     task = plugins.load("tasks", spec.task)
     column = label or spec.label
     assert column is not None, "optimize refuses tasks without labels"
-    pool, readable = _frame_pool(table, spec.text, column) if is_frame(table) else _pool(table, spec.text, column)
+    pool, readable = (
+        _frame_pool(table, spec.text, column) if is_frame(table) else _pool(table, spec.text, column, options)
+    )
     targets = None
     if column in pool.column_names:
         try:
@@ -97,14 +102,14 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int) -> 
     )
 
 
-def _pool(source: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
+def _pool(source: Any, text: str, label: str, options: ReadOptions) -> tuple[pa.Table, np.ndarray]:
     """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Returns them and which are readable."""
     source = pinned(source)
-    table = open_table(source, columns=(text,))
+    table = open_table(source, columns=(text,), options=options)
     check_text(table.schema, text, table.source)
     columns = (text, label) if label in table.schema.names and label != text else (text,)
     if len(columns) > 1:
-        table = open_table(source, columns=columns)
+        table = open_table(source, columns=columns, options=options)
     chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False).chunks
     reader = ChunkReader(columns)
     pieces, readable = [], []

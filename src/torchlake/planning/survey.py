@@ -28,6 +28,7 @@ from torchlake.errors import DataError
 from torchlake.models.load import check_folder, load_config, load_tokenizer, max_length
 from torchlake.planning.costs import Parameters, Shape
 from torchlake.preparation.prepare import check_answers, select_texts
+from torchlake.runs.folder import read_options_of
 from torchlake.scoring.rows import check_prompts, check_text
 from torchlake.tables.arrays import is_blank, string_column
 from torchlake.tables.plan import Chunk, Plan
@@ -76,7 +77,7 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     """
     data, task = job.data, plugins.load("tasks", job.model.task)
     columns = (data.text,) if task.PACKED else (data.text, data.label)
-    table = open_table(data.train, columns=columns)
+    table = open_table(data.train, columns=columns, options=read_options_of(job, "train"))
     if task.PACKED:
         chat = check_prompts(table.schema, data.text, table.source, task, base)
         if data.learn == "assistant":

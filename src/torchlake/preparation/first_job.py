@@ -6,9 +6,10 @@ The JSON Schema is written beside it, so that an editor can check and complete t
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import yaml
@@ -23,6 +24,7 @@ from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
 from torchlake.tables.sources._find import pinned
+from torchlake.tables.sources._options import ReadArguments, read_options
 from torchlake.tables.table import open_table
 
 TASK = "text_classification"
@@ -56,30 +58,35 @@ class FirstJob:
 
 
 def write_first_job(
-    table: str,
+    table: str | Sequence[str],
     *,
     text: str | None = None,
     label: str | None = None,
     output: str | Path = "job.yaml",
     model: str = MODEL,
     force: bool = False,
+    **read: Unpack[ReadArguments],
 ) -> FirstJob:
     """Write a job file that trains a classifier (or a regression) on `table`, and return what was found.
 
-    `text` and `label` name the columns; by default they are guessed. `force` replaces an existing file. Raises
+    `text` and `label` name the columns; by default they are guessed. `force` replaces an existing file. The job reads
+    the rows that `where`, `sample` and `limit` select, and CSV files by `csv`, as in `predict`. Raises
     UsageError if the columns are not clear or the file exists, TableError for a table that cannot be read, DataError
     for a label column that cannot be learned.
     """
     path = local_output(output)
     if path.exists() and not force:
         raise UsageError(f"{path}: exists. Replace it with --force, or name another file with --output.")
-    version = pinned(table)
-    source, task = open_table(version), plugins.load("tasks", TASK)
+    options, version = read_options(read), pinned(table)
+    source, task = open_table(version, options=options), plugins.load("tasks", TASK)
     columns, rows, sampled = survey_columns(source, task)
     texts = choose_text(source, columns, text)
     labels = choose_label(source, columns, texts.name, label)
-    data = DataConfig(train=table, text=texts.name, label=labels.name, bad_rows="drop")
-    found = read_labels(data.model_copy(update={"train": str(version)}), task)
+    train = table if isinstance(table, str) else tuple(table)
+    asked = {name: value for name, value in options.asked.items() if name != "seed"}
+    data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **asked)
+    read_now = tuple(map(str, version)) if isinstance(version, list) else str(version)
+    found = read_labels(data.model_copy(update={"train": read_now}), task, options)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
     done = FirstJob(
         path=path,
@@ -146,7 +153,8 @@ def _job_text(done: FirstJob, data: DataConfig, model: str, found: LabelColumn, 
 
 data:
   # {done.rows:,} rows
-  train: {_scalar(data.train)}
+  train: {_scalar(data.train if isinstance(data.train, str) else list(data.train))}
+{_selection(data)}\
   # A share of the rows, or another table.
   validation: {{fraction: 0.1}}
   # Characters per text: median {characters["median"]:,}, 95 % at most {characters["p95"]:,}, \
@@ -170,6 +178,13 @@ train:
   # More weight for rare classes:
   # class_weights: balanced
 """
+
+
+def _selection(data: DataConfig) -> str:
+    """The settings of the rows that are read, and of CSV files, each on a line."""
+    given = {name: getattr(data, name) for name in ("where", "sample", "limit")}
+    given["csv"] = data.csv.model_dump(exclude_unset=True) or None
+    return "".join(f"  {name}: {_scalar(value)}\n" for name, value in given.items() if value is not None)
 
 
 def _comment(text: str) -> str:

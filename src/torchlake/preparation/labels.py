@@ -11,15 +11,16 @@ from torchlake.config.task_spec import Label, LabelColumn
 from torchlake.errors import DataError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
+from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import open_table
 
 MAX_SINGLETON_CLASSES = 10
 "Classes with one row that are accepted in a table of any size."
 
 
-def read_labels(data: DataConfig, task: ModuleType) -> LabelColumn:
-    """Return the content of the label column. Raises DataError naming the column."""
-    table = open_table(data.train, columns=(data.text, data.label))
+def read_labels(data: DataConfig, task: ModuleType, options: ReadOptions) -> LabelColumn:
+    """Return the content of the training table's label column. Raises DataError naming the column."""
+    table = open_table(data.train, columns=(data.text, data.label), options=options)
     reader = ChunkReader((data.label,))
     chunks = plan_chunks(table, columns=(data.label,)).chunks
     try:

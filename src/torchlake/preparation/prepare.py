@@ -37,6 +37,8 @@ from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import TABLE, Part, part_name, part_of_lost_attempt, write_part
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.sources._options import ReadOptions
+from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import open_table
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class PrepareSettings:
 
 
 def prepare(
-    table: str | Path | Sequence[str | Path],
+    table: StoredTable,
     output: Path,
     *,
     tokenizer: Path,
@@ -67,8 +69,11 @@ def prepare(
     engine: Engine,
     bad_rows: Literal["error", "drop"] = "error",
     overwrite: bool = False,
+    options: ReadOptions | None = None,
 ) -> dict[str, Any]:
-    """Tokenize `table` into the Parquet folder `output`; returns its commit record, also if it was complete before.
+    """Tokenize the rows of `table` that `options` ask for (None: all) into the Parquet folder `output`.
+
+    Returns its commit record, also if it was complete before.
 
     Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read but not learned),
     `length` int32, `cut` int32 (tokens truncated), `target` (the task's encoding of the label, if it has labels),
@@ -80,13 +85,13 @@ def prepare(
     rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
     `failed`; FingerprintError when `output` was made from another table or with other settings, unless `overwrite`.
     """
-    source = open_table(table, columns=spec.columns)
+    source = open_table(table, columns=spec.columns, options=options, spread=engine.spread)
     task = plugins.load("tasks", spec.task)
     if task.PACKED:
         chat = check_prompts(source.schema, spec.text, source.source, task, tokenizer)
         if spec.problem == "next_answer_token":
             check_answers(task, tokenizer, source.source, spec.text, chat=chat)
-    plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output))
+    plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output), spread=engine.spread)
     fingerprint = {
         "format": 1,
         "tokenizer": folders.tokenizer_hash(tokenizer),
@@ -95,7 +100,12 @@ def prepare(
     }
     allowed = AllowedChanges(overwrite=overwrite)
     with write_transaction(
-        output, plan=plan, fingerprint=fingerprint, schema=token_schema(spec), allowed=allowed
+        output,
+        plan=plan,
+        fingerprint=fingerprint,
+        schema=token_schema(spec),
+        allowed=allowed,
+        spread=engine.spread,
     ) as out:
         if out.complete:
             assert out.record is not None

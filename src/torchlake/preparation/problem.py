@@ -14,6 +14,7 @@ from torchlake.errors import ConfigError
 from torchlake.loss import check_objective
 from torchlake.models.load import head_spec, max_length
 from torchlake.preparation.labels import label_warnings, read_labels
+from torchlake.runs.folder import read_options_of
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> Task
         raise ConfigError(f"data.learn: {job.model.task} learns labels, not what is said; leave it out")
     if task.PACKED and data.problem is not None:
         raise ConfigError(f"data.problem: {job.model.task} learns the text itself and reads no label; leave it out")
-    found = None if task.PACKED else read_labels(data, task)
+    found = None if task.PACKED else read_labels(data, task, read_options_of(job, "train"))
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
     spec = TaskSpec(

@@ -29,6 +29,7 @@ OPTIONAL: dict[str, str | None] = {
     "polars": "frames",
     **dict.fromkeys(("pyspark", "ray", "onnx", "onnxruntime", "openvino", "deepspeed", "peft")),
     "deltalake": "delta",
+    "pyiceberg": "iceberg",
     "optuna": "tune",
     "mlflow-skinny": "mlflow",
     "tensorboard": "tensorboard",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from torchlake.config.job import DataConfig, ModelConfig, TrackConfig, TrainConfig
+from torchlake.config.job import CsvConfig, DataConfig, ModelConfig, TrackConfig, TrainConfig
 from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import Frame
@@ -18,6 +18,14 @@ class FractionSection(TypedDict):
     """A share of the training rows."""
 
     fraction: float
+
+
+class CsvSection(TypedDict, total=False):
+    """The mapping `data.csv`."""
+
+    delimiter: str | None
+    quote: str
+    encoding: str
 
 
 class DataSection(TypedDict, total=False):
@@ -30,6 +38,10 @@ class DataSection(TypedDict, total=False):
     problem: Literal["single_label", "multi_label", "regression"] | None
     learn: Literal["all", "assistant"]
     key: str | None
+    csv: CsvConfig | CsvSection
+    where: str | None
+    sample: float | None
+    limit: int | None
     bad_rows: Literal["error", "drop"]
 
 

@@ -30,7 +30,9 @@ from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.record import local_output
+from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._find import pinned
+from torchlake.tables.sources._options import ReadOptions, dialect
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 
 log = logging.getLogger(__name__)
@@ -204,6 +206,15 @@ def pinned_job(folder: Path, job: Job, *, begun: bool) -> Job:
 
 def _as_list(table: str | tuple[str, ...]) -> str | list[str]:
     return table if isinstance(table, str) else [*table]
+
+
+def read_options_of(job: Job, name: str) -> ReadOptions:
+    """How the job reads its table `name` of `stored_tables`: `sample` and `limit` are for the training table only."""
+    data = job.data
+    selection = Selection(where=data.where)
+    if name == "train":
+        selection = Selection(where=data.where, sample=data.sample, limit=data.limit, seed=job.train.seed)
+    return ReadOptions(selection=selection, csv=dialect(data.csv.model_dump()))
 
 
 def is_trained(folder: Path, job: Job) -> bool:

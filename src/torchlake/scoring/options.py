@@ -5,7 +5,7 @@ Stored tables, frames and SQL functions share them. Nothing here reads a row.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from torchlake.scoring.rows import (
 from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
+from torchlake.tables.sources._options import READ_ARGUMENTS, ReadOptions, read_options
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ class PredictOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     seed: int | None
     chat: bool
+    csv: Mapping[str, str] | None
+    where: str | None
+    sample: float | None
+    limit: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +79,15 @@ class OutputOptions:
     accept_new_input: bool = False
     accept_removed_input: bool = False
     on_bad_file: Literal["error", "quarantine"] = "error"
+    read: ReadOptions = field(default_factory=ReadOptions)
 
 
 def split_options(
     given: PredictOptions,
 ) -> tuple[dict[str, Any], dict[str, Any], OutputOptions]:
-    """Split into the fields of `ScoringSettings`, of `GenerationOptions`, and the options of the output.
+    """Split into the fields of `ScoringSettings`, of `GenerationOptions`, and the options of input and output.
 
+    A `seed` is that of the sample of rows, and of the sampling of tokens if there is any.
     Raises TypeError for an unknown option, UsageError for a value out of range.
     """
     unknown = sorted(given.keys() - PredictOptions.__annotations__.keys())
@@ -90,9 +97,12 @@ def split_options(
         raise TypeError(f"predict() got an unexpected keyword argument {unknown[0]!r}{hint}")
     check_options(given)
     groups = (ScoringSettings, GenerationOptions, OutputOptions)
-    names = [{field.name for field in fields(group)} for group in groups]
+    names = [{one.name for one in fields(group)} for group in groups]
     scoring, generation, output = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
-    return scoring, generation, OutputOptions(**output)
+    if given.get("sample") is not None and not given.get("temperature"):
+        generation.pop("seed", None)
+    read = read_options({name: given[name] for name in given if name in READ_ARGUMENTS})  # type: ignore[literal-required]
+    return scoring, generation, OutputOptions(**output, read=read)
 
 
 def scoring_settings(

@@ -135,6 +135,10 @@ def predict(
     instead of a generated `row_id`; `columns` are further columns to copy; `prefix` is put before the names of the
     prediction columns; `all_probabilities` adds a column per class.
 
+    Rows of stored tables: those for which `where` is true ("stars >= 3 and lang = 'en'"), of these a `sample` (a share;
+    `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out. `csv` says
+    how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
+
     Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
     chose for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded
     tokens of a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
@@ -176,6 +180,7 @@ def predict(
         if type(engine).__name__.lower() != native:
             raise UsageError(f"A frame of {native} is scored by the engine {native}: give that engine, or none.")
     if native is not None or is_frame(table):
+        output_options.read.refuse_for_frames()
         if output is not None or key is not None or columns:
             raise UsageError(
                 "A frame is returned with all its columns: output, key and columns are for stored tables. "
@@ -204,7 +209,8 @@ def _predict_table(
 ) -> Scored:
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
-    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file)
+    spread = (engine or Local()).spread
+    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
@@ -212,9 +218,11 @@ def _predict_table(
     _refuse_own_input(source, output)
     for file, reason in source.quarantined:
         log.warning("%s is skipped: %s", file, reason)
-    plan = plan_chunks(source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output))
+    plan = plan_chunks(
+        source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output), spread=spread
+    )
     if settings.key is not None:
-        check_key(source, plan, settings.key)
+        check_key(source, plan, settings.key, spread=spread, scratch=_shared_folder(output) if engine else None)
     make_export(settings, engine or Local())
     fingerprint = fingerprint_of(settings, spec)
     with write_transaction(
@@ -229,6 +237,7 @@ def _predict_table(
         ),
         environment=_environment(),
         quarantined=source.quarantined,
+        spread=spread,
     ) as out:
         if out.complete:
             assert out.record is not None
@@ -320,6 +329,12 @@ def _profile(made: Sequence[ScoredChunk], began: float, planned: float, scored: 
     rest = max(0.0, scored - planned - sum(steps.values()))
     now = time.perf_counter()
     return {"plan": planned - began, **steps, "other rows": rest, "commit": now - scored}
+
+
+def _shared_folder(output: Path) -> Path:
+    """The folder of the output, which the engine's processes write to."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output.parent
 
 
 def _environment() -> dict[str, str]:

@@ -4,6 +4,8 @@
     never: dict[str, str]                    task -> why it cannot be trained with this strategy
     refusal(train) -> str | None             why it cannot run here with these settings; None: it can
     reduces_in_main_memory(train) -> bool    whether its collectives also have tensors that are not on `group.device`
+    receives(train, group) -> bool           whether only rank 0's model has its weights; the others' is on the meta
+                                             device until wrap() fills it
     wrap(model, make_optimizer, *, group, train) -> (module, optimizer)
                                              the module that the loop calls, sharded if the strategy shards, on
                                              `group.device`; calls make_optimizer(model) after sharding
@@ -24,6 +26,6 @@
                                              what this rank stores of the optimizer's, named "<parameter>|<field>"
     restore(optimizer, names, stored)        load the optimizer's tensors, from any strategy
 
-The model comes in main memory with its weights loaded. Gradients are averaged over the ranks, so the loop multiplies a
-loss by their number. Names are the unwrapped model's, so that a checkpoint fits any strategy.
+The model comes in main memory with its weights loaded, or empty (`receives`). Gradients are averaged over the ranks, so
+the loop multiplies a loss by their number. Names are the unwrapped model's, so that a checkpoint fits any strategy.
 """

@@ -26,6 +26,11 @@ def reduces_in_main_memory(train: TrainConfig) -> bool:
     return False
 
 
+def receives(train: TrainConfig, group: Group) -> bool:
+    """Every rank loads the weights."""
+    return False
+
+
 def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
     """The model, computing with 16-bit copies of its weights if the precision is that of the weights."""
     precision = optim.find_precision(train.precision, group.device)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
-from torchlake.strategies import _native
+from torchlake.strategies import _native, _weights
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
@@ -33,14 +33,21 @@ def refusal(train: TrainConfig) -> str | None:
     return None
 
 
+def receives(train: TrainConfig, group: Group) -> bool:
+    """On GPUs, where the copies are. On CPUs every rank maps the files: frozen weights then share their memory."""
+    return group.device.type == "cuda"
+
+
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model under DistributedDataParallel; needs a process group.
 
-    Buffers are not broadcast: every rank loads the same weights, and buffers hold no statistics in the supported
-    models. Gradients live in the communication buckets, which saves a copy.
+    DDP itself broadcasts no buffers: ranks start with the same, and they hold no statistics in the supported models.
+    Gradients live in the communication buckets, which saves a copy.
     """
+    if receives(train, group):
+        _weights.broadcast(model, group)
     nn.Module.to(model, group.device)
     # torch 2.13 renamed the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel).parameters

@@ -34,7 +34,7 @@ from torchlake.checkpoints.shards import Piece, Pieces, Shards
 from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import ConfigError, DataError
-from torchlake.strategies import _deepspeed_config, _native
+from torchlake.strategies import _deepspeed_config, _native, _weights
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
@@ -61,12 +61,17 @@ def refusal(train: TrainConfig) -> str | None:
     return None
 
 
+def receives(train: TrainConfig, group: Group) -> bool:
+    """At stage 3, where DeepSpeed shards what rank 0 broadcasts; before it, each rank sets its own fp32 weights."""
+    return train.deepspeed.stage == 3
+
+
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """DeepSpeed's engine around the model, and its optimizer, which steps the job's AdamW; needs a process group.
 
-    At stage 3, the weights are sharded in main memory first, so at most the computing layers are whole on the device.
+    At stage 3, rank 0's weights are sharded one by one, so at most the computing layers are whole on the device.
     Raises ConfigError when DeepSpeed rejects the user's file.
     """
     library = _library(group.device)
@@ -75,13 +80,17 @@ def wrap(
     config = _deepspeed_config.build(
         train, ranks=group.world_size, dtype=None if dtype is None else NAMES[dtype], hidden=hidden
     )
+    # DeepSpeed would make the fp32 copy from weights rounded to 16 bits.
+    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    exact = {} if dtype is None else {name: each.detach() for name, each in learning.items()}
+    sharded = receives(train, group)
+    if sharded:
+        _reserve_weights(model, dtype, group)
     # Before sharding, which flattens matrices: AdamW's groups depend on the number of dimensions.
     optimizer = make_optimizer(model)
-    # DeepSpeed would make the fp32 copy from weights rounded to 16 bits.
-    exact = {each: each.detach() for each in model.parameters() if dtype is not None and each.requires_grad}
     try:
-        if train.deepspeed.stage == 3:
-            _shard_weights(library, model, config, dtype, group.device)
+        if sharded:
+            library.zero.Init(module=model, config_dict_or_path=config, dtype=dtype or torch.float32)
         engine, zero, _, _ = library.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -91,8 +100,9 @@ def wrap(
         raise ConfigError(f"{train.deepspeed.config}: DeepSpeed does not accept it: {error}") from error
     engine.set_gradient_accumulation_boundary(True)
     _make_moments(zero)
-    for parameter, weight in exact.items():
-        _set(parameter, weight)
+    parameters = dict(model.named_parameters())
+    for name, weight in exact.items():
+        _set(parameters[name], _weights.sent(weight, group) if sharded else weight)
     return engine, cast(torch.optim.Optimizer, zero)
 
 
@@ -232,15 +242,13 @@ def _library(device: torch.device) -> ModuleType:
     return cast(ModuleType, deepspeed)
 
 
-def _shard_weights(
-    library: ModuleType, model: nn.Module, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device
-) -> None:
-    """Move the weights to the device one by one, keeping only the shard of this rank."""
+def _reserve_weights(model: nn.Module, dtype: torch.dtype | None, group: Group) -> None:
+    """Prepare all ranks' parameters, in the dtype that computes, for `zero.Init`: it broadcasts rank 0's one by one,
+    and each rank frees all but its shard before the next.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-    library.zero.Init(module=model, config_dict_or_path=config, dtype=dtype or torch.float32)
+    _weights.reserve(model, group)
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,10 +1,11 @@
 """Every rank holds a part of each weight, gradient and moment; a layer is whole only while it computes.
 
-`fully_shard` (FSDP2; Zhao et al. 2023, after ZeRO of Rajbhandari et al. 2020) over each transformer layer, then over
-the rest. With `train.fsdp.reshard`, a layer's weights are freed after its forward pass and gathered again for its
-backward pass (ZeRO-3): 1.5 times the communication of `ddp`, for the least memory. Without, they stay (ZeRO-2). With
-`train.fsdp.shard_ranks`, neighboring ranks share one copy, and copies average their gradients (hybrid sharding), so
-gathering stays inside a machine.
+`fully_shard` (FSDP2; Zhao et al. 2023, after ZeRO of Rajbhandari et al. 2020) over the word embeddings, each
+transformer layer, a language model's head, and the rest. A unit is gathered while the one before it computes. With
+`train.fsdp.reshard`, its weights are freed after its forward pass and gathered again for its backward pass (ZeRO-3):
+1.5 times the communication of `ddp`, for the least memory. Without, they stay (ZeRO-2). With `train.fsdp.shard_ranks`,
+neighboring ranks share one copy, and copies average their gradients (hybrid sharding), so gathering stays inside a
+machine.
 
 In bf16_weights, bf16 and fp16, weights are gathered in 16 bits, which halves the communication; gradients are summed in
 fp32, and the trained weights stay in fp32.
@@ -12,6 +13,8 @@ fp32, and the trained weights stay in fp32.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,7 +26,7 @@ from torchlake.config.job import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError
 from torchlake.models.load import layers
-from torchlake.strategies import _native
+from torchlake.strategies import _native, _weights
 
 MAX_RANKS: int | None = None
 never: dict[str, str] = {}
@@ -44,19 +47,48 @@ def reduces_in_main_memory(train: TrainConfig) -> bool:
     return train.fsdp.cpu_offload
 
 
+def receives(train: TrainConfig, group: Group) -> bool:
+    """Each rank keeps a part of what rank 0 loads."""
+    return True
+
+
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model with its parameters sharded layer by layer: at most one layer is whole on the device."""
+    """The model with its parameters sharded unit by unit: at most two units and the rest are whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
     dtype = optim.find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
-    for part in (*layers(model), model):
-        fully_shard(
-            part, mesh=mesh, reshard_after_forward=train.fsdp.reshard, mp_policy=precision, offload_policy=offload
-        )
+    values = _weights.take(model, group)
+    units = _units(model, reshard=train.fsdp.reshard)
+    # The backward pass begins with the rest: freeing it after the forward pass would gather it twice in a row.
+    for modules, reshard in [*units, ([model], False)]:
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
+    for here, following in pairwise([model, *(modules[0] for modules, _ in units)]):
+        cast(FSDPModule, here).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    _weights.scatter(model, values, group, in_main_memory=train.fsdp.cpu_offload)
     return model, make_optimizer(model)
+
+
+def _units(model: nn.Module, *, reshard: bool) -> list[tuple[list[nn.Module], bool]]:
+    """Modules that are gathered together, in the order of the forward pass, and whether they are freed after it.
+
+    A head is not: the backward pass begins with it. Embeddings and a head with the same weights are one unit. They stay
+    in the rest if other modules have their weights too (encoder-decoders), which a unit must gather for all of them.
+    """
+    inside = [([layer], reshard) for layer in layers(model)]
+    embedding, head = (getattr(model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output"))
+    ends: list[nn.Module] = [each for each in (embedding, head) if isinstance(each, nn.Embedding | nn.Linear)]
+    weights = {id(parameter) for each in ends for parameter in each.parameters()}
+    holders = [each for each in model.modules() if any(id(p) in weights for p in each.parameters(recurse=False))]
+    if not inside or not ends or {id(each) for each in holders} != {id(each) for each in ends}:
+        return inside
+    if len(ends) == 2 and not {id(p) for p in ends[0].parameters()}.isdisjoint(id(p) for p in ends[1].parameters()):
+        return [(ends, False), *inside]
+    first = [([embedding], reshard)] if embedding in ends else []
+    last = [([head], False)] if head in ends else []
+    return [*first, *inside, *last]
 
 
 @contextmanager

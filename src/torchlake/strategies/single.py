@@ -13,6 +13,7 @@ from torchlake.strategies import _native
 MAX_RANKS: int | None = 1
 never: dict[str, str] = {}
 refusal, reduces_in_main_memory = _native.refusal, _native.reduces_in_main_memory
+receives = _native.receives
 backward, clip_norm = _native.backward, _native.clip_norm
 step, discard_gradients, restore = _native.step, _native.discard_gradients, _native.restore
 model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard

@@ -7,9 +7,9 @@ file; memory 16 bytes per 256 text records.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,11 +18,22 @@ from torchlake.errors import TableError
 from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
-from torchlake.tables.selecting import select_rows
+from torchlake.tables.selecting import RowSelector
+from torchlake.tables.selection.conditions import columns_of
 from torchlake.tables.sources._interface import View
-from torchlake.tables.storage.versions import content_id, settled_version_of, version_of
+from torchlake.tables.storage.spread import Spread, each_file, in_process
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.versions import (
+    Version,
+    block_id,
+    hashed_blocks,
+    joined_id,
+    settled_version_of,
+    version_of,
+)
 from torchlake.tables.table import Table, check_columns
 
+TEXT = ("csv", "jsonl")
 CHUNKS = 64
 MIN_ROWS, MAX_ROWS = 1024, 32768
 
@@ -34,50 +45,35 @@ def plan_chunks(
     chunk_rows: int | None = None,
     cached: Sequence[InputFile] = (),
     hashed: bool = True,
+    spread: Spread = in_process,
 ) -> Plan:
     """Split `table` into chunks of `chunk_rows` rows, by default 1/64 of it, from 1,024 to 32,768; at most 16 MiB each.
 
     A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for a
-    plan that is only read from. Raises TableError when a column is missing, or a file cannot be read or is changing.
+    plan that is only read from. `spread` hashes files and scans text. Raises TableError when a column is missing, or a
+    file cannot be read or is changing.
     """
     check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
-    views = {file: view.to_json() for file, view in _needed_views(table, columns).items()}
     known = {(one.path, one.version): one.sha256 for one in cached}
-    inputs, splits = [], []
-    files = list(zip(table.files, table.names, strict=True))
+    remote = any(map(is_url, table.files))
     # The versions before the scan, so that rows appended later count as a change.
-    versions = [settled_version_of(file) for file in table.files]
-    own = [_stored(table, file, columns) for file in table.files]
-    candidates = [
-        split_candidates(file, table.format, version, table.footers.get(file), stored, chunk_rows)
-        for file, version, stored in zip(table.files, versions, own, strict=True)
-    ]
-    total = sum(segment.rows for one in candidates for segment in one.segments)
-    size = chunk_rows or min(max(total // CHUNKS, MIN_ROWS), MAX_ROWS)
-    for (file, name), version, one in zip(files, versions, candidates, strict=True):
-        sha256 = (known.get((file, version)) or content_id(file)) if hashed else ""
-        if version_of(file) != version:
+    versions = list(each_file(settled_version_of, table.files, remote=remote))
+    files, left_out = _selected(table, versions, columns, chunk_rows, spread)
+    paths, versions = [one.path for one, _ in files], [one.version for one, _ in files]
+    contents = [known.get((one.path, one.version)) for one, _ in files]
+    if hashed:
+        contents = _content_ids(paths, versions, contents, spread)
+    after = each_file(version_of, paths, remote=remote)
+    inputs, splits = [], []
+    for (one, chosen), now, sha256 in zip(files, after, contents, strict=True):
+        if now != one.version:
             raise TableError(
-                f"{file}: changed while it was being planned. Run the same command again once nothing writes to it."
+                f"{one.path}: changed while it was being planned. Run the same command again once nothing writes to it."
             )
-        planned = InputFile(
-            path=file,
-            name=name,
-            version=version,
-            sha256=sha256,
-            rows=sum(segment.rows for segment in one.segments),
-            checksums=one.checksums,
-            view=views.get(file, ""),
-        )
+        planned = _selected_file(replace(one, sha256=sha256 or ""), chosen)
         inputs.append(planned)
-        is_text = table.format in ("csv", "jsonl")
-        split = split_text(one, size) if is_text else split_row_groups(one.segments, size)
-        splits += [(planned, each) for each in split]
-    left_out: Counter[str] = Counter()
-    if table.deleted:
-        splits = list(select_rows(table, splits, left_out))
-        inputs = _selected_files(inputs, splits)
+        splits += [(planned, each) for each in chosen]
     chunks = tuple(
         new_chunk(index, file, table.format, serialized, split) for index, (file, split) in enumerate(splits)
     )
@@ -87,17 +83,100 @@ def plan_chunks(
         serialized=serialized,
         rows=sum(one.rows for one in inputs),
         sources=table.sources,
-        selection={"left_out": dict(left_out)} if left_out else {},
+        selection={**table.options.asked, **left_out},
     )
 
 
-def _needed_views(table: Table, columns: Sequence[str]) -> dict[str, View]:
-    """The views of the files, with these columns only: others do not change what is read."""
+def _selected(
+    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+) -> tuple[list[tuple[InputFile, list[Split]]], dict[str, Any]]:
+    """The files that have rows to read, with all of their rows counted, and their splits; what is left out.
+
+    With a limit, files are scanned until it is reached, and the size of chunks comes from it.
+    """
+    of_condition = columns_of(table.condition) if table.condition is not None else ()
+    wanted, views = tuple(dict.fromkeys((*columns, *of_condition))), _views(table, columns)
+    selector, unread = RowSelector(table, _views(table, of_condition)), table.unread_files
+    limit = table.options.selection.limit
+    scanned: Iterable[SplitCandidates | None] = [None] * len(table.files)
+    if limit is None:
+        scanned = found = _split_candidates(table, versions, wanted, chunk_rows, spread)
+        limit = sum(segment.rows for one in found for segment in one.segments)
+    size = chunk_rows or min(max(limit // CHUNKS, MIN_ROWS), MAX_ROWS)
+    files = []
+    for file, name, version, candidates in zip(table.files, table.names, versions, scanned, strict=True):
+        if candidates is None and selector.full:
+            unread += 1
+            continue
+        one = candidates or _candidates_of(_to_scan(table, file, version, wanted, chunk_rows))
+        planned = InputFile(
+            path=file,
+            name=name,
+            version=version,
+            sha256="",
+            rows=sum(segment.rows for segment in one.segments),
+            checksums=one.checksums,
+            view=views.get(file, ""),
+        )
+        split = split_text(one, size) if table.format in TEXT else split_row_groups(one.segments, size)
+        chosen = list(selector.select(planned, split))
+        if chosen or not table.options.selection.asked:
+            files.append((planned, chosen))
+    selector.close()
+    left_out = {reason: rows for reason, rows in selector.left_out.items() if rows}
+    return files, {**({"left_out": left_out} if left_out else {}), **({"unread_files": unread} if unread else {})}
+
+
+def _split_candidates(
+    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+) -> list[SplitCandidates]:
+    """Where each file can be split; text is scanned."""
+    files = [
+        _to_scan(table, file, version, columns, chunk_rows) for file, version in zip(table.files, versions, strict=True)
+    ]
+    if table.format in TEXT:
+        size = sum(version.size for version in versions)
+        return list(spread(_candidates_of, files, size=size, name="scan the text"))
+    return list(each_file(_candidates_of, files, remote=any(map(is_url, table.files))))
+
+
+def _to_scan(
+    table: Table, file: str, version: Version, columns: Sequence[str], chunk_rows: int | None
+) -> tuple[Any, ...]:
+    """The arguments of `split_candidates`."""
+    footer, stored = table.footers.get(file), _stored(table, file, columns)
+    return file, table.format, version, footer, stored, chunk_rows, table.options.csv
+
+
+def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:
+    return split_candidates(*file)
+
+
+def _content_ids(
+    files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
+) -> list[str | None]:
+    """Each file's `content_id`, computed where it is not known."""
+    blocks = {
+        file: hashed_blocks(file, version)
+        for file, version, sha256 in zip(files, versions, known, strict=True)
+        if not sha256
+    }
+    size = sum(version.size for file, version in zip(files, versions, strict=True) if file in blocks)
+    flat = [block for one in blocks.values() for block in one]
+    remote = any(is_url(file) for file, _ in flat)
+    ids = each_file(block_id, flat, remote=True) if remote else spread(block_id, flat, size=size, name="hash the input")
+    found = {file: joined_id([next(ids) for _ in one]) for file, one in blocks.items()}
+    return [sha256 or found[file] for file, sha256 in zip(files, known, strict=True)]
+
+
+def _views(table: Table, columns: Sequence[str]) -> dict[str, str]:
+    """The views of the files as JSON, with these columns only: others do not change what is read."""
     return {
         file: View(
             constants={name: value for name, value in view.constants.items() if name in columns},
             names={name: stored for name, stored in view.names.items() if name in columns},
-        )
+            csv=view.csv,
+        ).to_json()
         for file, view in table.views.items()
     }
 
@@ -110,17 +189,13 @@ def _stored(table: Table, file: str, columns: Sequence[str]) -> Sequence[str]:
     return [view.names.get(name, name) for name in columns if name not in view.constants]
 
 
-def _selected_files(inputs: Sequence[InputFile], splits: Sequence[tuple[InputFile, Split]]) -> list[InputFile]:
-    """The files with the rows that are read of them, and what identifies these rows."""
-    rows: Counter[str] = Counter()
-    ranges: dict[str, list[tuple[int, int, str]]] = {one.name: [] for one in inputs}
-    for file, split in splits:
-        rows[file.name] += split.rows
-        ranges[file.name].append((split.first_row, split.rows, hashlib.sha256(split.skipped).hexdigest()))
-    return [
-        one if rows[one.name] == one.rows else replace(one, rows=rows[one.name], selected=fingerprint(ranges[one.name]))
-        for one in inputs
-    ]
+def _selected_file(file: InputFile, splits: Sequence[Split]) -> InputFile:
+    """The file with the rows that are read of it, and what identifies these rows."""
+    rows = sum(split.rows for split in splits)
+    if rows == file.rows:
+        return file
+    ranges = [(split.first_row, split.rows, hashlib.sha256(split.skipped).hexdigest()) for split in splits]
+    return replace(file, rows=rows, selected=fingerprint(ranges))
 
 
 def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:

@@ -2,8 +2,11 @@
 
 A fixed-width value is one or more 64-bit words, a string the words of its bytes; one word is its own hash, several are
 mixed (the finalizer of MurmurHash3). Different values may have the same hash; `identities` returns bytes that
-distinguish them. Cost: 3 to 20 ns per value; strings longer than 256 bytes are hashed one by one.
+distinguish them. Every process gets the same hashes. Cost: 3 to 20 ns per value; strings longer than 256 bytes are
+hashed one by one.
 """
+
+import hashlib
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +15,7 @@ import pyarrow as pa
 Words = npt.NDArray[np.uint64]
 
 LONG = 256
-"Strings with more bytes are hashed by Python's `hash`, one by one."
+"Strings with more bytes are hashed one by one, by BLAKE2."
 _MASKS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
 "By the number of a word's bytes that belong to the string."
 _DAY_MS = 86_400_000
@@ -33,7 +36,7 @@ def hashes(values: pa.Array) -> Words:
         return found[:, 0]
     state = np.zeros(len(found), np.uint64)
     for column in found.T:
-        state = _mixed(state ^ column)
+        state = mixed(state ^ column)
     return state
 
 
@@ -82,20 +85,21 @@ def _hash_bytes(values: pa.Array) -> Words:
     starts, lengths = offsets[:-1].astype(np.int64) - first, np.diff(offsets).astype(np.int64)
     state = lengths.astype(np.uint64)
     for row in np.flatnonzero(lengths > LONG):
-        state[row] = hash(padded[starts[row] : starts[row] + lengths[row]].tobytes()) & 0xFFFF_FFFF_FFFF_FFFF
+        text = padded[starts[row] : starts[row] + lengths[row]].tobytes()
+        state[row] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     every_word = np.ndarray((len(padded) - 7,), np.uint64, padded, strides=(1,))  # one starting at each byte
     rows = np.flatnonzero((lengths > 0) & (lengths <= LONG))
     at = 0
     while len(rows):
         left = lengths[rows] - at
         words = every_word[starts[rows] + at] & _MASKS[np.minimum(left, 8)]
-        state[rows] = _mixed(state[rows] ^ words)
+        state[rows] = mixed(state[rows] ^ words)
         rows = rows[left > 8]
         at += 8
     return state
 
 
-def _mixed(state: Words) -> Words:
+def mixed(state: Words) -> Words:
     """Mix the bits: each bit of the result depends on all bits of the state, and no two states collide."""
     state = (state ^ (state >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     state = (state ^ (state >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)

@@ -1,14 +1,18 @@
-"""Check a key column for nulls, NaN and duplicates: exact, in constant memory.
+"""Check a key column for nulls, NaN and duplicates: exact, in constant memory, by as many processes as the engine has.
 
-Every key's 64-bit hash is written to a temporary file, which is sorted in place (memory-mapped, so the kernel pages
-it). Keys with equal hashes are read again and compared. Cost: 8 bytes of disk per row, one pass over the key column, a
-second one only if hashes are equal.
+Each item (some chunks, some parts) writes the sorted 64-bit hashes of its keys to a temporary file. Ranges of hashes
+are then merged from all files, and keys with equal hashes are read again and compared. Nothing is merged if the items'
+ranges do not overlap, as for a column in ascending order. Cost: 8 bytes of disk per row, one pass over the key column,
+a second one only if hashes are equal.
 """
 
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +21,24 @@ import pyarrow as pa
 from torchlake.errors import TableError
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.hashes import Words, hashes, identities, is_hashable
-from torchlake.tables.plan import Plan
+from torchlake.tables.plan import Chunk, Plan
 from torchlake.tables.reading import ChunkReader
+from torchlake.tables.storage.spread import Spread, in_process
 from torchlake.tables.table import Table
 
 EXAMPLES = 3
-CANDIDATES = 65_536
+ITEM_ROWS = 1 << 20
+"Keys that are hashed and sorted together."
+RANGE_ROWS = 1 << 22
+"Hashes that are merged together; 8 bytes of memory each, and as much again to sort them."
+CANDIDATES = 4096
 "Hashes whose keys are compared in one pass."
-BLOCK = 1 << 20
-"Hashes per block when scanning."
+SAMPLE = 4096
+"Hashes for each that is sampled."
+READ_BYTES = 32
+"Of a row, in the estimate of what a check reads."
 
+Item = TypeVar("Item")
 Rows = npt.NDArray[np.int64]
 
 
@@ -40,19 +52,13 @@ class Keys(NamedTuple):
     "Indices of rows that could not be read: their null keys do not count."
 
 
-def check_key(table: Table, plan: Plan, key: str) -> None:
-    """Raise TableError with up to 3 examples (file, row, key) when `key` has nulls, NaN or duplicates."""
+def check_key(table: Table, plan: Plan, key: str, *, spread: Spread = in_process, scratch: Path | None = None) -> None:
+    """Raise TableError with up to 3 examples (file, row, key) when `key` has nulls, NaN or duplicates.
 
-    def read() -> Iterator[Keys]:
-        reader = ChunkReader([key])
-        try:
-            for chunk in plan.chunks:
-                rows, errors = reader.read(chunk)
-                yield Keys(chunk.file, chunk.first_row, rows[key], errors)
-        finally:
-            reader.close()
-
-    problem = key_problem(read, plan.rows)
+    `scratch` is an existing folder for temporary files, which the processes of `spread` share; by default the system's.
+    """
+    items = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
+    problem = key_problem(partial(_keys_of_chunks, key), items, rows=plan.rows, spread=spread, scratch=scratch)
     if problem is not None:
         raise TableError(
             f"{table.source}: the key {key!r} {problem}. Fix the rows, name another key, or leave it out: rows then "
@@ -60,36 +66,100 @@ def check_key(table: Table, plan: Plan, key: str) -> None:
         )
 
 
-def key_problem(read: Callable[[], Iterator[Keys]], rows: int) -> str | None:
-    """A description, with examples, of what is wrong with at most `rows` keys; None if nothing is.
+def bundled(items: Sequence[Item], sizes: Sequence[int], most: int) -> list[list[Item]]:
+    """The items in lists, in order; a list ends before it has more than `most`, counted by `sizes`."""
+    bundles: list[list[Item]] = []
+    size = most
+    for item, own in zip(items, sizes, strict=True):
+        if size + own > most:
+            bundles.append([])
+            size = 0
+        bundles[-1].append(item)
+        size += own
+    return bundles
 
-    `read` is called once, and again to compare keys with equal hashes.
+
+def _keys_of_chunks(key: str, chunks: Sequence[Chunk]) -> Iterator[Keys]:
+    reader = ChunkReader([key])
+    try:
+        for chunk in chunks:
+            rows, errors = reader.read(chunk)
+            yield Keys(chunk.file, chunk.first_row, rows[key], errors)
+    finally:
+        reader.close()
+
+
+def key_problem(
+    read: Callable[[Item], Iterable[Keys]],
+    items: Sequence[Item],
+    *,
+    rows: int,
+    spread: Spread = in_process,
+    scratch: Path | None = None,
+) -> str | None:
+    """A description, with examples, of what is wrong with the keys of all items; None if nothing is.
+
+    `read(item)` is called once, and again to compare keys with equal hashes. `rows` is about their number.
     """
-    if rows == 0:
-        return None
-    with tempfile.TemporaryFile(prefix="torchlake-keys-") as file:
-        os.truncate(file.fileno(), rows * 8)
-        stored = np.memmap(file, dtype=np.uint64, mode="r+", shape=(rows,))
-        count = 0
-        faults: dict[str, list[str]] = {"null": [], "NaN": []}
-        for keys in read():
-            if not is_hashable(storage_type(keys.values.type)):
-                return "holds lists or structs, which cannot be keys"
-            for found in _hashes(keys, faults):
-                stored[count : count + len(found)] = found
-                count += len(found)
-            if any(len(examples) >= EXAMPLES for examples in faults.values()):
-                break
-        for fault, examples in faults.items():
+    size = rows * READ_BYTES
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=scratch) as folder:
+        files = [Path(folder, f"{number}.npy") for number in range(len(items))]
+        sort = partial(_store_sorted, read)
+        found = list(spread(sort, list(zip(files, items, strict=True)), size=size, name="check the key"))
+        if not all(one.hashable for one in found):
+            return "holds lists or structs, which cannot be keys"
+        for fault in FAULTS:
+            examples = [example for one in found for example in one.faults[fault]]
             if examples:
                 return f"is {fault}, for example in {'; '.join(examples[:EXAMPLES])}"
-        ordered = stored[:count]
-        if not _is_sorted(ordered):
-            ordered.sort()
-        for candidates in _equal_neighbors(ordered):
-            if examples := _duplicates(read, candidates):
-                return f"is not unique, for example {'; '.join(examples)}"
+        if _disjoint(found):
+            return None
+        ranges = list(enumerate(_ranges(found)))
+        equal = spread(partial(_store_equal, files), ranges, size=size, name="compare the keys")
+        for path in list(equal):
+            stored = np.load(path, mmap_mode="r")
+            for start in range(0, len(stored), CANDIDATES):
+                candidates = np.array(stored[start : start + CANDIDATES])
+                with closing(spread(partial(_with_hash, read, candidates), items, size=size, name="find keys")) as all_:
+                    examples = _duplicates(all_)
+                if examples:
+                    return f"is not unique, for example {'; '.join(examples)}"
     return None
+
+
+SCRATCH = ".torchlake-keys-"
+FAULTS = ("null", "NaN")
+
+
+class _Sorted(NamedTuple):
+    """What is known of an item whose sorted hashes are in a file."""
+
+    rows: int
+    sample: Words
+    "Every `SAMPLE`-th hash in order, the first, and the last."
+    repeated: bool
+    "Whether a hash occurs twice."
+    faults: dict[str, list[str]]
+    hashable: bool = True
+
+
+def _store_sorted(read: Callable[[Item], Iterable[Keys]], task: tuple[Path, Item]) -> _Sorted:
+    """Write the sorted hashes of an item's keys, unless one is null or NaN."""
+    path, item = task
+    faults: dict[str, list[str]] = {fault: [] for fault in FAULTS}
+    found: list[Words] = []
+    for keys in read(item):
+        if not is_hashable(storage_type(keys.values.type)):
+            return _Sorted(0, np.empty(0, np.uint64), False, faults, hashable=False)
+        found += _hashes(keys, faults)
+        if any(len(examples) >= EXAMPLES for examples in faults.values()):
+            break
+    ordered = np.concatenate(found) if found else np.empty(0, np.uint64)
+    if not any(faults.values()):
+        ordered.sort()
+        np.save(path, ordered)
+    sample = np.concatenate([ordered[::SAMPLE], ordered[-1:]])
+    return _Sorted(len(ordered), sample, bool((ordered[1:] == ordered[:-1]).any()), faults)
 
 
 def _hashes(keys: Keys, faults: dict[str, list[str]]) -> Iterator[Words]:
@@ -120,44 +190,77 @@ def _places(keys: Keys, numbers: Rows) -> list[str]:
     return [f"{keys.where} row {number}" for number in numbers[:EXAMPLES].tolist()]
 
 
-def _blocks(stored: Words) -> Iterator[Words]:
-    """Blocks of the array, each beginning with the last value of the previous one."""
-    for start in range(0, len(stored) - 1, BLOCK):
-        yield np.asarray(stored[start : start + BLOCK + 1])
+def _disjoint(found: Sequence[_Sorted]) -> bool:
+    """Whether no hash occurs twice, as far as the ranges of the items tell."""
+    filled = sorted((one for one in found if one.rows), key=lambda one: int(one.sample[0]))
+    apart = all(one.sample[-1] < other.sample[0] for one, other in pairwise(filled))
+    return apart and not any(one.repeated for one in found)
 
 
-def _is_sorted(stored: Words) -> bool:
-    """Whether it is sorted already, as for an ordered column of numbers or times, which are their own hashes."""
-    return all(bool((block[1:] >= block[:-1]).all()) for block in _blocks(stored))
+def _ranges(found: Sequence[_Sorted]) -> list[tuple[int, int]]:
+    """Ranges of hashes [first, stop) with about `RANGE_ROWS` each, by the samples."""
+    sample = np.sort(np.concatenate([one.sample for one in found]))
+    count = -(-sum(one.rows for one in found) // RANGE_ROWS)
+    cuts = np.unique(sample[[len(sample) * number // count for number in range(1, count)]])
+    edges = [0, *(int(cut) for cut in cuts if cut), 1 << 64]
+    return list(pairwise(edges))
 
 
-def _equal_neighbors(ordered: Words) -> Iterator[Words]:
-    """Hashes that occur more than once, in arrays of at most `CANDIDATES`."""
-    found = np.empty(0, np.uint64)
-    for block in _blocks(ordered):
-        found = np.concatenate([found, np.unique(block[1:][block[1:] == block[:-1]])])
-        while len(found) >= CANDIDATES:
-            yield found[:CANDIDATES]
-            found = found[CANDIDATES:]
-    if len(found):
-        yield found
+def _store_equal(files: Sequence[Path], task: tuple[int, tuple[int, int]]) -> Path:
+    """Write the hashes of a range that occur more than once in the files; returns the new file."""
+    number, (first, stop) = task
+    parts: list[Words] = []
+    equal: list[Words] = [np.empty(0, np.uint64)]
+    for file in files:
+        stored = np.load(file, mmap_mode="r")
+        begin = int(np.searchsorted(stored, np.uint64(first), side="left"))
+        end = int(np.searchsorted(stored, np.uint64(stop - 1), side="right"))
+        once, often = _apart(np.array(stored[begin:end]))
+        parts.append(once)
+        equal.append(often)
+    merged = np.sort(np.concatenate(parts), kind="stable")  # merges sorted runs: five times faster than sorting
+    equal.append(_apart(merged)[1])
+    path = files[0].with_name(f"equal-{number}.npy")
+    np.save(path, np.unique(np.concatenate(equal)))
+    return path
 
 
-def _duplicates(read: Callable[[], Iterator[Keys]], candidates: Words) -> list[str]:
-    """Up to 3 keys that occur twice, each with both places."""
-    first: dict[bytes, str] = {}
-    examples: list[str] = []
-    for keys in read():
+def _apart(ordered: Words) -> tuple[Words, Words]:
+    """Every hash once, and those that occur more than once."""
+    again = np.zeros(len(ordered), bool)
+    again[1:] = ordered[1:] == ordered[:-1]
+    return ordered[~again], np.unique(ordered[again])
+
+
+Found = tuple[bytes, str, str]
+"The identity of a key, its text and its place."
+
+
+def _with_hash(read: Callable[[Item], Iterable[Keys]], candidates: Words, item: Item) -> list[Found]:
+    """The keys of an item whose hash is one of the candidates: each at most twice, as two are a duplicate."""
+    found: list[Found] = []
+    counts: dict[bytes, int] = {}
+    for keys in read(item):
         for numbers, values, _ in _arrays(keys):
             rows = np.flatnonzero(np.isin(hashes(values), candidates))
             values = values.take(pa.array(rows))
             for place, identity in enumerate(identities(values)):
-                where = f"{keys.where} row {numbers[rows[place]]}"
-                before = first.setdefault(identity, where)
-                if before != where:
-                    examples.append(f"{_shown(values[place])} in {before} and {where}")
-                    if len(examples) == EXAMPLES:
-                        return examples
+                counts[identity] = counts.get(identity, 0) + 1
+                if counts[identity] <= 2:
+                    found.append((identity, _shown(values[place]), f"{keys.where} row {numbers[rows[place]]}"))
+    return found
+
+
+def _duplicates(items: Iterable[list[Found]]) -> list[str]:
+    """Up to 3 keys that occur twice, each with both places."""
+    first: dict[bytes, str] = {}
+    examples: list[str] = []
+    for identity, shown, where in (one for item in items for one in item):
+        before = first.setdefault(identity, where)
+        if before != where:
+            examples.append(f"{shown} in {before} and {where}")
+            if len(examples) == EXAMPLES:
+                break
     return examples
 
 
@@ -166,4 +269,5 @@ def _shown(key: pa.Scalar) -> str:
     try:
         return repr(key.as_py())
     except (ValueError, OverflowError, LookupError, pa.ArrowException):
-        return repr(key.value if pa.types.is_temporal(key.type) else key.as_buffer().to_pybytes())
+        value: Any = key.value if pa.types.is_temporal(key.type) else key.as_buffer().to_pybytes()
+        return repr(value)

@@ -17,6 +17,8 @@ from torchlake.errors import DataError
 from torchlake.tables.storage.versions import Version
 
 FORMAT = 2
+COUNTS = ("left_out", "unread_files")
+"Of a plan's selection: what was not asked for, but counted."
 FORMAT_OF_VIEWS = 3
 "Of a plan with files whose rows or columns are not all those of the file."
 
@@ -115,20 +117,26 @@ class Plan:
     sources: tuple[Mapping[str, Any], ...] = ()
     "What was read, for each table with versions (`SourceTable.identity`)."
     selection: Mapping[str, Any] = field(default_factory=dict)
-    "Which rows were asked for, and how many were `left_out` for each reason; empty if all were."
+    "Which rows were asked for, and how many were `left_out` for each reason, besides the rows of `unread_files`."
 
     @cached_property
     def schema(self) -> pa.Schema:
         """The schema of the columns to read."""
         return pa.ipc.read_schema(pa.py_buffer(self.serialized))
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Which rows were asked for; empty if all were."""
+        return {name: value for name, value in self.selection.items() if name not in COUNTS}
+
     @cached_property
     def id(self) -> str:
-        """The sha256 of the files' names, content and rows, the columns, and the chunks' ranges."""
+        """The sha256 of the files' names, content and rows, the columns, the chunks' ranges, and the selection."""
         value = plan_to_json(self)
         views = [name for name in ("view", "selected") if name in value["inputs"]]
         files = [value["inputs"][name] for name in ("name", "sha256", "rows", *views)]
-        content = json.dumps([files, value["schema"], value["chunks"]], separators=(",", ":"))
+        asked = [self.asked] if self.asked else []
+        content = json.dumps([files, value["schema"], value["chunks"], *asked], separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
@@ -153,8 +161,10 @@ class Split(NamedTuple):
     skipped: Bitmap = b""
 
 
-def new_chunk(index: int, file: InputFile, format: str, schema: bytes, split: Split) -> Chunk:
-    """The chunk of a split; `schema` is the plan's, serialized."""
+def new_chunk(
+    index: int, file: InputFile, format: str, schema: bytes, split: Split, *, view: str | None = None
+) -> Chunk:
+    """The chunk of a split; `schema` is the plan's, serialized. `view`: by default the file's."""
     return Chunk(
         index=index,
         file=file.path,
@@ -163,7 +173,7 @@ def new_chunk(index: int, file: InputFile, format: str, schema: bytes, split: Sp
         sha256=file.sha256,
         format=format,
         schema=schema,
-        view=file.view,
+        view=file.view if view is None else view,
         **split._asdict(),
     )
 
@@ -174,28 +184,27 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     chunks = plan.chunks
     used = [name for name in _VIEWS if any(getattr(one, name) for one in plan.inputs)]
     files = [name for name in InputFile.__slots__ if name not in _VIEWS or name in used]
-    views: dict[str, Any] = {}
-    if any(chunk.skipped for chunk in chunks):
-        views["skipped"] = [_packed(chunk.skipped) for chunk in chunks]
-        views["groups_row"] = [chunk.groups_row for chunk in chunks]
-    whole = not views and not used
+    ranges = {
+        "index": [chunk.index for chunk in chunks],
+        "input": [place[chunk.name] for chunk in chunks],
+        "format": chunks[0].format if chunks else "",
+        **{
+            name: [getattr(chunk, name) for chunk in chunks]
+            for name in ("row_groups", "first_row", "rows", "offset", "bytes")
+        },
+    }
+    starts = [chunk.groups_row for chunk in chunks]
+    left_out = any(chunk.skipped for chunk in chunks) or starts != _starts_of_groups(ranges)
+    if left_out:
+        ranges |= {"skipped": [_packed(chunk.skipped) for chunk in chunks], "groups_row": starts}
     return {
-        "format": FORMAT if whole else FORMAT_OF_VIEWS,
+        "format": FORMAT_OF_VIEWS if used or left_out else FORMAT,
         "rows": plan.rows,
         "schema": base64.b64encode(plan.serialized).decode(),
         **({"sources": [dict(one) for one in plan.sources]} if plan.sources else {}),
         **({"selection": dict(plan.selection)} if plan.selection else {}),
         "inputs": {name: [getattr(one, name) for one in plan.inputs] for name in files},
-        "chunks": {
-            "index": [chunk.index for chunk in chunks],
-            "input": [place[chunk.name] for chunk in chunks],
-            "format": chunks[0].format if chunks else "",
-            **{
-                name: [getattr(chunk, name) for chunk in chunks]
-                for name in ("row_groups", "first_row", "rows", "offset", "bytes")
-            },
-            **views,
-        },
+        "chunks": ranges,
     }
 
 
@@ -246,13 +255,13 @@ def _unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text)) if text else b""
 
 
-def _starts_of_groups(columns: dict[str, list[Any]]) -> list[int]:
-    """Each chunk's `groups_row`: the first row of the first chunk with the same row groups."""
+def _starts_of_groups(columns: Mapping[str, Any]) -> list[int]:
+    """Each chunk's `groups_row`, if none was left out: the first row of the first chunk with the same row groups."""
     keys = [(place, *groups) for place, groups in zip(columns["input"], columns["row_groups"], strict=True)]
     first: dict[tuple[int, ...], int] = {}
     for key, row in zip(keys, columns["first_row"], strict=True):
         first[key] = min(row, first.get(key, row))
-    return [first[key] for key in keys]
+    return [0 if key[1:] == (0, 0) else first[key] for key in keys]
 
 
 def chunk_label(item: tuple[Chunk, str]) -> str:

@@ -24,8 +24,9 @@ from torchlake.tables.formats.columnar import (
     record_batches,
     translate_errors,
 )
-from torchlake.tables.formats.layout import storage_type
+from torchlake.tables.formats.layout import UTF8, storage_type
 from torchlake.tables.formats.lines import BadRecord, csv_header, read_records
+from torchlake.tables.formats.streams import Dialect, TextRanges
 from torchlake.tables.plan import Chunk
 from torchlake.tables.sources._interface import View, view_of
 from torchlake.tables.storage.versions import ContentChecker
@@ -44,7 +45,8 @@ class ChunkReader:
         self.columns = tuple(columns)
         self._cursor: _Cursor | None = None
         self._unchanged = ContentChecker()
-        self._headers: dict[str, list[str]] = {}
+        self._headers: dict[tuple[str, str], list[str]] = {}
+        self._ranges = TextRanges()
         self._schemas: dict[bytes, pa.Schema] = {}
 
     def read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
@@ -64,9 +66,9 @@ class ChunkReader:
         schema, view = self._schema(chunk), view_of(chunk.view)
         stored = pa.schema([field for field in schema if field.name not in view.constants]) if chunk.view else schema
         if chunk.format == "csv":
-            table, errors = self._read_csv(chunk, stored)
+            table, errors = self._read_csv(chunk, stored, Dialect(**view.csv))
         elif chunk.format == "jsonl":
-            table, errors = _read_json(chunk, stored)
+            table, errors = _read_json(chunk, stored, self._ranges)
         else:
             table, errors = isolate_bad_text(self._read_binary(chunk, stored, view.names))
         _check_rows(chunk, table.num_rows, chunk.rows)
@@ -74,7 +76,8 @@ class ChunkReader:
         return _with_constants(table, schema, view, chunk.rows), dict(sorted(errors.items()))
 
     def close(self) -> None:
-        """Close the open file, if any."""
+        """Close the open files."""
+        self._ranges.close()
         if self._cursor is not None:
             self._cursor.close()
         self._cursor = None
@@ -85,13 +88,14 @@ class ChunkReader:
             self._schemas[chunk.schema] = pa.schema([planned.field(name) for name in self.columns])
         return self._schemas[chunk.schema]
 
-    def _read_csv(self, chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
-        if chunk.file not in self._headers:
-            self._headers = {chunk.file: csv_header(chunk.file)}
-        header = self._headers[chunk.file]
+    def _read_csv(self, chunk: Chunk, schema: pa.Schema, dialect: Dialect) -> tuple[pa.Table, dict[int, str]]:
+        if (chunk.file, chunk.view) not in self._headers:
+            self._headers = {(chunk.file, chunk.view): csv_header(chunk.file, dialect)}
+        header = self._headers[chunk.file, chunk.view]
         check_columns(chunk.file, schema.names, pa.schema([pa.field(name, pa.string()) for name in header]))
         places = [header.index(name) for name in schema.names]
-        records = _kept_records(chunk, read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes, len(header)))
+        found = read_records(self._ranges, chunk.file, chunk.format, dialect, chunk.offset, chunk.bytes, len(header))
+        records = _kept_records(chunk, found)
         errors = _bad_records(chunk, records)
         columns = [
             _text_column([None if row in errors else record[place] for row, record in enumerate(records)])
@@ -230,8 +234,8 @@ def _check_rows(chunk: Chunk, rows: int, planned: int) -> None:
         )
 
 
-def _read_json(chunk: Chunk, schema: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
-    records = _kept_records(chunk, read_records(chunk.file, chunk.format, chunk.offset, chunk.bytes))
+def _read_json(chunk: Chunk, schema: pa.Schema, ranges: TextRanges) -> tuple[pa.Table, dict[int, str]]:
+    records = _kept_records(chunk, read_records(ranges, chunk.file, chunk.format, UTF8, chunk.offset, chunk.bytes))
     errors = _bad_records(chunk, records)
     arrays = []
     for field in schema:

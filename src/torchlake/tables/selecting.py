@@ -1,36 +1,127 @@
 """Which rows of the planned chunks are read: those that are not deleted, and that were asked for.
 
 The rows are chosen while planning, so every attempt, every engine and `verify` see the same ones, and the number of
-rows in is known before any work.
+rows in is known before any work. A row that cannot be read, for example a malformed line, is always chosen: it comes
+out as an error, not silently missing. Cost of a condition: one pass over its columns, without the row groups that
+their statistics rule out; of a sample: a hash of each row's number.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from torchlake.tables.plan import InputFile, Split
+from torchlake.errors import DataError
+from torchlake.tables.hashes import mixed
+from torchlake.tables.plan import InputFile, Split, new_chunk
+from torchlake.tables.reading import ChunkReader
+from torchlake.tables.selection.bounds import constant_bounds, outcomes
+from torchlake.tables.selection.conditions import Condition, columns_of
+from torchlake.tables.selection.rows import evaluate
+from torchlake.tables.sources._interface import View
 from torchlake.tables.table import Table
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-def select_rows(
-    table: Table, splits: Iterable[tuple[InputFile, Split]], left_out: Counter[str]
-) -> Iterator[tuple[InputFile, Split]]:
-    """The splits with the rows that are left out marked as skipped; those without any row are omitted.
 
-    Counts the rows in `left_out`, by reason.
-    """
-    for file, split in splits:
-        kept = np.ones(split.rows, bool)
-        deleted = table.deleted.get(file.path)
-        if deleted is not None:
-            kept &= ~_bits(deleted, split.first_row, split.rows)
-            left_out["deleted"] += int(split.rows - kept.sum())
-        if kept.all():
-            yield file, split
-        elif kept.any():
-            skipped = np.packbits(~kept, bitorder="little").tobytes()
-            yield file, split._replace(rows=int(kept.sum()), skipped=skipped)
+class RowSelector:
+    """Chooses rows of splits, which come in the order of the table; `left_out` counts the others by reason."""
+
+    def __init__(self, table: Table, views: Mapping[str, str]) -> None:
+        """views: of the condition's columns, as JSON by file."""
+        self.table = table
+        self.left_out: Counter[str] = Counter(table.left_out)
+        self.left = table.options.selection.limit
+        self._condition = None if table.condition is None else _ConditionReader(table, table.condition, views)
+
+    @property
+    def full(self) -> bool:
+        """Whether the limit is reached."""
+        return self.left == 0
+
+    def select(self, file: InputFile, splits: Iterable[Split]) -> Iterator[Split]:
+        """The splits with the rows that are left out marked as skipped; those without any row are omitted."""
+        if self._condition is not None:
+            self._condition.open(file)
+        for split in splits:
+            kept = np.ones(split.rows, bool)
+            deleted = self.table.deleted.get(file.path)
+            if deleted is not None:
+                self._leave_out("deleted", kept, ~_bits(deleted, split.first_row, split.rows))
+            if self._condition is not None and not self.full and kept.any():
+                self._leave_out("where", kept, self._condition.true(file, split))
+            if self.table.options.selection.sample is not None and not self.full:
+                self._leave_out("sample", kept, self._sampled(file, split))
+            if self.left is not None:
+                self._leave_out("limit", kept, np.cumsum(kept) <= self.left)
+                self.left -= int(kept.sum())
+            if kept.all():
+                yield split
+            elif kept.any():
+                skipped = np.packbits(~kept, bitorder="little").tobytes()
+                yield split._replace(rows=int(kept.sum()), skipped=skipped)
+
+    def close(self) -> None:
+        if self._condition is not None:
+            self._condition.reader.close()
+
+    def _leave_out(self, reason: str, kept: np.ndarray, chosen: np.ndarray) -> None:
+        before = int(kept.sum())
+        kept &= chosen
+        self.left_out[reason] += before - int(kept.sum())
+
+    def _sampled(self, file: InputFile, split: Split) -> np.ndarray:
+        """(rows,) bool: a hash of the seed, the file's name and the row's number is below the share of its range."""
+        share, seed = self.table.options.selection.sample, self.table.options.selection.seed
+        assert share is not None, "called for a sample"
+        if share == 1:
+            return np.ones(split.rows, bool)
+        start = np.frombuffer(hashlib.sha256(f"{seed}:{file.name}".encode()).digest()[:8], np.uint64)
+        numbers = np.arange(split.first_row, split.first_row + split.rows, dtype=np.uint64)
+        return np.asarray(mixed(start ^ mixed(numbers * _GOLDEN)) < np.uint64(int(share * 2**64)))
+
+
+class _ConditionReader:
+    """Evaluates the condition for the rows of a split."""
+
+    def __init__(self, table: Table, condition: Condition, views: Mapping[str, str]) -> None:
+        self.table, self.condition, self.views = table, condition, views
+        columns = columns_of(condition)
+        self.schema = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
+        self.reader = ChunkReader(columns)
+
+    def open(self, file: InputFile) -> None:
+        """Decide for which row groups of the file the condition is true, or not true, for every row."""
+        footer, view = self.table.footers.get(file.path), self.table.views.get(file.path, View())
+        rows = [file.rows] if footer is None else [group.rows for group in footer.groups]
+        bounds = {} if footer is None else {**footer.bounds}
+        for name in {*view.constants} & {*columns_of(self.condition)}:
+            kind = self.table.schema.field(name).type
+            bounds[name] = constant_bounds([view.constants[name]] * len(rows), kind)
+        may = outcomes(self.condition, bounds, len(rows))
+        self.ends = np.cumsum(rows)
+        self.some, self.every = may.true, may.true & ~may.false & ~may.null
+
+    def true(self, file: InputFile, split: Split) -> np.ndarray:
+        """(rows,) bool: true also for rows that cannot be read. Raises DataError naming the file."""
+        first = int(np.searchsorted(self.ends, split.first_row, "right"))
+        last = int(np.searchsorted(self.ends, split.first_row + split.rows - 1, "right"))
+        if not self.some[first : last + 1].any():
+            return np.zeros(split.rows, bool)
+        if self.every[first : last + 1].all():
+            return np.ones(split.rows, bool)
+        chunk = new_chunk(0, file, self.table.format, self.schema, split, view=self.views.get(file.path, ""))
+        rows, unreadable = self.reader.read(chunk)
+        try:
+            found = pc.fill_null(evaluate(self.condition, rows), False)
+        except DataError as error:
+            raise DataError(f"{file.path}, {chunk.where}: {error}") from error
+        true = np.array(found.to_numpy(), dtype=bool)
+        true[list(unreadable)] = True
+        return true
 
 
 def _bits(bitmap: bytes, first: int, count: int) -> np.ndarray:

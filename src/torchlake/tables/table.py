@@ -7,29 +7,32 @@ file, a column that is missing or has another type in the third file, a Delta ta
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
 from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
+from torchlake.tables.formats.streams import Dialect
 from torchlake.tables.record import COMMIT, committed_files
+from torchlake.tables.selection.binding import bind
+from torchlake.tables.selection.conditions import Condition, columns_of
+from torchlake.tables.selection.grammar import parse
 from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
+from torchlake.tables.sources._options import ReadOptions
+from torchlake.tables.sources._pruning import UNREAD, possible_files
 from torchlake.tables.sources.files import StoredTable, describe, local_path
 from torchlake.tables.sources.files import open_source as open_files
 from torchlake.tables.storage.access import unavailable
+from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
-from torchlake.tables.storage.versions import settled_version_of
-
-T = TypeVar("T")
-THREADS = 16
+from torchlake.tables.storage.versions import Version, settled_version_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,13 @@ class Table:
     "By path, a bitmap of deleted rows."
     sources: tuple[Mapping[str, Any], ...] = ()
     "What was read, for each table with versions."
+    options: ReadOptions = field(default_factory=ReadOptions)
+    condition: Condition | None = None
+    "That of the options, with the types of the columns."
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    "By reason, rows of files that the condition rules out, as counted by the table's log."
+    unread_files: int = 0
+    "Other such files."
 
 
 def open_table(
@@ -63,17 +73,28 @@ def open_table(
     *,
     columns: Sequence[str] = (),
     on_bad_file: Literal["error", "quarantine"] = "error",
+    options: ReadOptions | None = None,
+    spread: Spread = in_process,
 ) -> Table:
     """Open a file, folder, glob, fsspec URL, or a list of them as a table.
 
     Checks every file's footer or header: `columns` must exist and have one type in all files (without `columns`, all
-    columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them.
+    columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them. Files without any
+    row that `options` ask for are not opened, if the table's log or the names of folders show it. `spread` reads the
+    lines of JSON.
 
     Raises TableError naming file, column and types, or the nearest name of a missing column; UnsafeError when a file
     would have to run code to be loaded.
     """
     bad: list[tuple[str, str]] = []
-    sources = _open_sources(source)
+    options = options or ReadOptions()
+    where = options.selection.where
+    asked = None if where is None else parse(where)
+    bounded = () if asked is None else columns_of(asked)
+    found = [possible_files(table, asked, where or "") for table in _open_sources(source)]
+    sources = [table for table, _ in found]
+    unread = sum((counts for _, counts in found), Counter())
+    columns = tuple(dict.fromkeys((*columns, *bounded))) if columns else ()
 
     def leave_out(path: SourceFile, error: DataError) -> None:
         if on_bad_file == "error" or isinstance(error, Unavailable):
@@ -82,7 +103,8 @@ def open_table(
 
     readable: list[_File] = []
     for table in sources:
-        for path, result in _map_files(partial(_inspect, columns=columns, source=table), table.files):
+        inspect = partial(_inspect, columns=columns, bounded=bounded, source=table, dialect=options.csv)
+        for path, result in zip(table.files, _inspected(inspect, table.files, spread), strict=True):
             if isinstance(result, DataError):
                 leave_out(path, result)
             else:
@@ -105,17 +127,23 @@ def open_table(
     if len(formats) > 1:
         listed = ", ".join(f"{format} ({file})" for format, file in formats.items())
         raise TableError(f"{describe(source)}: files of several formats: {listed}. A table has one; name its files.")
+    format = files[0].format if files else "parquet"
+    schema = pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in schema])
     return Table(
         source=describe(source),
         files=tuple(one.path.file for one in files),
         names=tuple(one.path.name for one in files),
-        format=files[0].format if files else "parquet",
-        schema=pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in schema]),
+        format=format,
+        schema=schema,
         quarantined=tuple(bad),
         footers={one.path.file: one.footer for one in files if one.footer is not None},
         views={one.path.file: one.path.view for one in files if one.path.view != View()},
         deleted={one.path.file: one.path.deleted for one in files if one.path.deleted},
         sources=tuple(table.identity for table in sources if table.identity),
+        options=options,
+        condition=None if asked is None else bind(asked, schema, where or "", untyped=format == "csv"),
+        left_out={reason: rows for reason, rows in unread.items() if reason != UNREAD},
+        unread_files=unread[UNREAD],
     )
 
 
@@ -187,6 +215,10 @@ def _open_sources(source: StoredTable) -> list[SourceTable]:
 
 def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
     """The tables with names that begin with the table's, as several may have files of one name."""
+    read = Counter(one.file for table in tables for one in table.files)
+    again = next((file for file, count in read.items() if count > 1), None)
+    if again is not None:
+        raise TableError(f"{again} is in two of the tables: its rows would be read twice. Name each table once.")
     renamed = []
     for table in tables:
         folder = f"{str(table.identity['table']).rstrip('/').rpartition('/')[2]}/" if table.identity else ""
@@ -214,7 +246,19 @@ def _open_files(source: StoredTable) -> SourceTable:
     return open_files(source)
 
 
-def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _File | DataError:
+def _inspected(
+    inspect: Callable[[SourceFile], "_File | DataError"], files: Sequence[SourceFile], spread: Spread
+) -> Iterator["_File | DataError"]:
+    """The result for each file, in order; lines of JSON are read by `spread`."""
+    size = _bytes_to_type(files)
+    if size:
+        return spread(inspect, files, size=size, name="find the types")
+    return each_file(inspect, files, remote=any(is_url(one.file) for one in files))
+
+
+def _inspect(
+    path: SourceFile, columns: Sequence[str], bounded: Sequence[str], source: SourceTable, dialect: Dialect
+) -> _File | DataError:
     """A file's format, its footer and its columns as the table names them, or its error."""
     file = path.file
     try:
@@ -222,10 +266,14 @@ def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _
         if path.size not in (None, version.size):
             raise TableError(f"{file}: has {version.size:,} bytes, {path.size:,} in the table's log; restore the file.")
         format = format_of(file)
-        stored = [path.view.names.get(name, name) for name in columns if name not in path.view.constants]
-        schema, footer = schema_of(file, format, version, stored)
+        if dialect.given and format != "csv":
+            raise TableError(f"{file}: is {format}; csv options are for CSV files.")
+        schema, footer = _read_schema(path, format, version, columns, bounded, dialect)
         if source.view is not None and footer is not None:
             path = replace(path, view=source.view(path, footer.schema, columns))
+            if bounded:  # the statistics that were read are of columns with these names in the file
+                schema, footer = _read_schema(path, format, version, columns, bounded, dialect)
+        path = replace(path, view=replace(path.view, csv=dialect.given))
         path, schema = _as_in_table(path, schema, source)
         check_columns(file, columns, schema)
         for name in columns:
@@ -242,6 +290,19 @@ def _inspect(path: SourceFile, columns: Sequence[str], source: SourceTable) -> _
     except DataError as error:
         return error
     return _File(path, format, schema, footer)
+
+
+def _read_schema(
+    path: SourceFile, format: str, version: Version, columns: Sequence[str], bounded: Sequence[str], dialect: Dialect
+) -> tuple[pa.Schema, Footer | None]:
+    """A file's columns, and its footer with statistics of the columns `bounded`, by the table's names."""
+    names = path.view.names
+    stored = [names.get(name, name) for name in columns if name not in path.view.constants]
+    bounds = {names.get(name, name): name for name in bounded if name not in path.view.constants}
+    schema, footer = schema_of(path.file, format, version, stored, tuple(bounds), dialect)
+    if footer is not None and bounds:
+        footer = footer._replace(bounds={bounds[name]: found for name, found in footer.bounds.items()})
+    return schema, footer
 
 
 def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tuple[SourceFile, pa.Schema]:
@@ -271,16 +332,14 @@ def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tu
     return replace(path, view=view), pa.schema(typed)
 
 
-def _map_files(function: Callable[[SourceFile], T], files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, T]]:
-    """Each file with the result of `function`; URLs by several threads, as most of the time is waiting.
-
-    Local files take mostly Python's own time, and 16 threads would be four times slower.
-    """
-    if not any(is_url(one.file) for one in files):
-        yield from zip(files, map(function, files), strict=True)
-        return
-    with ThreadPoolExecutor(THREADS) as threads:
-        yield from zip(files, threads.map(function, files), strict=True)
+def _bytes_to_type(files: Sequence[SourceFile]) -> int:
+    """Bytes that are read to find the types of the columns: those of JSON lines."""
+    text = [
+        one.file
+        for one in files
+        if os.path.splitext(one.file.lower())[1] in (".jsonl", ".ndjson", ".json") and not is_url(one.file)
+    ]
+    return sum(os.path.getsize(file) for file in text if os.path.exists(file))
 
 
 def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, tuple[pa.DataType, str]]:

@@ -31,7 +31,8 @@ A PACKED task generates text and also has
     documents(tokenizer, texts, spec)             like `tokenize`: training rows, each with an end token
     targets(ids (B, L), mask (B, L)) -> (B, L) int64        the next token, or NO_TARGET
     loss_sum(logits (B, L, V), targets (B, L), spec) -> Tensor ()   summed
-    chunk_loss(model, row (L,), tokens=, compiled=) -> bool       lets model(targets=...) return the loss; False: cannot
+    find_chunks(model, row (L,), tokens=) -> dict | None        how the model can compute its loss in chunks, as JSON
+    chunk_loss(model, found, compiled=)           lets model(targets=...) return the loss
     num_targets(lengths (B,), spec) -> int        the divisor of the summed loss
     loss_metrics(loss) -> dict[str, float]        metrics of the mean loss
     output_columns(answers (B, W) int32, tokenizer, stop) -> pa.Table     answers as in models/generation.py

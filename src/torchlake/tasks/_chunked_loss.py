@@ -9,7 +9,7 @@ frozen.
 
 `attach` puts the loss inside the model's own forward pass, in the place of its head. So the hooks of DDP, FSDP and
 DeepSpeed run as usual: they gather the head's weight before it is used. Some models scale or cap their logits after
-the head. A row shows what a model does; a model that does anything else keeps its own path.
+the head. A row shows what a model does (`find`); a model that does anything else keeps its own path.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,41 +119,49 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor, after: AfterHead) -> tup
     return loss, grad.to(logits.dtype)
 
 
-def attach(
-    model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tokens: int, compiled: bool = False
-) -> bool:
-    """Let `model`, a causal language model of transformers, return its loss if its forward pass is given `targets`.
+def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tokens: int) -> AfterHead | None:
+    """Return what `model`, a causal language model of transformers, does after its head, for `attach`.
 
-    With `targets` (B, L) int64, NO_TARGET where there is none, `model(...)` returns the loss () summed over them in
-    fp32; without, it works as before. `row` (1, L) int64 is a row of token ids to test the model with, `forward` the
-    task's arguments, `tokens` the most that a pass has. `compiled`: compile the pointwise part.
-
-    Returns whether it did: not if the logits of `tokens` tokens are small, or the model computes its logits in a way
-    that is not an `AfterHead`. The row is computed in evaluation mode; the mode is restored.
+    `row` (1, L) int64 is a row of token ids to test the model with, `forward` the task's arguments, `tokens` the most
+    that a pass has. None if the logits of `tokens` tokens are small, or the model computes its logits in a way that is
+    not an `AfterHead`. The row is computed in evaluation mode; the mode is restored.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(head, nn.Linear) or tokens * head.out_features * 4 <= CHUNK_BYTES:
-        return False
+    head = _head(model)
+    if head is None or tokens * head.out_features * 4 <= CHUNK_BYTES:
+        return None
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             found = _find_after_head(model, head, row, forward)
             if found is None:
-                return False
+                return None
             after, logits = found
-            terms = torch.compile(_terms, dynamic=True) if compiled else _terms
             before = model.forward, head.forward
             _replace(model, head, after, _terms)
             targets = torch.cat([row[:, 1:], torch.full_like(row[:, :1], NO_TARGET)], dim=1)
             expected = functional.cross_entropy(logits[0, :-1].float(), row[0, 1:], reduction="sum")
             same = torch.isclose(model(input_ids=row, targets=targets, **forward), expected, rtol=AGREEMENT, atol=0)
             model.forward, head.forward = before  # type: ignore[method-assign]
-            if same:
-                _replace(model, head, after, terms)
-            return bool(same)
+            return after if same else None
     finally:
         model.train(training)
+
+
+def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False) -> None:
+    """Let `model` return its loss if its forward pass is given `targets`; `after` is what `find` returned.
+
+    With `targets` (B, L) int64, NO_TARGET where there is none, `model(...)` returns the loss () summed over them in
+    fp32; without, it works as before. `compiled`: compile the pointwise part. The model may be on the meta device.
+    """
+    head = _head(model)
+    assert head is not None, "find() returned what it does after its head"
+    _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms)
+
+
+def _head(model: nn.Module) -> nn.Linear | None:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return head if isinstance(head, nn.Linear) else None
 
 
 def _find_after_head(

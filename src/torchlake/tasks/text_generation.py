@@ -12,6 +12,7 @@ an error row.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "chunk_loss",
     "conversations",
     "documents",
+    "find_chunks",
     "flat",
     "is_chat",
     "loss_metrics",
@@ -134,17 +136,24 @@ def loss_sum(logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec) ->
     )
 
 
-def chunk_loss(model: "nn.Module", row: np.ndarray, *, tokens: int, compiled: bool) -> bool:
-    """Let the model return the loss of `loss_sum` if called with `targets`, without holding a micro-batch's logits.
+def find_chunks(model: "nn.Module", row: np.ndarray, *, tokens: int) -> dict[str, Any] | None:
+    """Return how the model can compute its loss without holding a micro-batch's logits, as JSON; None: it cannot.
 
-    Returns whether it can; see `_chunked_loss.attach`. `row` (L,) int64: token ids; `tokens`: the most of one call.
+    See `_chunked_loss.find`. `row` (L,) int64: token ids; `tokens`: the most of one call.
     """
     import torch
 
     from torchlake.tasks import _chunked_loss
 
-    ids = torch.from_numpy(row)[None]
-    return _chunked_loss.attach(model, ids, FORWARD, tokens=tokens, compiled=compiled)
+    after = _chunked_loss.find(model, torch.from_numpy(row)[None], FORWARD, tokens=tokens)
+    return None if after is None else asdict(after)
+
+
+def chunk_loss(model: "nn.Module", found: dict[str, Any], *, compiled: bool) -> None:
+    """Let the model return the loss of `loss_sum` if called with `targets`; `found` is from `find_chunks`."""
+    from torchlake.tasks import _chunked_loss
+
+    _chunked_loss.attach(model, _chunked_loss.AfterHead(**found), compiled=compiled)
 
 
 def num_targets(lengths: np.ndarray, spec: TaskSpec) -> int:

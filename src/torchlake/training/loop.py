@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchlake import distributed, optim, plugins
@@ -31,14 +30,15 @@ from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import Draft
 from torchlake.config.types import Every
 from torchlake.errors import Interrupted
-from torchlake.failpoints import failpoint
 from torchlake.loss import find_objective
 from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
 from torchlake.training import saving
 from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
-from torchlake.training.state import TrainProgress, TrainState, make_train_state
+from torchlake.training.setup import make_train_state
+from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
+from torchlake.training.validation import validate
 
 log = logging.getLogger(__name__)
 
@@ -203,57 +203,6 @@ class _Votes:
     def saved(self) -> None:
         """A checkpoint has begun; no step is pending."""
         self.saved_at, self.overdue = time.monotonic(), False
-
-
-def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
-    """The loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was asked to stop.
-
-    When memory runs out, it starts again with smaller micro-batches.
-    """
-    group, task, labels = state.group, state.task, rows.table.targets
-    doing = "validating"
-    logits = np.zeros((0 if labels is None else len(rows.numbers), max(1, len(state.spec.labels))), dtype=np.float32)
-    while True:
-        state.module.eval()
-        try:
-            loss_sum = _validation_pass(state, rows, logits, stop_requested)
-            break
-        except (RuntimeError, MemoryError) as error:
-            state.shrink_micro_batches(error, rows, doing)
-        finally:
-            state.module.train()
-        state.release_memory()
-    if loss_sum is None:
-        return None
-    (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
-    mean = loss_sum / state.num_targets(rows)
-    if labels is None:
-        return {LOSS: mean, **task.loss_metrics(mean)}
-    # Each row is filled on one rank and zero on the others.
-    logits = distributed.all_sum_array(group, logits, doing)
-    targets = np.asarray(labels[rows.numbers])
-    return {LOSS: mean, **task.metrics(task.probabilities(logits, state.spec), targets, state.spec)}
-
-
-def _validation_pass(
-    state: TrainState, rows: Rows, logits: np.ndarray, stop_requested: Callable[[], bool]
-) -> float | None:
-    """The summed loss of this rank's share of the rows; writes their logits into `logits` (N, C), if it has rows.
-
-    Every rank runs the same number of batches and all stop after the same one; None when one was asked to stop.
-    """
-    group, loss_sum = state.group, 0.0
-    for positions in state.micro_batches(rows)[0]:
-        with torch.no_grad(), distributed.explain_lost_peers(group, "validating"):
-            out, loss = state.forward(rows, positions)
-        if len(logits):
-            logits[positions] = out.float().cpu().numpy()
-        loss_sum += loss.item()
-        del out, loss  # free them before the next forward pass
-        failpoint(f"rank{group.rank}.validate")
-        if distributed.any_rank(group, stop_requested(), "validating"):
-            return None
-    return loss_sum
 
 
 def _is_due(every: Every, step: int, per_epoch: int) -> bool:

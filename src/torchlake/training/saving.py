@@ -21,10 +21,11 @@ from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
-from torchlake.models.load import base_model, save_model_folder
+from torchlake.models.load import save_model_folder
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
-from torchlake.training import lora
+from torchlake.training.model import lora
+from torchlake.training.model.base import base_model
 from torchlake.training.rows import RankSettings
 from torchlake.training.state import TrainProgress, TrainState
 

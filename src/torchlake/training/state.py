@@ -1,6 +1,4 @@
-"""The state of a training: the model, its optimizer and the progress.
-
-    base model or checkpoint -> strategy.wrap -> optimizer = TrainState
+"""The state of a training: the model, its optimizer and the progress. `setup.py` makes it.
 
 `rows.py` gives the rows of every batch, `TrainState.micro_batches` divides them among the ranks; each rank computes
 both.
@@ -19,24 +17,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import atomic_io, optim, plugins
-from torchlake.checkpoints import format
+from torchlake import atomic_io, optim
 from torchlake.checkpoints.shards import Pieces
-from torchlake.checkpoints.store import STATE
-from torchlake.config.job import TrainConfig
 from torchlake.data import batching, bins, packing
 from torchlake.distributed import Group, to_device
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
-from torchlake.models import probes
-from torchlake.models.load import TaskSpec, base_model, layers, load_tokenizer, model_folder
-from torchlake.runs.speed import Speed, measure
-from torchlake.training import kernels, lora
-from torchlake.training.rows import RankSettings, Rows
+from torchlake.models.load import TaskSpec
+from torchlake.runs.speed import Speed
+from torchlake.training.model import kernels
+from torchlake.training.rows import Rows
 
 log = logging.getLogger(__name__)
-
-MICRO_BATCH = "micro_batch.json"
 
 
 @dataclass(kw_only=True)
@@ -236,107 +228,3 @@ class TrainState:
         )
         padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
         return shares[self.group.rank], padded
-
-
-def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, TrainProgress]:
-    """Load the model from the base or the checkpoint, wrap it with the strategy, and make its optimizer."""
-    job, spec, train = settings.job, settings.spec, settings.job.train
-    task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
-    torch.manual_seed(train.seed)
-    base = base_model(job.model.base, spec, task.AUTO_CLASS)
-    tokenizer = load_tokenizer(model_folder(job.model.base))
-    model = base if job.model.lora is None else lora.add_adapters(base, job.model.lora)
-    probe = probes.rows(task, tokenizer, spec)
-    probes.freeze_unreached(model, probe[1], task.FORWARD)
-    names = optim.trainable_names(model)
-    saved = None if settings.checkpoint is None else Path(settings.checkpoint)
-    stored, progress = _load_weights(model, None if job.model.lora is None else names, saved)
-    equal_lengths = not task.PACKED and probes.padding_matters(model, probe, tokenizer.pad_token_id)
-    isolates = spec.problem == "next_answer_token" and probes.isolates(model, probe, task.FORWARD)
-    train = kernels.usable_precision(train, model, probe[1], task, group.device)
-    precision = optim.find_precision(train.precision, group.device)
-    speed = measure(
-        layers(model), base.config, per_token=task.PACKED, device=group.device, dtype=precision.dtype or torch.float32
-    )
-    # In fp16 small gradients vanish, unless the loss is scaled up before them.
-    chunked = task.PACKED and precision.dtype is not torch.float16
-    chunked = chunked and task.chunk_loss(base, probe[1], tokens=train.micro_batch_tokens, compiled=train.compile)
-    attention = job.model.attention
-    if attention == "flash" and isolates:
-        isolates = kernels.passes_positions(base, torch.from_numpy(probe[1])[None], task.FORWARD)
-    # After the probes, which compute on the CPU in fp32.
-    if precision.weights and job.model.lora is not None:
-        kernels.convert_frozen(model, precision.dtype)
-    kernels.recompute_activations(base, train.activation_checkpointing)
-    kernels.set_attention(base, attention, device=group.device, dtype=precision.dtype)
-    if train.compile:
-        kernels.compile_layers(base, static=spec.problem == "next_token")
-    module, optimizer = _wrap(strategy, model, group, train)
-    if saved is not None:
-        with format.open_tensors(saved, format.OPTIMIZER) as tensors:
-            strategy.restore(optimizer, names, tensors)
-        log.info("continuing after step %d from %s", progress.step, saved)
-    return TrainState(
-        group=group,
-        task=task,
-        strategy=strategy,
-        spec=spec,
-        model=model,
-        module=module,
-        config=base.config,
-        tokenizer=tokenizer,
-        optimizer=optimizer,
-        names=names,
-        stored=stored,
-        precision=precision,
-        speed=speed,
-        requested_tokens=train.micro_batch_tokens,
-        micro_batch_tokens=_tokens_that_fit(Path(settings.run) / MICRO_BATCH, train.micro_batch_tokens),
-        limit_file=Path(settings.run) / MICRO_BATCH,
-        filler=probe[0],
-        isolates=isolates,
-        one_line=attention == "flash",
-        chunked=chunked,
-        equal_lengths=equal_lengths,
-    ), progress
-
-
-def _load_weights(
-    model: nn.Module, trained: list[str] | None, checkpoint: Path | None
-) -> tuple[dict[str, torch.Tensor], TrainProgress]:
-    """Load a checkpoint's weights into the model, if there is one; returns what checkpoints store, and the progress.
-
-    `trained` names the tensors to store; None: all. They are returned on the meta device: a strategy may free them.
-    """
-    weights = model.state_dict()
-    wanted = format.untied(weights if trained is None else {name: weights[name] for name in trained})
-    stored = {name: tensor.to("meta") for name, tensor in wanted.items()}
-    if checkpoint is None:
-        return stored, TrainProgress()
-    for name, tensor in format.load_model(checkpoint, wanted).items():
-        weights[name].copy_(tensor)
-    return stored, TrainProgress(**atomic_io.read_json(checkpoint / STATE)["position"])
-
-
-def _wrap(
-    strategy: ModuleType, model: nn.Module, group: Group, train: TrainConfig
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The wrapped model and its optimizer. Raises UsageError when the model does not fit into the device's memory."""
-    try:
-        wrapped: tuple[nn.Module, torch.optim.Optimizer] = strategy.wrap(
-            model, lambda sharded: optim.make_optimizer(sharded, train), group=group, train=train
-        )
-        return wrapped
-    except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"the model alone does not fit into the memory of {group.device}. Shard it (train.strategy=fsdp, or "
-            "deepspeed with stage 3), train part of it (model.lora), or use a smaller one."
-        ) from error
-
-
-def _tokens_that_fit(limit_file: Path, requested_tokens: int) -> int:
-    """`requested_tokens`, or what an earlier attempt with the same request found to fit."""
-    noted = atomic_io.read_json(limit_file) if limit_file.exists() else {}
-    return min(requested_tokens, int(noted["tokens"])) if noted.get("asked") == requested_tokens else requested_tokens

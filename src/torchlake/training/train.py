@@ -36,7 +36,8 @@ from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
-from torchlake.training import lora, restarts
+from torchlake.training import restarts
+from torchlake.training.model import lora
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +236,8 @@ def _check_columns(job: Job, folder: Path, *, trained: bool) -> None:
     named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
     for name, table in run_folder.stored_tables(job).items():
         try:
-            open_table(table, columns=tuple(column for column in named if column is not None))
+            columns = tuple(column for column in named if column is not None)
+            open_table(table, columns=columns, options=run_folder.read_options_of(job, name))
         except TableError as error:
             kept = f" The training in {folder} continues with {table} only; train another in a new run folder (--run)."
             raise type(error)(f"data.{name}: {error}{kept if trained else ''}") from error
@@ -245,11 +247,13 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
     """Tokenize the training table and the validation table, if any; returns the folders of token Parquet."""
     folders = []
     for name, table in run_folder.stored_tables(job).items():
+        options = run_folder.read_options_of(job, name)
         output = folder / "prepared" / name
         output.parent.mkdir(exist_ok=True)
         if job.data.key is not None and not trained:
-            keyed = open_table(table, columns=(job.data.key,))
-            check_key(keyed, plan_chunks(keyed, columns=(job.data.key,)), job.data.key)
+            keyed = open_table(table, columns=(job.data.key,), options=options, spread=engine.spread)
+            plan = plan_chunks(keyed, columns=(job.data.key,), hashed=False)
+            check_key(keyed, plan, job.data.key, spread=engine.spread, scratch=output.parent)
         try:
             done = prepare(
                 table,
@@ -259,6 +263,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
                 engine=engine,
                 bad_rows=job.data.bad_rows,
                 overwrite=not trained,
+                options=options,
             )
         except FingerprintError as error:
             lines = str(error).splitlines()
@@ -288,8 +293,10 @@ def _refuse_changed_input(job: Job, folder: Path) -> None:
     for name, table in run_folder.stored_tables(job).items():
         planned = {one.name: one for one in planned_inputs(folder / "prepared" / name)}
         try:
-            now = open_table(table)
+            now = open_table(table, options=run_folder.read_options_of(job, name))
             paths, unchanged = dict(zip(now.names, now.files, strict=True)), ContentChecker()
+            if now.options.selection.asked:
+                paths = {one.name: one.path for one in plan_chunks(now, columns=(), hashed=False).inputs}
             changed = sorted(planned.keys() ^ paths.keys()) or [
                 one.path
                 for one in planned.values()

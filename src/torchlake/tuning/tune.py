@@ -39,6 +39,7 @@ from torchlake.runs.folder import (
     find,
     is_trained,
     pinned_job,
+    read_options_of,
     stored_tables,
 )
 from torchlake.runs.follow import follow_metrics
@@ -179,7 +180,8 @@ def _claim(folder: Path, job: Job, space: Space, seed: int) -> Job:
                 "Give a new folder (--run)."
             )
     pinned = pinned_job(folder, job, begun=path.exists())
-    tables = {name: open_table(table) for name, table in stored_tables(pinned).items()}
+    stored = stored_tables(pinned).items()
+    tables = {name: open_table(table, options=read_options_of(job, name)) for name, table in stored}
     now: dict[str, Any] = {
         "job": job.model_dump(mode="json"),
         "space": {name: asdict(one) if isinstance(one, Range) else list(one) for name, one in space.items()},

@@ -29,7 +29,7 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`raising(error)` makes `torchlake verify` meet that error, or do what a function does."""
 
     def arm(what: Any) -> None:
-        def verify(output: str) -> Any:
+        def verify(output: str, *, spread: Any) -> Any:
             if callable(what):
                 return what()
             raise what
@@ -208,7 +208,10 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
     def predict(*args: Any, **options: Any) -> SimpleNamespace:
         seen.update(options, args=args)
         counts = {"rows_in": 5, "rows_out": 5, "rows_failed": 1, "seconds": 2.0, "rows_per_s": 2.5}
-        return SimpleNamespace(path=Path("o"), errors={"null_text": 1}, example="i row 3: null_text", **counts)
+        record = {"selection": {"left_out": {"where": 3, "limit": 4}, "unread_files": 2}} if "where" in options else {}
+        return SimpleNamespace(
+            path=Path("o"), errors={"null_text": 1}, example="i row 3: null_text", record=record, **counts
+        )
 
     module = ModuleType("torchlake.scoring.predict")
     module.predict = predict  # type: ignore[attr-defined]
@@ -228,6 +231,13 @@ def test_options_reach_the_verb_and_defaults_stay_its_own(
         "path": "o",
         "output": "o",
     }
+    words = ["--where", "stars >= 3", "--sample", "0.5", "--limit", "10", "--input", "j", "--input", "k"]
+    words += ["--csv", "delimiter=;", "--csv", "encoding=latin-1"]
+    assert main(["predict", "m", "i", "o", *words]) == 0
+    assert seen["args"] == ("m", ["i", "j", "k"], "o")
+    assert (seen["where"], seen["sample"], seen["limit"]) == ("stars >= 3", 0.5, 10)
+    assert seen["csv"] == {"delimiter": ";", "encoding": "latin-1"}
+    assert "5, of which 1 with an error; 7 rows and 2 files not selected" in capfd.readouterr().out
     assert main(["predict", "m", "i", "o", "--processes", "2"]) == 0
     assert seen["engine"].processes == 2
     shown = capfd.readouterr().out
@@ -339,7 +349,7 @@ def make_worker():
             yield chunk
     return worker
 
-def verify(output):
+def verify(output, *, spread):
     chatter() if output == "here" else list(Local(1).run_chunks(make_worker, [1]))
     if "bad" in sys.argv:
         raise engines.UsageError("it is off")

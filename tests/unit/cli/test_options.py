@@ -10,11 +10,14 @@ from torchlake.cli.app import app
 from torchlake.cli.main import main
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
+ROWS = frozenset({"--where", "--sample", "--limit"})
+TABLES = frozenset({"--input", "--csv"})
 OPTIONS = {
-    "init": frozenset({"--text", "--label", "--model", "--output", "--force"}),
+    "init": frozenset({"--text", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
     "schema": frozenset(set()),
-    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}),
-    "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"}),
+    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}) | ROWS,
+    "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"})
+    | ROWS,
     "predict": frozenset(
         {
             "--profile",
@@ -44,11 +47,17 @@ OPTIONS = {
             "--seed",
             "--chat",
         }
-    ),
-    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set"}),
+    )
+    | ROWS
+    | TABLES,
+    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set", "--seed"})
+    | ROWS
+    | TABLES,
     "optimize": frozenset(
         {
             "--sample",
+            "--where",
+            "--limit",
             "--text",
             "--label",
             "--max-drop",
@@ -60,7 +69,8 @@ OPTIONS = {
             "--processes",
             "--set",
         }
-    ),
+    )
+    | TABLES,
     "plan": frozenset(
         {
             "--set",
@@ -71,9 +81,10 @@ OPTIONS = {
             "--latency",
             "--sample-rows",
         }
-    ),
+    )
+    | ROWS,
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
-    "verify": frozenset(set()),
+    "verify": frozenset({"--processes", "--engine", "--set"}),
     "report": frozenset(set()),
     "doctor": frozenset(set()),
     "demo": frozenset({"--folder", "--rows"}),

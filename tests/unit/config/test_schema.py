@@ -152,7 +152,7 @@ VALUES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(PLACES),
     st.one_of(

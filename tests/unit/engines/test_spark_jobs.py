@@ -83,6 +83,7 @@ def test_ranks_of_a_driver_that_is_stopped_save_and_those_of_a_killed_one_end(tm
         assert (tmp_path / "saved1").exists()
 
 
+@pytest.mark.slow
 def test_spark_connect_predicts_tables_and_frames_and_launches(tmp_path: Path, tiny_model: Path) -> None:
     pytest.importorskip("grpc")
     table = scoring_runs.write_rows(tmp_path / "in.parquet", ["good film", "a bad plot"] * 10)

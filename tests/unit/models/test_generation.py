@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import torchlake as tl
+from sweeps import sweep
 from torchlake.errors import FingerprintError, UsageError
 from torchlake.models import load
 from torchlake.models.generation import generation_options
@@ -29,7 +30,7 @@ def answers(model: Path, texts: list[Any], **options: Any) -> list[dict[str, Any
     return table.drop(["text"]).to_pylist()  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture(params=sweep(["gpt2", "llama"], quick={"llama"}))
 def model(request: pytest.FixtureRequest, tiny_gpt2: Path, tiny_llama: Path) -> Path:
     return tiny_gpt2 if request.param == "gpt2" else tiny_llama
 

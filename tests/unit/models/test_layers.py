@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 import families
 from torchlake.models import load
-from torchlake.training import lora
+from torchlake.training.model import lora
 
 QUICK = ("albert", "bart", "bert", "funnel", "gpt2", "jamba", "mt5", "xlnet", "xmod")
 CLASSIFIERS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in families.classifiers()]

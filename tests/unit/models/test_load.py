@@ -32,6 +32,7 @@ from torchlake.errors import DataError, StorageError
 from torchlake.models import folders, load
 from torchlake.models.load import TaskSpec
 from torchlake.models.write import quiet
+from torchlake.training.model.base import base_model
 
 AUTO = "AutoModelForSequenceClassification"
 
@@ -166,7 +167,7 @@ def test_a_model_is_replaced_whole_or_not_at_all(
 
 def test_a_state_dict_is_saved_like_its_model(tmp_path: Path, tiny_bert: Path) -> None:
     torch.manual_seed(0)
-    model = load.base_model(tiny_bert, tiny.SPEC, AUTO)
+    model = base_model(tiny_bert, tiny.SPEC, AUTO)
     tokenizer = load.load_tokenizer(tiny_bert)
     card = {"base": "tiny", "metrics": {"accuracy": 0.5, "auc": {"value": 0.7, "low": 0.6, "high": 0.8}}}
     load.save_model_folder(tmp_path / "model", model, model.config, tokenizer, tiny.SPEC, card=card)
@@ -183,15 +184,15 @@ def test_the_head_is_fresh_and_the_encoder_is_not(tiny_model: Path, tiny_bert: P
     tuned = load.load_model(tiny_model, auto_class=AUTO).state_dict()
     other = tiny.spec_for("single_label", ("no", "yes"))
     torch.manual_seed(3)
-    first = load.base_model(tiny_model, other, AUTO).state_dict()
+    first = base_model(tiny_model, other, AUTO).state_dict()
     torch.manual_seed(3)
-    second = load.base_model(tiny_bert, other, AUTO).state_dict()
-    third = load.base_model(tiny_bert, other, AUTO).state_dict()
+    second = base_model(tiny_bert, other, AUTO).state_dict()
+    third = base_model(tiny_bert, other, AUTO).state_dict()
     assert not torch.equal(first[weight], tuned[weight])
     assert torch.equal(first[inside], second[inside])
     assert not torch.equal(second[weight], third[weight])
     assert torch.equal(second[bias], torch.zeros(2))
-    five = load.base_model(tiny_model, tiny.spec_for("single_label", ("a", "b", "c", "d", "e")), AUTO)
+    five = base_model(tiny_model, tiny.spec_for("single_label", ("a", "b", "c", "d", "e")), AUTO)
     assert five.state_dict()[weight].shape == (5, 32)
 
 
@@ -201,7 +202,7 @@ def test_tied_weights_are_saved_once_and_load(tmp_path: Path, tiny_bert: Path) -
     model = BertForMaskedLM(config)
     load.save_model_folder(tmp_path / "model", model, config, tokenizer, tiny.SPEC, card={})
     # A pretrained language model is a base: its prediction head is left behind, its missing pooler is drawn.
-    assert load.base_model(tmp_path / "model", tiny.SPEC, AUTO).config.num_labels == 2
+    assert base_model(tmp_path / "model", tiny.SPEC, AUTO).config.num_labels == 2
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_model_and_tokenizer_pad_with_the_same_token(
     file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token_id": named}))
     loaded = load.load_tokenizer(folder)
     assert loaded.pad_token == expected
-    model = load.base_model(folder, tiny.SPEC, AUTO)
+    model = base_model(folder, tiny.SPEC, AUTO)
     assert model.config.pad_token_id == loaded.pad_token_id
     load.save_model_folder(tmp_path / "saved", model, model.config, loaded, tiny.SPEC, card={})
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == loaded.pad_token_id
@@ -244,7 +245,7 @@ def test_lengths(tiny_bert: Path, tiny_roberta: Path) -> None:
 
 
 def test_roberta_takes_its_longest_row(tiny_roberta: Path) -> None:
-    model = load.base_model(tiny_roberta, tiny.SPEC, AUTO).eval()
+    model = base_model(tiny_roberta, tiny.SPEC, AUTO).eval()
     with torch.inference_mode():
         assert model(torch.full((1, load.max_length(tiny_roberta)), 7)).logits.isfinite().all()
 
@@ -311,7 +312,7 @@ def test_a_revision_of_the_hub_is_named_after_the_model(
 def test_what_is_no_base_model_is_named(tmp_path: Path, tiny_bert: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(DataError, match="no such model folder"):
-        load.base_model(missing, tiny.SPEC, AUTO)
+        base_model(missing, tiny.SPEC, AUTO)
     with pytest.raises(
         DataError,
         match=r"no such folder here .*nobody/nothing.*Could not download it from the .* Hub \(HF_HUB_OFFLINE is set\)",
@@ -330,7 +331,7 @@ def test_what_is_no_base_model_is_named(tmp_path: Path, tiny_bert: Path) -> None
     with quiet():
         ViTModel(vision).save_pretrained(tmp_path / "vit")
     with pytest.raises(DataError, match="'vit' has no head for text_classification"):
-        load.base_model(tmp_path / "vit", tiny.SPEC, AUTO)
+        base_model(tmp_path / "vit", tiny.SPEC, AUTO)
 
 
 def test_a_tokenizer_without_padding(tmp_path: Path) -> None:
@@ -353,7 +354,7 @@ def test_an_encoder_with_missing_layers(tmp_path: Path, tiny_bert: Path) -> None
     file = tmp_path / "torn" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 3}))
     with pytest.raises(DataError, match=r"lack bert\.encoder\.layer\.2"):
-        load.base_model(tmp_path / "torn", tiny.SPEC, AUTO)
+        base_model(tmp_path / "torn", tiny.SPEC, AUTO)
 
 
 def test_the_head_must_fit_the_task(tiny_model: Path) -> None:
@@ -397,7 +398,7 @@ LABELS = ("a", "b", "c")
 
 def output_layer(folder: Path, spec: TaskSpec) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(7)
-    model: Any = load.base_model(folder, spec, AUTO)
+    model: Any = base_model(folder, spec, AUTO)
     return model.classifier.weight.detach().clone(), model.classifier.bias.detach().clone()
 
 
@@ -411,7 +412,7 @@ def test_the_same_classes_keep_their_rows_of_the_head(tmp_path: Path, tiny_bert:
     other = tiny.spec_for("single_label", ("c", "a", "b"))
     weight, bias = output_layer(folder, other)
     assert torch.equal(weight, trained.classifier.weight[[2, 0, 1]])
-    assert load.base_model(folder, other, AUTO).config.id2label == {0: "c", 1: "a", 2: "b"}
+    assert base_model(folder, other, AUTO).config.id2label == {0: "c", 1: "a", 2: "b"}
 
 
 @pytest.mark.parametrize(

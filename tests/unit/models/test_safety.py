@@ -16,6 +16,7 @@ import pytest
 
 from torchlake.errors import DataError, TorchlakeError, UnsafeError
 from torchlake.models import load, safety
+from torchlake.training.model.base import base_model
 
 
 class Canary:
@@ -45,7 +46,7 @@ def refused(folder: Path) -> TorchlakeError:
         lambda: load.load_tokenizer(folder),
         lambda: load.max_length(folder),
         lambda: load.load_model(folder, auto_class="AutoModelForSequenceClassification"),
-        lambda: load.base_model(folder, SPEC, "AutoModelForSequenceClassification"),
+        lambda: base_model(folder, SPEC, "AutoModelForSequenceClassification"),
     ]
     for road in roads:
         with pytest.raises(TorchlakeError) as caught:

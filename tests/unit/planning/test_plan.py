@@ -26,6 +26,7 @@ from torchlake.planning import cluster, display, survey, workload
 from torchlake.planning.costs import SHARDINGS
 from torchlake.planning.workload import Workload
 from torchlake.preparation.prepare import prepare
+from torchlake.training.model.base import base_model
 
 FAST = {"flops": 1e12}
 
@@ -120,7 +121,7 @@ def test_what_would_be_cut_is_planned(sections: dict[str, Any]) -> None:
 
 def test_the_parameters_are_those_of_the_model(sections: dict[str, Any], tiny_bert: Path) -> None:
     done = tl.plan(**sections, **FAST)
-    model = load.base_model(tiny_bert, tiny.SPEC, "AutoModelForSequenceClassification")
+    model = base_model(tiny_bert, tiny.SPEC, "AutoModelForSequenceClassification")
     assert done.parameters.total == sum(parameter.numel() for parameter in model.parameters())
     assert done.parameters.trainable == done.parameters.total
     layers = model.bert.encoder.layer

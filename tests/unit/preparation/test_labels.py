@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
@@ -198,7 +198,6 @@ def array_of(values: list[Any], kind: pa.DataType) -> pa.Array:
     return pa.array(values, kind)
 
 
-@settings(deadline=None)
 @given(columns(), st.sampled_from([None, "single_label", "multi_label", "regression"]), st.integers(0, 40))
 def test_any_column_is_learned_or_refused_with_a_reason(
     column: tuple[str, list[Any], pa.DataType], problem: Any, cut: int

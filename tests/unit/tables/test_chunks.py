@@ -1,5 +1,6 @@
 """The plan covers every row once, in chunks that depend on the table alone."""
 
+import hashlib
 import json
 import shutil
 import time
@@ -20,6 +21,7 @@ from torchlake.tables.chunks import MAX_BYTES, Split, plan_chunks, split_row_gro
 from torchlake.tables.formats.layout import SplitCandidates
 from torchlake.tables.formats.lines import Segment
 from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json, plan_to_json
+from torchlake.tables.storage import versions
 from torchlake.tables.storage.versions import Version
 from torchlake.tables.table import open_table
 
@@ -107,7 +109,7 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_text("a\n1\n")
     plan = plan_chunks(open_table(path), columns=["a"])
     hashed: list[str] = []
-    monkeypatch.setattr(planning, "content_id", lambda file: hashed.append(file) or "0" * 64)
+    monkeypatch.setattr(planning, "block_id", lambda block: hashed.append(block[0]) or "0" * 64)
     assert plan_chunks(open_table(path), columns=["a"], cached=plan.inputs).id == plan.id
     assert hashed == []
     path.write_text("a\n12\n")
@@ -115,7 +117,7 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert hashed == [str(path)]
 
 
-@pytest.mark.parametrize("step", ["split_candidates", "content_id"])
+@pytest.mark.parametrize("step", ["split_candidates", "block_id"])
 def test_rows_appended_while_planning_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text("a\n1\n")
@@ -177,3 +179,15 @@ def test_the_plan_survives_a_file(tmp_path: Path) -> None:
     plan = plan_chunks(open_table(tmp_path), columns=["b", "a"])
     atomic_io.write_json(tmp_path / "plan.json", plan_to_json(plan), site="test")
     assert plan_from_json(atomic_io.read_json(tmp_path / "plan.json")) == plan
+
+
+def test_a_large_file_is_hashed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several processes hash it, and every block counts, also the last one, which is shorter."""
+    path = tmp_path / "a.csv"
+    path.write_text("a\n" + "1234567\n" * 5)
+    whole = versions.content_id(str(path))
+    assert whole == hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(versions, "HASHED_BYTES", 16)
+    blocks = [path.read_bytes()[start : start + 16] for start in range(0, 42, 16)]
+    expected = hashlib.sha256("".join(hashlib.sha256(block).hexdigest() for block in blocks).encode()).hexdigest()
+    assert plan_chunks(open_table(path), columns=["a"]).inputs[0].sha256 == versions.content_id(str(path)) == expected

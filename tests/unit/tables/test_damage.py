@@ -17,6 +17,7 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats import lines
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.formats.lines import BadRecord, CountedLines, csv_records
+from torchlake.tables.formats.streams import Dialect, TextRanges
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.table import open_table
 
@@ -113,7 +114,7 @@ def test_chunks_of_any_size_hold_the_records_that_the_lines_mean(
     text = [line.decode("utf-8", "surrogateescape") for line in io.BytesIO(content)]
     meant = list(records_in(text, width))
 
-    start, segments = lines.scan(str(path), "csv", segment_rows)
+    start, segments = lines.scan(str(path), "csv", Dialect(), segment_rows)
     assert start == len(header)
     assert sum(segment.rows for segment in segments) == len(meant)
     assert all(segment.rows <= segment_rows for segment in segments)
@@ -122,11 +123,12 @@ def test_chunks_of_any_size_hold_the_records_that_the_lines_mean(
     while segments:
         chunk = [segments.pop() for _ in range(min(len(segments), sizes[len(found) % len(sizes)]))]
         size = sum(segment.bytes for segment in chunk)
-        records = list(lines.read_records(str(path), "csv", offset, size, width))
+        records = list(lines.read_records(TextRanges(), str(path), "csv", Dialect(), offset, size, width))
         assert len(records) == sum(segment.rows for segment in chunk)
         found += records
         offset += size
-    assert found == list(lines.read_records(str(path), "csv", start, len(content), width)), "reasons too"
+    whole = lines.read_records(TextRanges(), str(path), "csv", Dialect(), start, len(content), width)
+    assert found == list(whole), "reasons too"
     assert [None if isinstance(record, BadRecord) else record for record in found] == [fields for _, fields in meant]
     blank = sum(not line.strip("\r\n") for line in text)
     assert sum(count for count, _ in meant) <= len(text) <= sum(count for count, _ in meant) + blank
@@ -148,7 +150,7 @@ def test_a_damaged_line_leaves_all_other_rows_as_they_were(
     content = [",".join(row) for row in rows]
     content[place:place] = junk
     source = CountedLines(io.BytesIO("".join(line + end for line in content).encode()))
-    found = list(csv_records(source, ",", 3))
+    found = list(csv_records(source, "t.csv", Dialect(), 3))
     sound = [list(row) for row in rows]
     assert found[:place] == sound[:place]
     assert found[len(found) - len(rows) + place :] == sound[place:]
@@ -174,7 +176,7 @@ class CountingBytes(io.BytesIO):
 @example(2, ['"'] + ["a,b"] * 5_000)
 def test_damage_costs_no_more_than_a_few_looks_at_each_line(width: int, content: list[str]) -> None:
     source = CountingBytes("".join(line + "\n" for line in content).encode())
-    for _ in csv_records(CountedLines(source), ",", width):
+    for _ in csv_records(CountedLines(source), "t.csv", Dialect(), width):
         pass
     assert source.read_lines <= (2 * width + 3) * len(content)
 

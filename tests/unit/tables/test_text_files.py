@@ -182,7 +182,7 @@ def test_a_bad_header_is_refused(tmp_path: Path, header: str, words: str) -> Non
         open_table(path)
 
 
-@pytest.mark.parametrize("name", ["t.csv.gz", "t.csv", "t.jsonl"])
+@pytest.mark.parametrize("name", ["t.csv.xz", "t.parquet.gz", "t.csv", "t.jsonl"])
 def test_compressed_text_is_refused_with_a_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x1f\x8b\x08\x00 gzip")
     with pytest.raises(TableError, match=r"(?i)decompress it"):
@@ -193,7 +193,7 @@ def test_compressed_text_is_refused_with_a_remedy(tmp_path: Path, name: str) -> 
 
 def test_utf16_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes("a,b\n1,2\n".encode("utf-16"))
-    with pytest.raises(TableError, match="UTF-8 first"):
+    with pytest.raises(TableError, match="--csv encoding=utf-16"):
         open_table(tmp_path / "t.csv")
 
 

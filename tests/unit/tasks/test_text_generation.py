@@ -18,6 +18,7 @@ import families
 import tiny
 import torchlake as tl
 import training_runs as runs
+from sweeps import sweep
 from torchlake.data import order
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models import load
@@ -236,7 +237,7 @@ def learned_alone(tokenizer: Any, chat: list[dict[str, str]], length: int) -> tu
     return [token for token, _ in pairs], [label for _, label in pairs]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+@pytest.mark.parametrize("kind", sweep(["gpt2", "bloom"], quick={"gpt2"}))
 def test_answers_are_learned_after_their_own_questions_alone(tmp_path: Path, kind: str) -> None:
     """Held to transformers' own loss over each conversation by itself, with every other token's label at -100.
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import families
 import training_runs as runs
 from torchlake.errors import UsageError
-from torchlake.training import kernels
+from torchlake.training.model import kernels
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 16), (4, 16), (3, 16), (1, 9), (4, 16)]
@@ -37,8 +38,8 @@ def losses(model: Any) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_compiled_layers_share_few_graphs(static: bool, checkpointing: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [True, False, "selective"])
+def test_compiled_layers_share_few_graphs(static: bool, checkpointing: bool | str, tmp_path: Path) -> None:
     """One for each shape and kind of pass at most, however many layers there are; no break inside a layer."""
     from torch._dynamo.utils import counters
 
@@ -49,8 +50,7 @@ def test_compiled_layers_share_few_graphs(static: bool, checkpointing: bool, tmp
     plain = losses(model)
     gradient = model.model.embed_tokens.weight.grad.clone()
     model.zero_grad()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    kernels.recompute_activations(model, checkpointing)
     kernels.compile_layers(model, static=static)
     assert losses(model) == pytest.approx(plain, rel=1e-5)
     assert torch.allclose(model.model.embed_tokens.weight.grad, gradient, atol=1e-4 * float(gradient.abs().max()))
@@ -62,15 +62,62 @@ def test_compiled_layers_share_few_graphs(static: bool, checkpointing: bool, tmp
     assert counters["stats"]["unique_graphs"] == graphs, "known shapes are not compiled again"
 
 
+class Products(TorchDispatchMode):
+    """Counts the matrix products that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_selective_backward_pass_repeats_no_matrix_product(wrapped: bool, tmp_path: Path) -> None:
+    """Also if the layer has another class than when it was set up, as FSDP gives it one."""
+    counts = {}
+    for how in (False, True, "selective"):
+        model = model_of(tmp_path / f"model-{how}", "llama")
+        kernels.recompute_activations(model, how)
+        if wrapped:
+            for layer in model.model.layers:
+                layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+        with Products() as products:
+            losses(model)
+        counts[how] = products.count
+    assert counts["selective"] == counts[False]
+    assert counts[True] > counts[False]
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_keep_what_is_selected(tmp_path: Path) -> None:
+    """The layer is wrapped first and compiled then: compiled first, it would be one operator that is not in `KEPT`."""
+    counts = {}
+    for how in (False, True, "selective"):
+        torch._dynamo.reset()
+        model = model_of(tmp_path / f"model-{how}", "llama")
+        kernels.recompute_activations(model, how)
+        kernels.compile_layers(model, static=True)
+        losses(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            losses(model)
+        events = {event.key: event.count for event in profiled.key_averages()}
+        counts[how] = events.get("aten::mm", 0) + events.get("aten::addmm", 0)
+    assert counts["selective"] == counts[False]
+    assert counts[True] > counts[False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, "selective"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
 def test_a_compiled_run_has_the_losses_of_a_plain_one(
-    strategy: str, ranks: int, tmp_path: Path, tiny_llama: Path
+    strategy: str, ranks: int, checkpointing: bool | str, tmp_path: Path, tiny_llama: Path
 ) -> None:
     sections = runs.job(tmp_path, tiny_llama, rows=24, epochs=1, strategy="single")
     sections["model"] |= {"task": "text_generation", "max_length": 24}
     runs.succeed(tmp_path / "plain", sections)
-    sections["train"] |= {"compile": True, "strategy": strategy}
+    sections["train"] |= {"compile": True, "strategy": strategy, "activation_checkpointing": checkpointing}
     runs.succeed(tmp_path / "compiled", sections, ranks=ranks)
     assert runs.losses(tmp_path / "compiled") == pytest.approx(runs.losses(tmp_path / "plain"), abs=2e-5)
 

@@ -159,6 +159,7 @@ def test_the_best_of_the_trials_is_kept_and_more_may_be_added(tmp_path: Path, se
     assert len(more.trials) == 4
 
 
+@pytest.mark.slow
 def test_less_is_more_for_a_loss(tmp_path: Path, sections: dict[str, Any]) -> None:
     sections["train"]["metric"] = "log_loss"
     space = {"train.learning_rate": {"choices": [1e-3, 1e-12]}}

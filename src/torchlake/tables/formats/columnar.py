@@ -5,18 +5,21 @@ before pyarrow parses it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake.errors import TableError
 from torchlake.tables.formats import extensions
 from torchlake.tables.formats.lines import Segment
+from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.storage.access import open_binary, read_range, unavailable
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import Version
@@ -41,10 +44,12 @@ class Footer(NamedTuple):
     "Rows and uncompressed bytes of each row group."
     checksums: bool | None
     "Whether pages have checksums; None if there is no page."
+    bounds: Mapping[str, Bounds] = MappingProxyType({})
+    "Statistics of the row groups, of the columns that were asked for."
 
 
-def parquet_footer(file: str, version: Version, columns: Sequence[str]) -> Footer:
-    """Read a file's footer, counting the bytes of `columns` (if empty, of all).
+def parquet_footer(file: str, version: Version, columns: Sequence[str], bounded: Sequence[str] = ()) -> Footer:
+    """Read a file's footer, counting the bytes of `columns` (if empty, of all), with the statistics of `bounded`.
 
     Raises TableError when it is not a complete Parquet file, UnsafeError for extension types that may run code.
     """
@@ -59,7 +64,9 @@ def parquet_footer(file: str, version: Version, columns: Sequence[str]) -> Foote
         parquet = pq.ParquetFile(alone, **_INT96)
         schema, metadata = parquet.schema_arrow, parquet.metadata
     wanted = tuple(columns) or tuple(schema.names)
-    return Footer(version, schema, wanted, _row_groups(metadata, wanted), _has_checksums(file, version, metadata))
+    bounds = {name: found for name in bounded if (found := _bounds(metadata, schema, name)) is not None}
+    checksums = _has_checksums(file, version, metadata)
+    return Footer(version, schema, wanted, _row_groups(metadata, wanted), checksums, bounds)
 
 
 @contextmanager
@@ -194,6 +201,34 @@ def _row_groups(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[Segme
     wanted = [i for i, path in enumerate(paths) if path in names or path.partition(".")[0] in names]
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     return [Segment(group.num_rows, sum(group.column(i).total_uncompressed_size for i in wanted)) for group in groups]
+
+
+def _bounds(metadata: pq.FileMetaData, schema: pa.Schema, name: str) -> Bounds | None:
+    """The statistics of a column in each row group; None if it is nested, or of a type whose statistics are not used.
+
+    Nanoseconds and decimals are left out, because Python's values of them are not those of Arrow.
+    """
+    if name not in schema.names or metadata.num_row_groups == 0:
+        return None
+    first, kind = metadata.row_group(0), schema.field(name).type
+    place = next((i for i in range(first.num_columns) if first.column(i).path_in_schema == name), None)
+    plain = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    plain = plain or kind in (pa.string(), pa.large_string(), pa.date32())
+    plain = plain or (pa.types.is_timestamp(kind) and kind.unit != "ns")
+    if place is None or not plain or first.column(place).physical_type == "INT96":
+        return None
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    found = [group.column(place).statistics if group.column(place).is_stats_set else None for group in groups]
+    known = [one if one is not None and one.has_min_max else None for one in found]
+    try:
+        return Bounds(
+            lowest=pa.array([None if one is None else one.min for one in known], kind),
+            highest=pa.array([None if one is None else one.max for one in known], kind),
+            nulls=np.array([UNKNOWN if one is None or not one.has_null_count else one.null_count for one in found]),
+            rows=np.array([group.num_rows for group in groups]),
+        )
+    except (pa.ArrowException, UnicodeDecodeError, OverflowError, TypeError):  # a damaged statistic rules nothing out
+        return None
 
 
 def _has_dictionaries(group: pq.RowGroupMetaData, columns: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ from torchlake.errors import TableError
 from torchlake.tables.formats import lines, values
 from torchlake.tables.formats.columnar import Footer, arrow_segments, open_arrow, parquet_footer, sampled_size
 from torchlake.tables.formats.lines import BadRecord, Segment
+from torchlake.tables.formats.streams import Dialect, plain_name
 from torchlake.tables.storage.access import read_range
 from torchlake.tables.storage.versions import Version
 
@@ -25,6 +26,7 @@ EXTENSIONS = {
 }
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip"})
 MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+UTF8 = Dialect()
 MAX_BYTES = 16 << 20  # of a chunk in memory
 TYPED_LINES = 1_000
 
@@ -42,20 +44,23 @@ class SplitCandidates(NamedTuple):
 def is_table_file(name: str) -> bool:
     """Whether a file in a folder is part of a table: by its extension, or its first bytes if it has none.
 
-    Compressed text files count as well, so that `format_of` refuses them.
+    Files that are compressed as a whole count as well, also if `format_of` refuses them.
     """
     extension = os.path.splitext(name.lower())[1]
     if not extension:  # Hive writes such names
         return _format_by_magic(name) is not None
-    return extension in EXTENSIONS or _is_compressed(name)
+    return extension in EXTENSIONS or _compressed_format(name) is not None
 
 
 def format_of(file: str) -> str:
     """The format, by the file's extension, else by its first bytes. Raises TableError for others."""
-    if _is_compressed(file):
+    inner = _compressed_format(file)
+    if inner in ("csv", "jsonl") and plain_name(file) != file.lower():
+        return inner
+    if inner is not None:
         raise TableError(
-            f"{file}: compressed as a whole, so it cannot be split into chunks. Decompress it, or convert it to "
-            "Parquet, which is compressed inside."
+            f"{file}: compressed as a whole; that is read for CSV and JSON lines in .gz, .bz2 and .zst. Decompress it, "
+            "or convert it to Parquet, which is compressed inside."
         )
     format = EXTENSIONS.get(os.path.splitext(file.lower())[1]) or _format_by_magic(file)
     if format is not None:
@@ -63,9 +68,10 @@ def format_of(file: str) -> str:
     raise TableError(f"{file}: the format is not known by its name; give it one of {', '.join(EXTENSIONS)}.")
 
 
-def _is_compressed(name: str) -> bool:
+def _compressed_format(name: str) -> str | None:
+    """The format of the content of a file that is compressed as a whole, by its name; None for other files."""
     stem, extension = os.path.splitext(name.lower())
-    return extension in COMPRESSED and os.path.splitext(stem)[1] in EXTENSIONS
+    return EXTENSIONS.get(os.path.splitext(stem)[1]) if extension in COMPRESSED else None
 
 
 def _format_by_magic(file: str) -> str | None:
@@ -73,20 +79,29 @@ def _format_by_magic(file: str) -> str | None:
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
 
 
-def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) -> tuple[pa.Schema, Footer | None]:
+def schema_of(
+    file: str,
+    format: str,
+    version: Version,
+    columns: Sequence[str],
+    bounded: Sequence[str] = (),
+    dialect: Dialect = UTF8,
+) -> tuple[pa.Schema, Footer | None]:
     """A file's columns by their `storage_type`, without metadata, and the footer of a Parquet file.
+
+    The footer has the statistics of the columns `bounded`; `dialect` is that of a CSV file.
 
     Raises TableError naming the file when it cannot be read, UnsafeError for extension types that may run code.
     """
     if version.size == 0:
         raise TableError(f"{file}: empty (0 bytes)")
     if format == "csv":
-        return pa.schema([pa.field(name, pa.string()) for name in lines.csv_header(file)]), None
+        return pa.schema([pa.field(name, pa.string()) for name in lines.csv_header(file, dialect)]), None
     if format == "jsonl":
         return _json_schema(file, columns), None
     footer = None
     if format == "parquet":
-        footer = parquet_footer(file, version, columns)
+        footer = parquet_footer(file, version, columns, bounded)
         schema = footer.schema
     else:
         with open_arrow(file) as reader:
@@ -95,11 +110,17 @@ def schema_of(file: str, format: str, version: Version, columns: Sequence[str]) 
 
 
 def split_candidates(
-    file: str, format: str, version: Version, footer: Footer | None, columns: Sequence[str], segment_rows: int | None
+    file: str,
+    format: str,
+    version: Version,
+    footer: Footer | None,
+    columns: Sequence[str],
+    segment_rows: int | None,
+    dialect: Dialect = UTF8,
 ) -> SplitCandidates:
     """Where a file can be split; counts the bytes of `columns`. Segments of text have at most `segment_rows` rows."""
     if format in ("csv", "jsonl"):
-        start, segments = lines.scan(file, format, segment_rows)
+        start, segments = lines.scan(file, format, dialect, segment_rows)
         return SplitCandidates(segments, start, None)
     if format == "arrow":
         return SplitCandidates(arrow_segments(file, columns), 0, None)
@@ -132,7 +153,7 @@ def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:
     requested, and later an error of its row. Names that are not UTF-8 are left out, because Arrow cannot store them.
     """
     kinds: dict[str, values.Kind] = {}
-    source, counted = lines.open_lines(file)
+    source, counted = lines.open_lines(file, UTF8)
     with source:
         for number, record in enumerate(lines.json_records(counted), 1):
             first = number <= TYPED_LINES

@@ -19,15 +19,15 @@ from itertools import count
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from torchlake.errors import TableError
+from torchlake.tables.formats.streams import BOM, Dialect, Replay, TextRanges, is_stream, open_stream
 from torchlake.tables.formats.values import is_utf8
-from torchlake.tables.storage.access import open_binary, read_range
+from torchlake.tables.storage.access import open_binary
 
 SEGMENT_BYTES = 1 << 20
 SEGMENT_ROWS = 256
 MAX_FIELD = 16 << 20
 "Characters of a CSV field: the limit of the search for a closing quote."
 MAX_COLUMNS = 1 << 16
-BOM = b"\xef\xbb\xbf"
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 class CountedLines:
     """The lines of a binary file as text; `offset` is the position in the file after the last line."""
 
-    def __init__(self, source: BinaryIO, offset: int = 0) -> None:
+    def __init__(self, source: BinaryIO | Replay, offset: int = 0) -> None:
         self.source = source
         self.offset = offset
 
@@ -60,17 +60,16 @@ class CountedLines:
         self.offset = offset
 
 
-def delimiter(file: str) -> str:
-    """Tab for `.tsv`, comma otherwise."""
-    return "\t" if file.lower().endswith(".tsv") else ","
-
-
-def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Iterator[list[str] | BadRecord]:
+def csv_records(lines: CountedLines, file: str, dialect: Dialect, width: int | None) -> Iterator[list[str] | BadRecord]:
     """Each record's fields, `width` of them (None: any number), or why its first line is malformed."""
     csv.field_size_limit(MAX_FIELD)
-    parse = partial(csv.reader, delimiter=delimiter, strict=True)
-    most, ends_field = width or MAX_COLUMNS, f'"{delimiter}'.encode()
+    delimiter, quote = dialect.delimiter_of(file), dialect.quote
+    parse = partial(csv.reader, delimiter=delimiter, quotechar=quote, strict=True)
+    most, ends_field = width or MAX_COLUMNS, f"{quote}{delimiter}".encode()
     begin = ended = 0
+    if not isinstance(lines.source, Replay) and not lines.source.seekable():
+        lines.source = Replay(lines.source, lines.offset)
+    forget = lines.source.forget if isinstance(lines.source, Replay) else None
 
     def texts() -> Iterator[str]:
         """The lines, until the record that began at `begin` has too many fields."""
@@ -79,7 +78,7 @@ def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Itera
             text = line.decode("utf-8", "surrogateescape")
             if lines.offset != begin and ends_field in line:
                 ended += (
-                    1 if ended < most else _fields_ended_in(text, parse)
+                    1 if ended < most else _fields_ended_in(text, parse, quote)
                 )  # most records end before a line needs parsing
                 if ended >= 2 * most:
                     return
@@ -89,6 +88,8 @@ def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Itera
     read = parse(texts()).__next__
     while True:
         begin, ended = lines.offset, 0
+        if forget is not None:
+            forget()
         fields: list[str] | None
         try:
             fields = read()
@@ -100,7 +101,7 @@ def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Itera
             yield fields
         elif fields is None or (fields and width is not None):
             lines.seek(begin)
-            yield _bad_line(next(iter(lines)), parse, width)
+            yield _bad_line(next(iter(lines)), parse, quote, width)
             read = parse(texts()).__next__
         elif fields:
             yield fields
@@ -108,17 +109,17 @@ def csv_records(lines: CountedLines, delimiter: str, width: int | None) -> Itera
             yield [""]
 
 
-def _fields_ended_in(text: str, parse: Callable[[Iterable[str]], Any]) -> int:
+def _fields_ended_in(text: str, parse: Callable[[Iterable[str]], Any], quote: str) -> int:
     """How many fields end in a line that begins inside quotes, and ends inside those of another field."""
     try:
-        return len(next(parse(['"', text, '"']))) - 1
+        return len(next(parse([quote, text, quote]))) - 1
     except csv.Error:
         return 0
 
 
-def _bad_line(line: str, parse: Callable[[Iterable[str]], Any], width: int | None) -> BadRecord:
+def _bad_line(line: str, parse: Callable[[Iterable[str]], Any], quote: str, width: int | None) -> BadRecord:
     """Why a line is not a record: from the line alone, so that chunks of any size give the same reason."""
-    reader = parse([line, '"'])
+    reader = parse([line, quote])
     try:
         fields = next(reader)
     except csv.Error as error:
@@ -141,8 +142,14 @@ def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | BadRecord]:
         yield value if isinstance(value, dict) else BadRecord(f"bad_json: {type(value).__name__}, expected an object")
 
 
-def open_lines(file: str) -> tuple[BinaryIO, CountedLines]:
-    """Open a text file after its byte order mark. Raises TableError when it is compressed or UTF-16."""
+def open_lines(file: str, dialect: Dialect) -> tuple[BinaryIO, CountedLines]:
+    """Open a text file after its byte order mark.
+
+    Raises TableError when it is compressed and its name does not show it, or UTF-16 without being declared so.
+    """
+    if is_stream(file, dialect):
+        source = open_stream(file, dialect)
+        return source, CountedLines(source)
     source = open_binary(file)
     if not isinstance(source, io.BufferedReader):  # fsspec files are a hundred times slower to find a line
         source = io.BufferedReader(cast(io.RawIOBase, source), SEGMENT_BYTES)
@@ -150,32 +157,38 @@ def open_lines(file: str) -> tuple[BinaryIO, CountedLines]:
     kind = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
     if kind is not None:
         source.close()
-        raise TableError(f"{file}: compressed with {kind}; text files are read by byte ranges, so decompress it first.")
+        raise TableError(
+            f"{file}: compressed with {kind}, and its name does not show it. Name it .gz, .bz2 or .zst, or decompress "
+            "it."
+        )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         source.close()
-        raise TableError(f"{file}: UTF-16; convert it to UTF-8 first (iconv -f UTF-16 -t UTF-8).")
+        raise TableError(
+            f"{file}: UTF-16. Give the encoding of a CSV file (--csv encoding=utf-16), or convert the file to UTF-8 "
+            "(iconv -f UTF-16 -t UTF-8)."
+        )
     start = len(BOM) if head.startswith(BOM) else 0
     source.seek(start)
     return source, CountedLines(source, start)
 
 
-def csv_header(file: str) -> list[str]:
+def csv_header(file: str, dialect: Dialect) -> list[str]:
     """The column names. An empty first name becomes "Unnamed: 0": pandas writes its index so.
 
     Raises TableError when names are missing, empty, duplicate or not UTF-8.
     """
-    source, lines = open_lines(file)
+    source, lines = open_lines(file, dialect)
     with source:
-        return _header(file, lines)
+        return _header(file, lines, dialect)
 
 
-def scan(file: str, format: str, segment_rows: int | None = None) -> tuple[int, list[Segment]]:
+def scan(file: str, format: str, dialect: Dialect, segment_rows: int | None = None) -> tuple[int, list[Segment]]:
     """The first record's offset in bytes, and segments of at most `segment_rows` records each."""
-    source, lines = open_lines(file)
+    source, lines = open_lines(file, dialect)
     with source:
         records: Iterator[Any]
         if format == "csv":
-            records = csv_records(lines, delimiter(file), len(_header(file, lines)))
+            records = csv_records(lines, file, dialect, len(_header(file, lines, dialect)))
         else:
             records = (line for line in lines if not line.isspace())
         start = begin = lines.offset
@@ -190,18 +203,20 @@ def scan(file: str, format: str, segment_rows: int | None = None) -> tuple[int, 
     return start, segments
 
 
-def read_records(file: str, format: str, offset: int, size: int, width: int | None = None) -> Iterator[Any]:
+def read_records(
+    ranges: TextRanges, file: str, format: str, dialect: Dialect, offset: int, size: int, width: int | None = None
+) -> Iterator[Any]:
     """The records of a byte range that begins and ends between records; `width` is a CSV file's number of columns."""
-    content = read_range(file, offset, offset + size)
+    content = ranges.read(file, dialect, offset, offset + size)
     if len(content) != size:
         raise TableError(f"{file}: ends at byte {offset + len(content):,}; it was longer when the job was planned")
     lines = CountedLines(io.BytesIO(content))
-    return csv_records(lines, delimiter(file), width) if format == "csv" else json_records(lines)
+    return csv_records(lines, file, dialect, width) if format == "csv" else json_records(lines)
 
 
-def _header(file: str, lines: CountedLines) -> list[str]:
+def _header(file: str, lines: CountedLines, dialect: Dialect) -> list[str]:
     """The column names; `lines` continue after them."""
-    header = next(csv_records(lines, delimiter(file), None), None)
+    header = next(csv_records(lines, file, dialect, None), None)
     if header is None:
         raise TableError(f"{file}: has no header line")
     if isinstance(header, BadRecord):

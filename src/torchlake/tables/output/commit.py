@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -26,7 +25,6 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.errors import LeaseLost, Locked, OutputError, StorageError
-from torchlake.processes.hardware import cores
 from torchlake.tables.output import staging
 from torchlake.tables.output.compatibility import (
     AllowedChanges,
@@ -42,13 +40,13 @@ from torchlake.tables.output.compatibility import (
 )
 from torchlake.tables.output.lease import Lease, acquire, locked
 from torchlake.tables.output.parts import TABLE, Part, part_name, read_part, write_part
-from torchlake.tables.plan import Chunk, Plan, plan_to_json
+from torchlake.tables.plan import Chunk, InputFile, Plan, plan_to_json
 from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
+from torchlake.tables.storage.spread import Spread, each_file, in_process
+from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import ContentChecker
 
 NO_CHANGES = AllowedChanges()
-MAX_READERS = 8
-"Threads that read staged parts, each with one part in memory."
 
 
 @dataclass(kw_only=True)
@@ -146,10 +144,9 @@ class WriteTransaction:
         }
 
     def _check_inputs(self) -> None:
-        unchanged = ContentChecker()
-        for one in self.plan.inputs:
-            # Its rows were read from the planned version, so the file may be gone by now.
-            unchanged.check(one.path, one.version, one.sha256, may_be_gone=True)
+        remote = any(is_url(one.path) for one in self.plan.inputs)
+        for _ in each_file(_check_input, self.plan.inputs, remote=remote):
+            pass
 
     def _keep_only(self, fenced: Path, parts: Sequence[Part]) -> None:
         """Delete files that are not parts of this job (from late workers); raise StorageError if a part is missing."""
@@ -158,6 +155,11 @@ class WriteTransaction:
         for name, size in sizes.items():
             if not (fenced / name).is_file() or (fenced / name).stat().st_size != size:
                 raise StorageError(f"{fenced / name}: the part is gone or cut short; run the same command again.")
+
+
+def _check_input(one: InputFile) -> None:
+    # Its rows were read from the planned version, so the file may be gone by now.
+    ContentChecker().check(one.path, one.version, one.sha256, may_be_gone=True)
 
 
 @contextmanager
@@ -171,18 +173,19 @@ def write_transaction(
     environment: Mapping[str, str] | None = None,
     allowed: AllowedChanges = NO_CHANGES,
     lease_s: float = 60.0,
+    spread: Spread = in_process,
 ) -> Iterator[WriteTransaction]:
     """Write the result of `plan` to the folder `output`; `fingerprint` is everything else that determines its bytes.
 
     An output of the same job is returned `complete`, an interrupted one is resumed; `allowed` lists what else may be
     replaced. `schema` is the output's, for a table without rows. `quarantined` files and the `environment` (library
-    versions) are added to the record.
+    versions) are added to the record. `spread` reads the parts of an interrupted write.
 
     Raises before any work: FingerprintError (the output or the interrupted write belongs to another job, or the input
     changed), Locked (another writer is active), OutputError (not a torchlake output, or no space), UsageError (a URL).
     """
     job = JobSpec(plan, json.loads(json.dumps(dict(fingerprint))), environments=[dict(environment or {})])
-    write = _begin(output_path(output), job, allowed, lease_s)
+    write = _begin(output_path(output), job, allowed, lease_s, spread)
     write.schema, write.quarantined = schema, quarantined
     try:
         yield write
@@ -190,7 +193,7 @@ def write_transaction(
         write.close()
 
 
-def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float) -> WriteTransaction:
+def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spread: Spread) -> WriteTransaction:
     """Check what lies at `out`, and start or resume the write, unless the output is complete."""
     folder = staging.staging_of(out)
     try:
@@ -213,7 +216,7 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float) -> 
             return _completed(out, job, published)  # its writer is still removing the staging, or writes another job
         raise
     try:
-        return _begin_leased(out, job, lease, allowed)
+        return _begin_leased(out, job, lease, allowed, spread)
     except BaseException as error:
         if (folder / staging.PLAN).exists():
             lease.release()
@@ -225,7 +228,7 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float) -> 
         raise
 
 
-def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges) -> WriteTransaction:
+def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges, spread: Spread) -> WriteTransaction:
     """Repeat the checks of `_begin`, now that no other writer can interfere, and prepare the staging folder."""
     folder = lease.staging
     staging.repair(folder, out)
@@ -249,7 +252,7 @@ def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": job.environments}
     atomic_io.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = WriteTransaction(output=out, staging=folder, job=job, lease=lease)
-    _keep_sound_parts(write, published, thorough=allowed.overwrite)
+    _keep_sound_parts(write, published, spread, thorough=allowed.overwrite)
     _check_free_space(write)
     return write
 
@@ -261,7 +264,7 @@ def _completed(out: Path, job: JobSpec, published: JobSpec | None) -> WriteTrans
     )
 
 
-def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, *, thorough: bool) -> None:
+def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, spread: Spread, *, thorough: bool) -> None:
     """Set `done` and `pending`: keep sound staged parts, link in published ones, delete orphan files.
 
     A published part is checked by its size, so that an increment does not read what it keeps; if `thorough`, by its
@@ -274,21 +277,23 @@ def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, *, tho
             atomic_io.remove([path])
             write.removed += 1
     sound = _link_published(write, published, expected, thorough=thorough)
-    staged = sorted(path for path in table.iterdir() if path.name not in sound)
-
-    def read(path: Path) -> Part | None:
-        return read_part(path, expected[path.name].index, expected[path.name].rows)
-
-    with ThreadPoolExecutor(min(cores(), MAX_READERS)) as threads:  # decoding and hashing release the GIL
-        for path, part in zip(staged, threads.map(read, staged), strict=True):
-            if part is None or (thorough and part.failed):
-                path.unlink()
-                write.removed += 1
-            else:
-                sound[part.name] = part
+    sizes = {name: size for name, size in file_sizes(table).items() if name not in sound}
+    staged = [(table / name, expected[name].index, expected[name].rows) for name in sorted(sizes)]
+    for (path, _, _), part in zip(
+        staged, spread(_read_staged, staged, size=sum(sizes.values()), name="check finished chunks"), strict=True
+    ):
+        if part is None or (thorough and part.failed):
+            path.unlink()
+            write.removed += 1
+        else:
+            sound[part.name] = part
     write.done = list(sound.values())
     kept = {part.chunk for part in write.done}
     write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in kept)
+
+
+def _read_staged(part: tuple[Path, int, int]) -> Part | None:
+    return read_part(*part)
 
 
 def _link_published(

@@ -190,9 +190,7 @@ def differences(old: JobSpec, new: JobSpec) -> list[str]:
     # Compare types, not their names: the names of map and list types depend on the library that wrote the file.
     if not old.plan.schema.equals(new.plan.schema):
         found.append(f"input columns: {schema_in_words(old.plan.schema)} -> {schema_in_words(new.plan.schema)}")
-    asked, asks = (
-        {name: value for name, value in one.plan.selection.items() if name != "left_out"} for one in (old, new)
-    )
+    asked, asks = old.plan.asked, new.plan.asked
     for name in dict.fromkeys([*asked, *asks]):
         if asked.get(name) != asks.get(name):
             found.append(f"{name}: {asked.get(name)!r} -> {asks.get(name)!r}")

@@ -18,6 +18,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from torchlake.tables.selection.bounds import Bounds
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -27,12 +29,15 @@ class View:
     "Columns that the file lacks and their value in all of its rows, as Arrow casts it from a string."
     names: Mapping[str, str] = field(default_factory=dict)
     "The file's name of a column."
+    csv: Mapping[str, str] = field(default_factory=dict)
+    "How a CSV file is written (`formats/streams.py`), where it is not the default."
 
     def to_json(self) -> str:
         """The empty string for a file whose columns are the table's."""
-        if not self.constants and not self.names:
+        if self == View():
             return ""
-        return json.dumps({"constants": dict(self.constants), "names": dict(self.names)}, sort_keys=True)
+        csv = {"csv": dict(self.csv)} if self.csv else {}
+        return json.dumps({"constants": dict(self.constants), "names": dict(self.names), **csv}, sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class SourceFile:
     "An absolute path or a URL."
     size: int | None = None
     "In bytes, if the table's log says so."
+    rows: int | None = None
+    "With those that are deleted, if the table's log says so."
     view: View = field(default_factory=View)
     deleted: bytes = b""
     "A bitmap of the file's rows, with those that are deleted; rows after its end are not."
@@ -65,6 +72,8 @@ class SourceTable:
     view: Callable[[SourceFile, pa.Schema, Sequence[str]], View] | None = None
     """A Parquet file's view for some columns (all, if none are named), from the schema in its footer; None: the file's
     own."""
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)
+    "By column, statistics of each file in the table's log; files that a condition rules out are not opened."
 
 
 @lru_cache(maxsize=1024)

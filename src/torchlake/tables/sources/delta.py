@@ -16,8 +16,10 @@ from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchlake.errors import MissingExtra, TableError
+from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import constant_text
 from torchlake.tables.sources.files import local_path
@@ -68,7 +70,7 @@ def open_source(source: str | Path) -> SourceTable:
     names = {logical: name for logical, name in physical.items() if logical != name}
     logical = {name: one for one, name in physical.items()}
     deleted = _deleted_rows(table)
-    actions = pa.table(table.get_add_actions()).to_struct_array().combine_chunks() if table.file_uris() else []
+    actions: Any = pa.table(table.get_add_actions()).to_struct_array().combine_chunks() if table.file_uris() else []
     files = []
     for action in actions:
         path = unquote(action["path"].as_py())
@@ -77,15 +79,17 @@ def open_source(source: str | Path) -> SourceTable:
         constants = {name: constant_text(where, name, value) for name, value in constants.items()}
         file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
         view = View(constants=constants, names={one: name for one, name in names.items() if one not in constants})
-        size = action["size_bytes"].as_py()
-        files.append(SourceFile(name=path, file=file, size=size, view=view, deleted=deleted.pop(unquote(path), b"")))
+        size, rows, gone = action["size_bytes"].as_py(), action["num_records"].as_py(), deleted.pop(unquote(path), b"")
+        files.append(SourceFile(name=path, file=file, size=size, rows=rows, view=view, deleted=gone))
     assert not deleted, f"{where}: deletion vectors of files that the version does not list: {sorted(deleted)}"
     partitions = pa.schema([schema.field(name) for name in table.metadata().partition_columns])
+    order = sorted(range(len(files)), key=lambda place: files[place].name)
     return SourceTable(
-        files=tuple(sorted(files, key=lambda one: one.name)),
+        files=tuple(files[place] for place in order),
         identity={"kind": "delta", "table": found.table, "version": version},
         schema=schema,
         partitions=partitions,
+        bounds=_bounds(actions.take(pa.array(order)), logical) if files else {},
     )
 
 
@@ -158,6 +162,33 @@ def _checked_names(table: Any, where: str) -> dict[str, str]:
                 "mapping), which is not supported. Write the rows to a table without column mapping."
             )
     return names
+
+
+def _bounds(actions: pa.StructArray, logical: dict[str, str]) -> dict[str, Bounds]:
+    """The log's statistics of each file, by column. The log has milliseconds only, of a highest time cut off."""
+    if actions.type.get_field_index("min") < 0 or actions.type.get_field_index("max") < 0:
+        return {}
+    rows, low, high = (actions.field(name) for name in ("num_records", "min", "max"))
+    nulls = actions.field("null_count") if actions.type.get_field_index("null_count") >= 0 else None
+    found = {}
+    for column in low.type:
+        if pa.types.is_nested(column.type) or high.type.get_field_index(column.name) < 0:
+            continue
+        highest = high.field(column.name)
+        if pa.types.is_timestamp(column.type):
+            highest = pc.add(highest, pa.scalar(1, pa.duration("ms")))
+        known = nulls is not None and nulls.type.get_field_index(column.name) >= 0
+        found[logical.get(column.name, column.name)] = Bounds(
+            lowest=low.field(column.name),
+            highest=highest,
+            nulls=_counts(nulls.field(column.name)) if nulls is not None and known else _counts(pa.nulls(len(rows))),
+            rows=_counts(rows),
+        )
+    return found
+
+
+def _counts(found: pa.Array) -> np.ndarray:
+    return np.asarray(found.cast(pa.int64()).fill_null(UNKNOWN).to_numpy(zero_copy_only=False))
 
 
 def _deleted_rows(table: Any) -> dict[str, bytes]:

@@ -19,8 +19,9 @@ from urllib.parse import unquote
 
 from torchlake.errors import TableError
 from torchlake.tables.formats.layout import is_table_file
-from torchlake.tables.sources._interface import SourceFile, SourceTable
+from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import refuse_lakehouse_tables
+from torchlake.tables.sources._partitions import partitions_of
 from torchlake.tables.storage.access import unavailable
 from torchlake.tables.storage.urls import filesystem_of, is_url
 
@@ -64,13 +65,20 @@ def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
 
 
 def open_source(source: StoredTable) -> SourceTable:
-    """The files of `source`, in the order of their names.
+    """The files of `source`, in the order of their names; the names of folders may hold columns.
 
     Raises TableError when there is none, a file is named twice, or a listed one lies in a table with a log.
     """
     found = find(source, is_table_file)
     refuse_lakehouse_tables([one.file for one in found if one.listed])
-    return SourceTable(files=tuple(SourceFile(name=one.name, file=one.file) for one in found))
+    if not all(one.listed for one in found):
+        return SourceTable(files=tuple(SourceFile(name=one.name, file=one.file) for one in found))
+    partitions, values = partitions_of([one.name for one in found])
+    files = zip(found, values, strict=True)
+    return SourceTable(
+        files=tuple(SourceFile(name=one.name, file=one.file, view=View(constants=own)) for one, own in files),
+        partitions=partitions,
+    )
 
 
 def describe(source: StoredTable) -> str:

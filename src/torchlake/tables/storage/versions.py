@@ -3,17 +3,16 @@
 A local file's version is its size, mtime, ctime and inode. Tools cannot set the ctime, so a file that was written to or
 replaced is detected even if its size and mtime were preserved (`cp -p`, `rsync -t`). An object's version is its ETag or
 generation. A different version may have the same rows, if a file was copied back or its permissions changed; then the
-contents are compared. Cost: one `stat` or one request per check, and a sha256 of the file if the version differs.
+contents are compared, by a sha256. Of a file above 1 GiB that is the sha256 of its blocks' sha256s, so that several
+processes can hash one file. Cost: one `stat` or one request per check, and a pass over the file if the version differs.
 """
 
 import hashlib
 import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchlake import atomic_io
 from torchlake.errors import FingerprintError, TableError, Unavailable
 from torchlake.tables.storage.access import open_binary, unavailable
 from torchlake.tables.storage.urls import filesystem_of, is_url
@@ -23,6 +22,8 @@ TIME_MARKS = ("LastModified", "last_modified", "Last-Modified", "updated", "mtim
 SETTLED_NS = 20_000_000  # two ticks of the kernel's clock for ctime
 SETTLE_ATTEMPTS = 100  # for a file that is being written
 _BLOCK = 1 << 20
+HASHED_BYTES = 1 << 30
+"Of a local file, in one sha256."
 
 
 class Version(NamedTuple):
@@ -63,20 +64,47 @@ def settled_version_of(file: str) -> Version:
 
 def content_id(file: str) -> str:
     """A sha256 that identifies a file's content: of its bytes, or of an object's size and ETag, if it has one."""
+    blocks = hashed_blocks(file, version_of(file))
+    return joined_id([block_id(block) for block in blocks])
+
+
+def hashed_blocks(file: str, version: Version) -> list[tuple[str, int]]:
+    """What `block_id` hashes of a file: one (file, offset) unless it is a local file above `HASHED_BYTES`."""
+    return [(file, offset) for offset in range(0, 1 if is_url(file) else max(1, version.size), HASHED_BYTES)]
+
+
+def joined_id(ids: Sequence[str]) -> str:
+    """The `content_id` of a file whose blocks have these ids."""
+    return ids[0] if len(ids) == 1 else hashlib.sha256("".join(ids).encode()).hexdigest()
+
+
+def block_id(block: tuple[str, int]) -> str:
+    """The sha256 of one of `hashed_blocks`. Raises TableError when it cannot be read."""
+    file, offset = block
     try:
         if not is_url(file):
-            return atomic_io.sha256_file(Path(file))
+            return _sha256_of(file, offset)
         info = _info(file)
         mark = _mark(info, CONTENT_MARKS)
         if mark:
             return hashlib.sha256(f"{info['size']}:{mark}".encode()).hexdigest()
         content = hashlib.sha256()
         with open_binary(file) as source:
-            while block := source.read(_BLOCK):
-                content.update(block)
+            while read := source.read(_BLOCK):
+                content.update(read)
         return content.hexdigest()
     except OSError as error:
         raise unavailable(file, error) from error
+
+
+def _sha256_of(file: str, offset: int) -> str:
+    content, left = hashlib.sha256(), HASHED_BYTES
+    with open(file, "rb") as source:
+        source.seek(offset)
+        while left and (read := source.read(min(_BLOCK, left))):
+            content.update(read)
+            left -= len(read)
+    return content.hexdigest()
 
 
 class ContentChecker:

@@ -7,7 +7,7 @@ torch runs other shapes uncompiled. Padded batches have one graph for all shapes
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import masking_utils
 
 from torchlake import optim
@@ -46,24 +46,24 @@ KEPT = (
 
 def usable_precision(
     train: TrainConfig, model: nn.Module, row: np.ndarray, task: ModuleType, device: torch.device
-) -> TrainConfig:
-    """`train` with bf16 instead of "auto" for a model that cannot compute with 16-bit weights.
+) -> str:
+    """Return train.precision, or "bf16" for "auto" if the model cannot compute with 16-bit weights.
 
     Raises ConfigError if they were asked for by name.
     """
     precision = optim.find_precision(train.precision, device)
     if precision.dtype is None or not precision.weights:
-        return train
+        return train.precision
     obstacle = probes.obstacle_in(precision.dtype, model, row, task.FORWARD)
     if obstacle is None:
-        return train
+        return train.precision
     if train.precision != "auto":
         raise ConfigError(
             f"train.precision=bf16_weights: {type(model).__name__} cannot compute with weights in bf16 ({obstacle}). "
             "Take train.precision=bf16, which converts the operands of each operation."
         )
     log.info("precision bf16 (autocast), because the model cannot compute with weights in bf16: %s", obstacle)
-    return train.model_copy(update={"precision": "bf16"})
+    return "bf16"
 
 
 def convert_frozen(model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -73,23 +73,35 @@ def convert_frozen(model: nn.Module, dtype: torch.dtype | None) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def recompute_activations(base: Any, how: bool | str) -> None:
-    """Let the layers of a transformers model recompute their activations in the backward pass, if `how` says so.
+def recompute_activations(model: nn.Module, how: bool | str) -> None:
+    """Let every transformer layer recompute its activations in the backward pass, if `how` says so.
 
-    "selective": the outputs of the operators in `KEPT` are kept.
+    "selective": the outputs of the operators in `KEPT` are kept. Call it before `compile_layers`: then the compiler
+    sees what is recomputed. transformers has a switch for the same, but it asks a layer for its class, which FSDP
+    changes: under FSDP a compiled layer would keep everything.
     """
     if how:
         selected = {"context_fn": partial(create_selective_checkpoint_contexts, list(KEPT))}
-        options = selected if how == "selective" else {}
-        # A later transformers 5 renamed it and warns about the old name.
-        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-        enable({"use_reentrant": False, **options})
+        for layer in layers(model):
+            layer.forward = _recomputed(layer, selected if how == "selective" else {})
+
+
+def _recomputed(layer: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """Return the layer's `forward`, which keeps only its inputs for the backward pass."""
+    forward = layer.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (layer.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return recomputed
 
 
 def compile_layers(model: nn.Module, *, static: bool) -> None:
     """Compile the `forward` of every transformer layer; `static`: batches have few shapes, else one graph has all.
 
-    Call it before a strategy wraps the model, and after activation checkpointing is enabled. Names of tensors stay.
+    Call it before a strategy wraps the model. Names of tensors stay.
     """
     for layer in layers(model):
         # Not layer.compile(): that would trace the hooks that FSDP adds.

@@ -1,0 +1,123 @@
+"""Tables of an Iceberg catalog, by name: `iceberg:catalog.namespace.table`, or the path of a metadata file.
+
+A catalog is configured as for pyiceberg: in `.pyiceberg.yaml`, or by `PYICEBERG_CATALOG__<NAME>__URI` and the other
+variables of its documentation. torchlake reads no credentials itself.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torchlake.config.redaction import redacted
+from torchlake.errors import MissingExtra, TableError
+from torchlake.tables.storage.urls import is_url
+
+_NAME = re.compile(r"iceberg:(?P<catalog>[^@.]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
+_METADATA = re.compile(r"(?P<table>.+\.metadata\.json)(?:@(?P<ref>.+))?", re.DOTALL)
+
+
+_CODE = "py-io-impl"
+"The property in which pyiceberg looks for the import path of a class."
+
+
+class TableName(NamedTuple):
+    """A table of `catalog`, or, if that is empty, the path or URL of a metadata file."""
+
+    catalog: str
+    table: str
+    ref: str | None
+    "A snapshot id, tag or branch."
+
+    @property
+    def shown(self) -> str:
+        """The name without the reference, for messages and records."""
+        return f"{self.catalog}.{self.table}" if self.catalog else self.table
+
+    @property
+    def name(self) -> str:
+        """The name without the reference, as it is given to torchlake."""
+        return f"iceberg:{self.catalog}.{self.table}" if self.catalog else self.table
+
+
+def parse_name(source: str) -> TableName | None:
+    """The table that a string names, None if it is no name of an Iceberg table. Raises TableError for half a name."""
+    match = _NAME.fullmatch(source)
+    if match is not None:
+        return TableName(match["catalog"], match["table"], match["ref"])
+    if source.startswith("iceberg:"):
+        raise TableError(
+            f"{source}: write a table as iceberg:catalog.namespace.table, with @snapshot after it or none."
+        )
+    match = _METADATA.fullmatch(source)
+    if match is None:
+        return None
+    path = match["table"]
+    return TableName("", path if is_url(path) else os.path.abspath(os.path.expanduser(path)), match["ref"])
+
+
+def load_table(name: TableName) -> Any:
+    """The pyiceberg table. Raises TableError when it cannot be read, MissingExtra when a library is not installed."""
+    try:
+        from pyiceberg import exceptions
+        from pyiceberg.catalog import load_catalog
+    except ImportError as error:
+        raise MissingExtra(
+            f"{name.shown}: an Iceberg table needs the library 'pyiceberg', which is not installed: "
+            "pip install 'torchlake[iceberg]'"
+        ) from error
+    if not name.catalog:
+        try:
+            return _read_metadata(name.table)
+        except (OSError, ValueError) as error:
+            raise TableError(f"{name.shown}: the metadata file cannot be read: {first_line(error)}.") from error
+    try:
+        catalog = load_catalog(name.catalog)
+        try:
+            _ignore_named_code(catalog)
+            return catalog.load_table(name.table)
+        finally:
+            catalog.close()
+    except (exceptions.NoSuchTableError, exceptions.NoSuchNamespaceError, exceptions.NoSuchIcebergTableError) as error:
+        raise TableError(f"{name.shown}: the catalog {name.catalog!r} has no such table.") from error
+    except exceptions.NotInstalledError as error:
+        raise MissingExtra(f"{name.shown}: {first_line(error)}.") from error
+    except Exception as error:  # a catalog's database, server and configuration have exceptions of many libraries
+        variable, why = f"PYICEBERG_CATALOG__{name.catalog.upper()}__URI", redacted(first_line(error))
+        raise TableError(
+            f"{name.shown}: the catalog {name.catalog!r} cannot be read: {why}. Configure it in "
+            f".pyiceberg.yaml, or by {variable} and its other variables."
+        ) from error
+
+
+def _ignore_named_code(catalog: Any) -> None:
+    """Keep pyiceberg from importing and running a class that a table's own properties name for its storage."""
+    load_file_io: Callable[..., Any] = catalog._load_file_io
+
+    def load(properties: Mapping[str, str] | None = None, location: str | None = None) -> Any:
+        safe = {name: value for name, value in (properties or {}).items() if name != _CODE}
+        return load_file_io(safe, location)
+
+    catalog._load_file_io = load
+
+
+def _read_metadata(location: str) -> Any:
+    """The table of a metadata file. `StaticTable.from_metadata` would run a class that the file names."""
+    from pyiceberg.catalog.noop import NoopCatalog
+    from pyiceberg.io import load_file_io
+    from pyiceberg.serializers import FromInputFile
+    from pyiceberg.table import StaticTable
+
+    io = load_file_io(location=location)
+    return StaticTable(
+        identifier=("static-table", location),
+        metadata=FromInputFile.table_metadata(io.new_input(location)),
+        metadata_location=location,
+        io=io,
+        catalog=NoopCatalog("static-table"),
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line without its full stop."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,0 +1,140 @@
+"""The model that a job starts from: a base model, with a new head if the task needs one.
+
+One rank reads the weights. The others build the same modules on the meta device, which takes no memory, and get their
+part of the weights from the strategy: loading N ranks takes the main memory of one model, not of N.
+"""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake.config.task_spec import GENERATIVE, TaskSpec, label_name
+from torchlake.errors import DataError
+from torchlake.models.config import load_config
+from torchlake.models.folders import model_folder
+from torchlake.models.load import PROBLEM_TYPES, from_pretrained, head_spec, load_model, whole_config
+from torchlake.models.safety import check_folder
+from torchlake.models.write import quiet
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool = False) -> "PreTrainedModel":
+    """Load the encoder `base` with a new head for `spec`, in fp32. The head is drawn from torch's global generator.
+
+    `empty`: the same modules on the meta device; no weights are read, and it is not checked that they are complete.
+
+    A language model keeps its head. So do a classifier with the same classes, whose rows are reordered, and a
+    regression in the same units. Raises DataError if the architecture has no such head or weights are missing.
+    """
+    import transformers
+
+    folder = model_folder(base)
+    check_folder(folder)
+    if spec.problem in GENERATIVE:
+        return _language_model(folder, auto_class, empty=empty)
+    trained = head_spec(folder)
+    config = whole_config(folder, auto_class)
+    names = [label_name(label) for label in spec.labels] or ["value"]
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    config.problem_type = PROBLEM_TYPES[spec.problem]
+    if type(config) not in getattr(transformers, auto_class)._model_mapping:
+        raise DataError(
+            f"{folder}: the architecture {config.model_type!r} has no head for {spec.task} in transformers. "
+            "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa."
+        )
+    if empty:
+        return _empty_model(config, auto_class)
+    model, info = from_pretrained(folder, auto_class, config=config)
+    body = f"{model.base_model_prefix}."
+    lacking = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
+    # The pooler is part of the head: some encoders were pretrained without one and lack its weights.
+    torn = sorted(key for key in lacking if key.startswith(body) and not key.startswith(f"{body}pooler."))
+    if torn:
+        raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
+    head = _head(model)
+    kept = None if trained is None or lacking or len(head) != 1 else _rows_kept(trained, spec)
+    if kept is None:
+        _draw_head(model, head)
+    else:
+        _order_rows(head[0], kept)
+    if trained is not None:
+        what = "drawn: it was trained for other classes or numbers" if kept is None else "kept: it has the same classes"
+        log.info("%s: the head is %s", folder, what)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def _language_model(folder: Path, auto_class: str, *, empty: bool) -> "PreTrainedModel":
+    import transformers
+
+    config = load_config(folder)
+    if type(config) not in getattr(transformers, auto_class)._model_mapping:
+        raise DataError(
+            f"{folder}: the architecture {config.model_type!r} has no causal language model in transformers. Choose a "
+            "causal language model such as GPT-2, GPT-J, OPT, Llama, Qwen or Mistral."
+        )
+    if empty:
+        return _empty_model(whole_config(folder, auto_class), auto_class)
+    model = load_model(folder, auto_class=auto_class)
+    model.config.architectures = [type(model).__name__]
+    # Chat models have several end tokens, often missing in config.json, the file that training passes on.
+    if model.generation_config is not None and model.generation_config.eos_token_id is not None:
+        model.config.eos_token_id = model.generation_config.eos_token_id
+    return model
+
+
+def _empty_model(config: "PretrainedConfig", auto_class: str) -> "PreTrainedModel":
+    """Return the model that `from_pretrained` would, without values: every tensor is on the meta device."""
+    import torch
+    import transformers
+
+    with quiet(), torch.device("meta"):
+        model: PreTrainedModel = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
+    return model
+
+
+def _rows_kept(trained: TaskSpec, spec: TaskSpec) -> list[int] | None:
+    """Return, for each output of `spec`, its row in a head trained for `trained`; None if they do not match."""
+    before, now = ([label_name(label) for label in each.labels] for each in (trained, spec))
+    same_units = (trained.mean, trained.deviation) == (spec.mean, spec.deviation)
+    if trained.problem != spec.problem or sorted(before) != sorted(now) or not same_units:
+        return None
+    return [before.index(name) for name in now] or [0]
+
+
+def _head(model: "PreTrainedModel") -> "list[torch.nn.Module]":
+    """Return the output layer: outside the body, with one output per class. All known architectures have one such
+    module, unless an earlier layer has the same width.
+    """
+    import torch
+
+    body = getattr(model, model.base_model_prefix, None)
+    inside = {id(module) for module in body.modules()} if isinstance(body, torch.nn.Module) else set()
+    return [
+        module
+        for module in model.modules()
+        if id(module) not in inside and getattr(module, "out_features", None) == model.config.num_labels
+    ]
+
+
+def _order_rows(head: "torch.nn.Module", rows: list[int]) -> None:
+    import torch
+
+    with torch.no_grad():
+        for tensor in head.parameters(recurse=False):
+            tensor.copy_(tensor[rows])
+
+
+def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
+    """Draw the output layer again, also if the folder has one of the same shape: it is for other classes."""
+    initialize: Any = model._init_weights
+    for module in head:
+        for tensor in module.parameters(recurse=False):
+            tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+        initialize(module)

@@ -1,0 +1,149 @@
+"""Make the state that a training starts from.
+
+    rank 0        base model -> tested on two rows -> checkpoint's weights ┐
+                                     | Traits                              ├ strategy.wrap -> optimizer = TrainState
+    other ranks   empty model ------------------------------------------> ┘
+
+Where a strategy lets every rank load (`single`, and `ddp` on CPUs), the others load the same weights as rank 0.
+"""
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlake import atomic_io, distributed, optim, plugins
+from torchlake.checkpoints import format
+from torchlake.checkpoints.store import STATE
+from torchlake.config.job import Job, TrainConfig
+from torchlake.distributed import Group
+from torchlake.errors import UsageError, ran_out_of_memory
+from torchlake.models import probes
+from torchlake.models.load import TaskSpec, layers, load_tokenizer, model_folder
+from torchlake.runs.speed import measure
+from torchlake.training.model import kernels, lora
+from torchlake.training.model.base import base_model
+from torchlake.training.model.traits import Traits, find_traits
+from torchlake.training.rows import RankSettings
+from torchlake.training.state import TrainProgress, TrainState
+
+log = logging.getLogger(__name__)
+
+MICRO_BATCH = "micro_batch.json"
+
+
+def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, TrainProgress]:
+    """Load the model from the base or the checkpoint, wrap it with the strategy, and make its optimizer."""
+    job, spec = settings.job, settings.spec
+    task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
+    loads = group.rank == 0 or not strategy.receives(job.train, group)
+    base, model = _build(job, spec, task.AUTO_CLASS, empty=not loads)
+    tokenizer = load_tokenizer(model_folder(job.model.base))
+    rows = probes.rows(task, tokenizer, spec)
+    traits = None
+    if group.rank == 0:
+        traits = asdict(find_traits(model, base, rows, job, spec, tokenizer.pad_token_id, group.device))
+    told = Traits(**distributed.from_rank_0(group, traits, "waiting for rank 0 to load the model"))
+    probes.freeze(model, told.unreached)
+    names = optim.trainable_names(model)
+    saved = None if settings.checkpoint is None else Path(settings.checkpoint)
+    stored = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in told.stored}
+    if loads and saved is not None:
+        format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
+    train = job.train.model_copy(update={"precision": told.precision})
+    precision = optim.find_precision(train.precision, group.device)
+    speed = measure(
+        layers(model), base.config, per_token=task.PACKED, device=group.device, dtype=precision.dtype or torch.float32
+    )
+    _set_up(model, base, told, job, train, spec, task, group)
+    module, optimizer = _wrap(strategy, model, group, train)
+    progress = TrainProgress()
+    if saved is not None:
+        progress = TrainProgress(**atomic_io.read_json(saved / STATE)["position"])
+        with format.open_tensors(saved, format.OPTIMIZER) as tensors:
+            strategy.restore(optimizer, names, tensors)
+        log.info("continuing after step %d from %s", progress.step, saved)
+    limit_file = Path(settings.run) / MICRO_BATCH
+    return TrainState(
+        group=group,
+        task=task,
+        strategy=strategy,
+        spec=spec,
+        model=model,
+        module=module,
+        config=base.config,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        names=names,
+        stored=stored,
+        precision=precision,
+        speed=speed,
+        requested_tokens=train.micro_batch_tokens,
+        micro_batch_tokens=_tokens_that_fit(limit_file, train.micro_batch_tokens),
+        limit_file=limit_file,
+        filler=rows[0],
+        isolates=told.isolates,
+        one_line=job.model.attention == "flash",
+        chunked=told.after_head is not None,
+        equal_lengths=told.equal_lengths,
+    ), progress
+
+
+def _build(job: Job, spec: TaskSpec, auto_class: str, *, empty: bool) -> tuple[Any, nn.Module]:
+    """The base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
+    torch.manual_seed(job.train.seed)
+    base = base_model(job.model.base, spec, auto_class, empty=empty)
+    if job.model.lora is None:
+        return base, base
+    with torch.device("meta" if empty else "cpu"):
+        return base, lora.add_adapters(base, job.model.lora)
+
+
+def _set_up(
+    model: nn.Module,
+    base: Any,
+    traits: Traits,
+    job: Job,
+    train: TrainConfig,
+    spec: TaskSpec,
+    task: ModuleType,
+    group: Group,
+) -> None:
+    """Set how the model computes, after rank 0 has computed with it on the CPU in fp32."""
+    precision = optim.find_precision(train.precision, group.device)
+    if traits.after_head is not None:
+        task.chunk_loss(base, traits.after_head, compiled=train.compile)
+    if precision.weights and job.model.lora is not None:
+        kernels.convert_frozen(model, precision.dtype)
+    kernels.recompute_activations(base, train.activation_checkpointing)
+    kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)
+    if train.compile:
+        kernels.compile_layers(base, static=spec.problem == "next_token")
+
+
+def _wrap(
+    strategy: ModuleType, model: nn.Module, group: Group, train: TrainConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The wrapped model and its optimizer. Raises UsageError when the model does not fit into the device's memory."""
+    try:
+        wrapped: tuple[nn.Module, torch.optim.Optimizer] = strategy.wrap(
+            model, lambda sharded: optim.make_optimizer(sharded, train), group=group, train=train
+        )
+        return wrapped
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"the model alone does not fit into the memory of {group.device}. Shard it (train.strategy=fsdp, or "
+            "deepspeed with stage 3), train part of it (model.lora), or use a smaller one."
+        ) from error
+
+
+def _tokens_that_fit(limit_file: Path, requested_tokens: int) -> int:
+    """`requested_tokens`, or what an earlier attempt with the same request found to fit."""
+    noted = atomic_io.read_json(limit_file) if limit_file.exists() else {}
+    return min(requested_tokens, int(noted["tokens"])) if noted.get("asked") == requested_tokens else requested_tokens
