@@ -32,6 +32,7 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
+from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadArguments, ReadOptions, read_options
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
@@ -98,7 +99,7 @@ def evaluate(
     options = read_options(read)
     if is_frame(table):
         options.refuse_for_frames()
-    spec, engine = load_spec(model), as_engine(engine)
+    spec, engine, table = load_spec(model), as_engine(engine), pinned(table)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")

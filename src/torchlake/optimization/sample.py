@@ -28,6 +28,7 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.sampling import evenly_spaced
+from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
@@ -53,7 +54,9 @@ class Sample:
     "(M,) strings of other rows: at most 200 and a fifth of the rows that were read. Empty for a table of one row."
 
 
-def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int, options: ReadOptions) -> Sample:
+def draw_sample(
+    table: Any, spec: TaskSpec, *, label: str | None, rows: int, options: ReadOptions = ReadOptions()
+) -> Sample:
     """Draw at most `rows` rows of a table (of those that `options` ask for) or frame.
 
     `spec.text` names the text column, `label` the label column.
@@ -103,6 +106,7 @@ def draw_sample(table: Any, spec: TaskSpec, *, label: str | None, rows: int, opt
 
 def _pool(source: Any, text: str, label: str, options: ReadOptions) -> tuple[pa.Table, np.ndarray]:
     """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Returns them and which are readable."""
+    source = pinned(source)
     table = open_table(source, columns=(text,), options=options)
     check_text(table.schema, text, table.source)
     columns = (text, label) if label in table.schema.names and label != text else (text,)

@@ -23,6 +23,7 @@ from torchlake.preparation.columns import Column, choose_label, choose_text, des
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
+from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadArguments, read_options
 from torchlake.tables.table import open_table
 
@@ -76,15 +77,16 @@ def write_first_job(
     path = local_output(output)
     if path.exists() and not force:
         raise UsageError(f"{path}: exists. Replace it with --force, or name another file with --output.")
-    options = read_options(read)
-    source, task = open_table(table, options=options), plugins.load("tasks", TASK)
+    options, version = read_options(read), pinned(table)
+    source, task = open_table(version, options=options), plugins.load("tasks", TASK)
     columns, rows, sampled = survey_columns(source, task)
     texts = choose_text(source, columns, text)
     labels = choose_label(source, columns, texts.name, label)
     train = table if isinstance(table, str) else tuple(table)
     asked = {name: value for name, value in options.asked.items() if name != "seed"}
     data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **asked)
-    found = read_labels(data, task, options)
+    read_now = tuple(map(str, version)) if isinstance(version, list) else str(version)
+    found = read_labels(data.model_copy(update={"train": read_now}), task, options)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
     done = FirstJob(
         path=path,

@@ -1,7 +1,7 @@
 """The run folder: which job it belongs to, whether it is finished, and the job's stored frames.
 
-    job.yaml  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/  report.html
-    result.json
+    job.yaml  sources.json  task.json  data.json  input/  prepared/  cache/  checkpoints/  metrics.jsonl  logs/  model/
+    report.html  result.json
 
 One trainer at a time holds its lease, which the ranks check before they write. Before anything was trained, a folder
 accepts a changed job (for example after wrong data was corrected); afterwards another job is refused, because it would
@@ -31,6 +31,7 @@ from torchlake.tables.output import lease
 from torchlake.tables.output.compatibility import planned_inputs
 from torchlake.tables.record import local_output
 from torchlake.tables.selection.options import Selection
+from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions, dialect
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 RESULT = "result.json"
+SOURCES = "sources.json"
+"The job's tables, each with the version that the run reads; missing if none has versions."
 AUTO = "auto"
 "As a run folder: the default one, or the next one that is new or holds the same job."
 STOP = "stop"
@@ -180,6 +183,30 @@ def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
     """The job's stored tables, by purpose."""
     validation = job.data.validation
     return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
+
+
+def pinned_job(folder: Path, job: Job, *, begun: bool) -> Job:
+    """The job with a version of each table that has versions: those the folder records if `begun`, else the present.
+
+    The present versions are recorded, so that a run that is resumed reads the same rows. Raises TableError when a table
+    cannot be read.
+    """
+    path, tables = folder / SOURCES, stored_tables(job)
+    if begun and path.exists():
+        found: dict[str, Any] = atomic_io.read_json(path)
+        for name, table in found.items():
+            log.info("data.%s: %s, as when the run began", name, table)
+    else:
+        found = {name: pinned(table) for name, table in tables.items()}
+        found = {name: one for name, one in found.items() if one != _as_list(tables[name])}
+        atomic_io.remove([path])
+        if found:
+            atomic_io.write_json(path, found, site="run.sources")
+    return load_job(job, data=found) if found else job
+
+
+def _as_list(table: str | tuple[str, ...]) -> str | list[str]:
+    return table if isinstance(table, str) else [*table]
 
 
 def read_options_of(job: Job, name: str) -> ReadOptions:

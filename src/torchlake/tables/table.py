@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
-from torchlake import plugins
 from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
@@ -24,6 +23,7 @@ from torchlake.tables.record import COMMIT, committed_files
 from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
 from torchlake.tables.selection.grammar import parse
+from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources._pruning import UNREAD, possible_files
@@ -32,7 +32,7 @@ from torchlake.tables.sources.files import open_source as open_files
 from torchlake.tables.storage.access import unavailable
 from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
-from torchlake.tables.storage.versions import settled_version_of
+from torchlake.tables.storage.versions import Version, settled_version_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,8 @@ def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """The type that a column has whose files have these types, so that no value changes; None if there is none.
 
-    Null gives way to any type, int32 to int64, float to double, and a string to one with 64-bit offsets.
+    Null gives way to any type, int32 to int64, float to double, a decimal to one with more digits, and a string to one
+    with 64-bit offsets.
     """
     if one == other or pa.types.is_null(other):
         return one
@@ -173,6 +174,8 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     for kinds in _WIDENING:
         if one in kinds and other in kinds:
             return max(one, other, key=kinds.index)
+    if pa.types.is_decimal128(one) and pa.types.is_decimal128(other) and one.scale == other.scale:
+        return max(one, other, key=lambda kind: kind.precision)
     return None
 
 
@@ -197,11 +200,10 @@ class _File(NamedTuple):
 def _open_sources(source: StoredTable) -> list[SourceTable]:
     """The tables of `source`: files together, each other table by the source that recognizes it."""
     given = [source] if isinstance(source, str | Path) else list(source)
-    kinds = [plugins.load("sources", name) for name in plugins.names("sources") if name != "files"]
     loose: list[str | Path] = []
     tables = []
     for one in given:
-        kind = next((kind for kind in kinds if kind.recognizes(one)), None)
+        kind = source_of(one)
         if kind is None:
             loose.append(one)
         else:
@@ -264,15 +266,15 @@ def _inspect(
         if path.size not in (None, version.size):
             raise TableError(f"{file}: has {version.size:,} bytes, {path.size:,} in the table's log; restore the file.")
         format = format_of(file)
-        stored = [path.view.names.get(name, name) for name in columns if name not in path.view.constants]
-        bounds = {path.view.names.get(name, name): name for name in bounded if name not in path.view.constants}
-        schema, footer = schema_of(file, format, version, stored, tuple(bounds), dialect)
         if dialect.given and format != "csv":
             raise TableError(f"{file}: is {format}; csv options are for CSV files.")
+        schema, footer = _read_schema(path, format, version, columns, bounded, dialect)
+        if source.view is not None and footer is not None:
+            path = replace(path, view=source.view(path, footer.schema, columns))
+            if bounded:  # the statistics that were read are of columns with these names in the file
+                schema, footer = _read_schema(path, format, version, columns, bounded, dialect)
         if dialect.given:
             path = replace(path, view=replace(path.view, csv=dialect.given))
-        if footer is not None and bounds:
-            footer = footer._replace(bounds={bounds[name]: found for name, found in footer.bounds.items()})
         path, schema = _as_in_table(path, schema, source)
         check_columns(file, columns, schema)
         for name in columns:
@@ -284,11 +286,24 @@ def _inspect(
             return error
         return Unavailable(
             f"{error}. Version {source.identity['version']} of {source.identity['table']} lists this file: it was "
-            "removed, for example by VACUUM. Read a version that is still there."
+            "removed, for example by VACUUM or expire_snapshots. Read a version that is still there."
         )
     except DataError as error:
         return error
     return _File(path, format, schema, footer)
+
+
+def _read_schema(
+    path: SourceFile, format: str, version: Version, columns: Sequence[str], bounded: Sequence[str], dialect: Dialect
+) -> tuple[pa.Schema, Footer | None]:
+    """A file's columns, and its footer with statistics of the columns `bounded`, by the table's names."""
+    names = path.view.names
+    stored = [names.get(name, name) for name in columns if name not in path.view.constants]
+    bounds = {names.get(name, name): name for name in bounded if name not in path.view.constants}
+    schema, footer = schema_of(path.file, format, version, stored, tuple(bounds), dialect)
+    if footer is not None and bounds:
+        footer = footer._replace(bounds={bounds[name]: found for name, found in footer.bounds.items()})
+    return schema, footer
 
 
 def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tuple[SourceFile, pa.Schema]:
@@ -296,7 +311,11 @@ def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tu
     if source.schema is None and not path.view.constants:
         return path, stored
     names = {name: logical for logical, name in path.view.names.items()}
-    fields = [field.with_name(names.get(field.name, field.name)) for field in stored]
+    fields = [
+        field.with_name(names.get(field.name, field.name))
+        for field in stored
+        if field.name in names or field.name not in path.view.names
+    ]
     fields = [field for field in fields if field.name not in path.view.constants]
     if source.schema is None:
         return path, pa.schema([*fields, *(source.partitions.field(name) for name in path.view.constants)])

@@ -110,10 +110,11 @@ def train(
             with tracking.tracked(wanted, folder):  # send what the trackers missed
                 pass
             return _as_run(folder, finished, steps=0, began=began, complete=True)
-        _check_columns(wanted)
+        trained = run_folder.is_trained(folder, wanted)
+        wanted = run_folder.pinned_job(folder, wanted, begun=trained)
+        _check_columns(wanted, folder, trained=trained)
         base = model_folder(wanted.model.base)
         _check_tensor_parallel(wanted, base, processes)
-        trained = run_folder.is_trained(folder, wanted)
         spec = find_task_spec(wanted, base, folder, trained=trained)
         metric = choose_metric(wanted, spec)
         prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
@@ -256,7 +257,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
     )
 
 
-def _check_columns(job: Job) -> None:
+def _check_columns(job: Job, folder: Path, *, trained: bool) -> None:
     """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
     data = job.data
     named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
@@ -265,7 +266,8 @@ def _check_columns(job: Job) -> None:
             columns = tuple(column for column in named if column is not None)
             open_table(table, columns=columns, options=run_folder.read_options_of(job, name))
         except TableError as error:
-            raise type(error)(f"data.{name}: {error}") from error
+            kept = f" The training in {folder} continues with {table} only; train another in a new run folder (--run)."
+            raise type(error)(f"data.{name}: {error}{kept if trained else ''}") from error
 
 
 def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:

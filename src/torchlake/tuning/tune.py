@@ -33,10 +33,12 @@ from torchlake.runs.folder import (
     JOB_FILE,
     LEASE_S,
     RESULT,
+    SOURCES,
     STOP,
     differences,
     find,
     is_trained,
+    pinned_job,
     read_options_of,
     stored_tables,
 )
@@ -127,7 +129,7 @@ def tune(
     default = find(job, None)
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
     with _tuning_lease(folder) as mine:
-        _claim(folder, wanted, searched, seed)
+        wanted = _claim(folder, wanted, searched, seed)
         spec = find_task_spec(wanted, model_folder(wanted.model.base), folder, trained=is_trained(folder, wanted))
         metric = choose_metric(wanted, spec)
         minimize = lower_is_better(metric, plugins.load("tasks", spec.task).DIRECTIONS)
@@ -164,12 +166,21 @@ def _tuning_lease(folder: Path) -> Iterator[lease.Lease]:
         mine.release()
 
 
-def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
-    """Store the settings of the tuning in its folder. Raises FingerprintError when it holds another tuning, or other
-    files.
+def _claim(folder: Path, job: Job, space: Space, seed: int) -> Job:
+    """Store the settings of the tuning in its folder; returns the job with the versions of tables that all trials read.
+
+    Raises FingerprintError when the folder holds another tuning, or other files.
     """
     path = folder / SETTINGS
-    stored = stored_tables(job).items()
+    if not path.exists():
+        foreign = sorted(one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != SOURCES)
+        if foreign:
+            raise FingerprintError(
+                f"{folder}: is no tuning ({SETTINGS} is missing) and not empty (it holds {foreign[0]!r}). "
+                "Give a new folder (--run)."
+            )
+    pinned = pinned_job(folder, job, begun=path.exists())
+    stored = stored_tables(pinned).items()
     tables = {name: open_table(table, options=read_options_of(job, name)) for name, table in stored}
     now: dict[str, Any] = {
         "job": job.model_dump(mode="json"),
@@ -186,12 +197,8 @@ def _claim(folder: Path, job: Job, space: Space, seed: int) -> None:
                 f"{folder}: holds another tuning. It differs in\n" + "\n".join(differing) + "\nGive another folder "
                 "(--run), or delete this one to start again. Free to change: the number of trials."
             )
-    elif foreign := sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")):
-        raise FingerprintError(
-            f"{folder}: is no tuning ({SETTINGS} is missing) and not empty (it holds {foreign[0]!r}). "
-            "Give a new folder (--run)."
-        )
     atomic_io.write_json(path, now, site="tuning.settings")
+    return pinned
 
 
 def _train(

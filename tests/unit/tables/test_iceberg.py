@@ -215,7 +215,7 @@ def test_a_renamed_nested_field_is_refused(catalog: SqlCatalog) -> None:
     assert read(NAME)["who"].to_pylist() == [{"name": "a"}]
     with table.update_schema() as change:
         change.rename_column("who.name", "called")
-    with pytest.raises(TableError, match=r"the nested field 'who.called' was renamed"):
+    with pytest.raises(TableError, match=r"the fields of the nested column 'who' have changed"):
         open_table(NAME)
 
 

@@ -1,8 +1,9 @@
 """What a source gives: the identity of a table, its schema, and the files that its rows are read from.
 
-A source is a file in this package, with two functions:
+A source is a file in this package, with three functions:
 
     recognizes(source)      whether a string, path or object names a table of this kind; cheap, and imports no library
+    pin(source)             the same with its present version, to be opened again; unchanged if it has no versions
     open_source(source)     its `SourceTable`; raises TableError, or MissingExtra when a library is not installed
 
 Everything above reads files: a chunk is a range of rows of one file, and its version is checked before and after. A
@@ -10,7 +11,7 @@ file may have fewer columns than its table, or other names for them (its `View`)
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -68,6 +69,9 @@ class SourceTable:
     "A column that a file lacks is null in its rows. None: every file has the columns of the first one."
     partitions: pa.Schema = field(default_factory=lambda: pa.schema([]))
     "The types of columns that are constants of files."
+    view: Callable[[SourceFile, pa.Schema, Sequence[str]], View] | None = None
+    """A Parquet file's view for some columns (all, if none are named), from the schema in its footer; None: the file's
+    own."""
     bounds: Mapping[str, Bounds] = field(default_factory=dict)
     "By column, statistics of each file in the table's log; files that a condition rules out are not opened."
 

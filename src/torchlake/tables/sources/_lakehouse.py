@@ -1,4 +1,6 @@
-"""Refuse loose files of Delta, Iceberg and Hudi tables: without the table's log they include deleted rows.
+"""What tables with a log share: their loose files are refused, and values that their log has are kept as text.
+
+Without the log of a Delta, Iceberg or Hudi table its files include deleted rows.
 
 A table is recognized by its log, in the folder of a file or any folder above it, whether the input is a folder, a
 partition, a glob, a folder of tables, a link or a URL. Files that are named one by one are read.
@@ -11,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import pyarrow as pa
+
 from torchlake.errors import TableError
 from torchlake.tables.storage.urls import filesystem_of, is_url
 
@@ -19,9 +23,24 @@ _LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 _ICEBERG = "*.metadata.json"
 _ADVICE = {
     "Delta": "or the table's folder itself",
-    "Iceberg": "for example those of pyiceberg's table.scan().plan_files()",
+    "Iceberg": "or the table's name in its catalog (iceberg:CATALOG.NAMESPACE.TABLE)",
     "Hudi": "for example those of a Spark query's inputFiles()",
 }
+
+
+def constant_text(where: str, column: str, value: pa.Scalar) -> str | None:
+    """A value from a table's log as a string that Arrow casts back. Raises TableError for types that have none."""
+    if not value.is_valid:
+        return None
+    try:
+        text = value.cast(pa.string())
+        if text.cast(value.type) == value:
+            return str(text)
+    except pa.ArrowException as error:
+        raise TableError(
+            f"{where}: the column {column!r} is {value.type}, and a value of that type in the table's log is not read."
+        ) from error
+    raise TableError(f"{where}: the value {value} of the column {column!r} in the table's log is not read exactly.")
 
 
 def refuse_lakehouse_tables(listed: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from torchlake.errors import MissingExtra, TableError
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
+from torchlake.tables.sources._lakehouse import constant_text
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.urls import check_url, filesystem_of, is_url
 
@@ -46,6 +47,13 @@ def recognizes(source: Any) -> bool:
     return isinstance(source, str | Path) and _parse(source) is not None
 
 
+def pin(source: str | Path) -> str | Path:
+    """The table as `table@v12`: the version that was asked for, or the current one."""
+    found = _parse(source)
+    assert found is not None, "pin is called for what is recognized"
+    return source if found.version is not None else f"{found.table}@v{_load(found).version()}"
+
+
 def open_source(source: str | Path) -> SourceTable:
     """The files of the table's version.
 
@@ -66,8 +74,9 @@ def open_source(source: str | Path) -> SourceTable:
     files = []
     for action in actions:
         path = unquote(action["path"].as_py())
-        constants = {} if "partition" not in action else _as_text(where, action["partition"])
+        constants = {} if "partition" not in action else dict(action["partition"].items())
         constants = {logical.get(name, name): value for name, value in constants.items()}
+        constants = {name: constant_text(where, name, value) for name, value in constants.items()}
         file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
         view = View(constants=constants, names={one: name for one, name in names.items() if one not in constants})
         size, rows, gone = action["size_bytes"].as_py(), action["num_records"].as_py(), deleted.pop(unquote(path), b"")
@@ -194,17 +203,3 @@ def _deleted_rows(table: Any) -> dict[str, bytes]:
         # These URLs encode the path once more than the log does.
         found[unquote(unquote(path.as_py().removeprefix(root)))] = np.packbits(bits, bitorder="little").tobytes()
     return found
-
-
-def _as_text(where: str, partition: pa.StructScalar) -> dict[str, str | None]:
-    """Partition values as strings that Arrow casts back. Raises TableError for types that have none."""
-    values: dict[str, str | None] = {}
-    for name, value in partition.items():
-        try:
-            text = value.cast(pa.string()) if value.is_valid else None
-            if text is not None and text.cast(value.type) != value:
-                raise TableError(f"{where}: the value {value} of the partition column {name!r} is not read exactly.")
-        except pa.ArrowException as error:
-            raise TableError(f"{where}: the partition column {name!r} is {value.type}, which is not read.") from error
-        values[name] = None if text is None else text.as_py()
-    return values

@@ -33,6 +33,11 @@ def recognizes(source: Any) -> bool:
     return is_frame(source) or engine_of(source) is not None
 
 
+def pin(source: Any) -> Any:
+    """The frame: it has no versions."""
+    return source
+
+
 def open_source(source: Any) -> SourceTable:
     """Raises TableError: a frame has no files; the functions that take one read it themselves."""
     raise TableError(

@@ -6,13 +6,19 @@ variables of its documentation. torchlake reads no credentials itself.
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torchlake.config.redaction import redacted
 from torchlake.errors import MissingExtra, TableError
 from torchlake.tables.storage.urls import is_url
 
 _NAME = re.compile(r"iceberg:(?P<catalog>[^@.]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
 _METADATA = re.compile(r"(?P<table>.+\.metadata\.json)(?:@(?P<ref>.+))?", re.DOTALL)
+
+
+_CODE = "py-io-impl"
+"The property in which pyiceberg looks for the import path of a class."
 
 
 class TableName(NamedTuple):
@@ -27,6 +33,11 @@ class TableName(NamedTuple):
     def shown(self) -> str:
         """The name without the reference, for messages and records."""
         return f"{self.catalog}.{self.table}" if self.catalog else self.table
+
+    @property
+    def name(self) -> str:
+        """The name without the reference, as it is given to torchlake."""
+        return f"iceberg:{self.catalog}.{self.table}" if self.catalog else self.table
 
 
 def parse_name(source: str) -> TableName | None:
@@ -50,7 +61,6 @@ def load_table(name: TableName) -> Any:
     try:
         from pyiceberg import exceptions
         from pyiceberg.catalog import load_catalog
-        from pyiceberg.table import StaticTable
     except ImportError as error:
         raise MissingExtra(
             f"{name.shown}: an Iceberg table needs the library 'pyiceberg', which is not installed: "
@@ -58,21 +68,54 @@ def load_table(name: TableName) -> Any:
         ) from error
     if not name.catalog:
         try:
-            return StaticTable.from_metadata(name.table)
+            return _read_metadata(name.table)
         except (OSError, ValueError) as error:
             raise TableError(f"{name.shown}: the metadata file cannot be read: {first_line(error)}.") from error
     try:
-        return load_catalog(name.catalog).load_table(name.table)
+        catalog = load_catalog(name.catalog)
+        try:
+            _ignore_named_code(catalog)
+            return catalog.load_table(name.table)
+        finally:
+            catalog.close()
     except (exceptions.NoSuchTableError, exceptions.NoSuchNamespaceError, exceptions.NoSuchIcebergTableError) as error:
         raise TableError(f"{name.shown}: the catalog {name.catalog!r} has no such table.") from error
     except exceptions.NotInstalledError as error:
         raise MissingExtra(f"{name.shown}: {first_line(error)}.") from error
     except Exception as error:  # a catalog's database, server and configuration have exceptions of many libraries
-        variable = f"PYICEBERG_CATALOG__{name.catalog.upper()}__URI"
+        variable, why = f"PYICEBERG_CATALOG__{name.catalog.upper()}__URI", redacted(first_line(error))
         raise TableError(
-            f"{name.shown}: the catalog {name.catalog!r} cannot be read: {first_line(error)}. Configure it in "
+            f"{name.shown}: the catalog {name.catalog!r} cannot be read: {why}. Configure it in "
             f".pyiceberg.yaml, or by {variable} and its other variables."
         ) from error
+
+
+def _ignore_named_code(catalog: Any) -> None:
+    """Keep pyiceberg from importing and running a class that a table's own properties name for its storage."""
+    load_file_io: Callable[..., Any] = catalog._load_file_io
+
+    def load(properties: Mapping[str, str] | None = None, location: str | None = None) -> Any:
+        safe = {name: value for name, value in (properties or {}).items() if name != _CODE}
+        return load_file_io(safe, location)
+
+    catalog._load_file_io = load
+
+
+def _read_metadata(location: str) -> Any:
+    """The table of a metadata file. `StaticTable.from_metadata` would run a class that the file names."""
+    from pyiceberg.catalog.noop import NoopCatalog
+    from pyiceberg.io import load_file_io
+    from pyiceberg.serializers import FromInputFile
+    from pyiceberg.table import StaticTable
+
+    io = load_file_io(location=location)
+    return StaticTable(
+        identifier=("static-table", location),
+        metadata=FromInputFile.table_metadata(io.new_input(location)),
+        metadata_location=location,
+        io=io,
+        catalog=NoopCatalog("static-table"),
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -1,0 +1,134 @@
+"""The columns of an Iceberg table in its Parquet files: found by field id, or by name in files that have no ids.
+
+Files that another program wrote and `add_files` added have no ids; the table's name mapping then says which column of
+the file is which. A column that a file lacks has the value that the file is partitioned by, else the column's default
+for older rows, else it is null.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake.errors import TableError
+from torchlake.tables.sources._interface import SourceFile, View
+from torchlake.tables.sources._lakehouse import constant_text
+
+FIELD_ID = b"PARQUET:field_id"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns of a table at one snapshot."""
+
+    table: str
+    arrow: pa.Schema
+    "Each field with its id, also those inside of nested columns."
+    defaults: Mapping[str, str | None]
+    "The values of columns in files that were written before the column was added; of others null."
+    mapping: Mapping[str, int]
+    "The ids of the columns in files without ids, by name."
+
+    @classmethod
+    def of(cls, table: str, schema: Any, mapping: Any) -> "Columns":
+        """The columns of a pyiceberg schema. Raises TableError for types that Arrow does not have."""
+        try:
+            arrow = schema.as_arrow()
+        except (NotImplementedError, ValueError, TypeError) as error:
+            raise TableError(f"{table}: its columns cannot be read: {error}") from error
+        defaults = {
+            one.name: constant_text(table, one.name, pa.scalar(one.initial_default, arrow.field(one.name).type))
+            for one in schema.fields
+            if one.initial_default is not None
+        }
+        ids = {} if mapping is None else {name: one.field_id for one in mapping.root for name in one.names}
+        return cls(table=table, arrow=arrow, defaults=defaults, mapping={k: v for k, v in ids.items() if v is not None})
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns in the types that they are read as."""
+        return pa.schema([pa.field(one.name, _without_ids(one.type)) for one in self.arrow])
+
+    def partition_values(self, file: Any, spec: Any) -> dict[str, str | None]:
+        """The columns whose values a file is partitioned by as they are; the file may lack them."""
+        names = {_id(one): one.name for one in self.arrow}
+        values = {}
+        for place, field in enumerate(spec.fields):
+            name = names.get(field.source_id)
+            if name is None or str(field.transform) != "identity":
+                continue
+            kind, value = self.arrow.field(name).type, file.partition[place]
+            if pa.types.is_temporal(kind):
+                scalar = pa.scalar(value, pa.int32() if kind.bit_width == 32 else pa.int64()).cast(kind)
+            else:
+                scalar = pa.scalar(value, kind)
+            values[name] = constant_text(self.table, name, scalar)
+        return values
+
+    def view(self, file: SourceFile, stored: pa.Schema, columns: Sequence[str]) -> View:
+        """How `columns` (all, if empty) are read from a file; `stored` is its schema, with the ids.
+
+        Raises TableError for a file without ids in a table without a name mapping, and for nested columns whose fields
+        have changed since.
+        """
+        ids = {_id(one): one for one in stored}
+        has_ids = set(ids) != {None}
+        if not has_ids:
+            if not self.mapping:
+                raise TableError(
+                    f"{file.file}: has no field ids, and {self.table} has no name mapping "
+                    "(schema.name-mapping.default); rewrite the file."
+                )
+            ids = {self.mapping[one.name]: one for one in stored if one.name in self.mapping}
+        constants, names = {}, {}
+        for column in self.arrow:
+            own = ids.get(_id(column))
+            if own is None:
+                constants[column.name] = file.view.constants.get(column.name, self.defaults.get(column.name))
+                continue
+            if own.name != column.name:
+                names[column.name] = own.name
+            if (not columns or column.name in columns) and _fields(own.type, ids=has_ids) != _fields(
+                column.type, ids=has_ids
+            ):
+                raise TableError(
+                    f"{file.file}: the fields of the nested column {column.name!r} have changed since the file was "
+                    "written, which is not read. Rewrite the file, for example by Spark's rewrite_data_files."
+                )
+        return View(constants=constants, names=names)
+
+
+def _id(field: pa.Field) -> int | None:
+    found = (field.metadata or {}).get(FIELD_ID)
+    return None if found is None else int(found)
+
+
+def _children(kind: pa.DataType) -> list[pa.Field]:
+    if pa.types.is_map(kind):
+        return [kind.key_field, kind.item_field]
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [kind.value_field]
+    return [kind.field(place) for place in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+
+
+def _fields(kind: pa.DataType, *, ids: bool) -> list[Any]:
+    """The ids and names of the fields inside of a type, at every depth; names count in structs only."""
+    names = pa.types.is_struct(kind)
+    return [
+        (_id(one) if ids else None, one.name if names else "", _fields(one.type, ids=ids)) for one in _children(kind)
+    ]
+
+
+def _without_ids(kind: pa.DataType) -> pa.DataType:
+    """The type with 32-bit offsets, as Parquet files have it, and without the ids of fields."""
+    if pa.types.is_large_string(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind):
+        return pa.binary()
+    inner = [one.with_type(_without_ids(one.type)).remove_metadata() for one in _children(kind)]
+    if pa.types.is_map(kind):
+        return pa.map_(inner[0], inner[1])
+    if pa.types.is_struct(kind):
+        return pa.struct(inner)
+    return pa.list_(inner[0]) if inner else kind
