@@ -152,10 +152,10 @@ class ChunkJob:
     def _dispatch(self) -> None:
         """Send a bundle to every actor that needs one, and finish those for which none is left.
 
-        A busy actor gets no chunk that a starting actor could run.
+        A busy actor gets no chunk that an idle or a starting actor could run.
         """
         starting = sum(not actor.ready for actor in self._actors)
-        for actor in self._actors:
+        for actor in sorted(self._actors, key=lambda one: bool(one.calls)):
             if not actor.ready or actor.ending:
                 continue
             if self._todo and (not actor.calls or (actor.needs_chunk and len(self._todo) > starting)):

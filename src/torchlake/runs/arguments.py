@@ -76,6 +76,7 @@ class FsdpSection(TypedDict, total=False):
 
     reshard: bool
     shard_ranks: int | None
+    tensor_parallel: int
     cpu_offload: bool
 
 
