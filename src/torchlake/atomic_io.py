@@ -56,6 +56,16 @@ def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
     return True
 
 
+def move_into_place(building: Path, path: Path, *, site: str) -> None:
+    """Rename a complete temporary file of `temporary_path(path)` to `path`, durably. Raises OSError."""
+    with open(building, "rb") as file:
+        os.fsync(file.fileno())
+    failpoint(f"{site}.rename")
+    os.replace(building, path)
+    sync_folder(path.parent)
+    failpoint(f"{site}.done")
+
+
 def _write(path: Path, content: bytes, rename: Callable[[Path, Path], None], *, site: str) -> None:
     """Write a temporary file and `rename` it to `path`. Raises FileExistsError if `rename` does."""
     building = temporary_path(path)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import adbc_driver_sqlite.dbapi as sqlite
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -36,7 +37,7 @@ ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
 ON_S3 = {"docs/how-to/object-storage.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
-SCORED = {"docs/how-to/scoring.md", "docs/how-to/selecting.md"}
+SCORED = {"docs/how-to/queries.md", "docs/how-to/scoring.md", "docs/how-to/selecting.md"}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."
@@ -80,6 +81,9 @@ def write_tables(folder: Path) -> None:
         pq.write_table(table, folder / f"{name}.parquet")
         pa.csv.write_csv(table, folder / f"{name}.csv", pa.csv.WriteOptions(delimiter=";" if name == "export" else ","))
     pq.write_table(tiny.reviews(160).select(["text"]), folder / "lines.parquet")
+    with sqlite.connect(f"file:{folder}/shop.db") as connection, connection.cursor() as cursor:
+        cursor.adbc_ingest("reviews", tiny.reviews(40))
+        connection.commit()
     pq.write_table(pa.table({"text": ["a good", "the bad film"]}), folder / "prompts.parquet")
 
 

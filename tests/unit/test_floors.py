@@ -41,7 +41,7 @@ NEIGHBORS = {
     "processes": {"logs"},
     "tables": {"config", "tables.formats", "tables.selection", "tables.sources", "tables.storage"},
     "tables.formats": {"tables.selection", "tables.storage"},
-    "tables.output": {"tables", "tables.formats", "tables.storage"},
+    "tables.output": {"tables", "tables.formats", "tables.sources", "tables.storage"},
     "tables.sources": {"tables.formats", "tables.selection", "tables.storage"},
     "tables.storage": {"config"},
     "atomic_io": {"errors", "failpoints"},

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -30,12 +30,14 @@ from torchlake.scoring import predict as predicting
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.failures import count_reasons
+from torchlake.tables.output.spool import spooled
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadArguments, ReadOptions, read_options
 from torchlake.tables.sources.files import StoredTable
-from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
+from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
+from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import open_table
 
 PREFIX = "predicted_"
@@ -74,7 +76,7 @@ class Evaluation:
 
 def evaluate(
     model: str | Path,
-    table: StoredTable | Frame,
+    table: Input,
     *,
     text: str | None = None,
     label: str | None = None,
@@ -82,7 +84,7 @@ def evaluate(
     runtime: Runtime | None = None,
     **read: Unpack[ReadArguments],
 ) -> Evaluation:
-    """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them) or a frame.
+    """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them), a frame or a stream.
 
     `text` and `label` name the columns if they differ from those of the training table; `runtime` is as in `predict`,
     and so are the rows of a stored table that are measured (`where`, `sample` with `seed`, `limit`) and `csv`.
@@ -121,9 +123,10 @@ def evaluate(
             targets, reasons = _frame_targets(frame, spec)
             scored = predict(frame.select([spec.text]))
         else:
-            targets, reasons = _stored_targets(cast(StoredTable, table), spec, options)
             output = Path(folder, "scored")
-            predict(table, output, **read)
+            with spooled(table, output) as stored:
+                targets, reasons = _stored_targets(stored, spec, options)
+                predict(stored, output, **read)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, targets, reasons, spec)
 

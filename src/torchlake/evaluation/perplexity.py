@@ -37,9 +37,9 @@ from torchlake.scoring.rows import Runtime
 from torchlake.scoring.runtime_choice import REFERENCE, requested
 from torchlake.scoring.scorer import device, worker_memory
 from torchlake.tables.output.failures import count_reasons
+from torchlake.tables.output.spool import spooled
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._options import ReadOptions
-from torchlake.tables.sources.frames import is_frame, to_arrow
 
 RESAMPLES = 1000
 BLOCKS_AT_ONCE = 64
@@ -87,12 +87,11 @@ def measure_texts(
     folder, engine = model_folder(model), engine or Local()
     choice = requested(folder, spec.task, runtime or REFERENCE)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as scratch:
-        if is_frame(table):
-            stored = Path(scratch, "frame.parquet")
-            pq.write_table(to_arrow(table), stored)
-            table = stored
         prepared, cache = Path(scratch, "tokens"), Path(scratch, "cache")
-        record = prepare(table, prepared, tokenizer=folder, spec=spec, engine=engine, bad_rows="drop", options=options)
+        with spooled(table, prepared) as rows:
+            record = prepare(
+                rows, prepared, tokenizer=folder, spec=spec, engine=engine, bad_rows="drop", options=options
+            )
         loading.build_cache(prepared, cache)
         settings = LossSettings(model=str(folder), runtime=choice.runtime, spec=spec, cache=str(cache))
         losses, targets = _losses(settings, engine)

@@ -47,8 +47,8 @@ from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
 from torchlake.tables.sources._options import FilterArguments, read_options
-from torchlake.tables.sources.files import StoredTable
-from torchlake.tables.sources.frames import Frame, is_frame
+from torchlake.tables.sources.frames import is_frame
+from torchlake.tables.sources.streams import Input
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Optimized:
 
 def optimize(
     model: str | Path,
-    sample: StoredTable | Frame,
+    sample: Input,
     *,
     text: str | None = None,
     label: str | None = None,
@@ -93,13 +93,13 @@ def optimize(
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
 
-    `sample` is a stored table or a frame, as in `predict`; at most `rows` of its rows are scored, in the proportions of
-    the table, or of those of its rows for which `where` is true, the first `limit` of them. `text` and `label` name the
-    columns if they differ from those of the training table; the sample may have no labels. A candidate is inside the
-    tolerance if at least `min_agreement` of the labels are eager's and the accuracy (several labels per row: the task's
-    F1; regression: the error, in standard deviations of the target) drops by no more than `max_drop`. `budget`
-    ("5min", or seconds) is for all candidates together; eager, the reference, is always measured. `runtimes` are the
-    names to try (default: all), or functions as in `predict`.
+    `sample` is a stored table, a frame or a stream, as in `predict`; at most `rows` of its rows are scored, in the
+    proportions of the table, or of those of its rows for which `where` is true, the first `limit` of them. `text` and
+    `label` name the columns if they differ from those of the training table; the sample may have no labels. A candidate
+    is inside the tolerance if at least `min_agreement` of the labels are eager's and the accuracy (several labels per
+    row: the task's F1; regression: the error, in standard deviations of the target) drops by no more than `max_drop`.
+    `budget` ("5min", or seconds) is for all candidates together; eager, the reference, is always measured. `runtimes`
+    are the names to try (default: all), or functions as in `predict`.
 
     The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
     measured but not written there: that file would name code to run.

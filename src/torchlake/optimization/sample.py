@@ -12,7 +12,9 @@ used for neither. Cost: at most 32,768 rows in memory, and reading the footers (
 """
 
 import logging
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from torchlake.errors import DataError
 from torchlake.scoring.rows import check_text
 from torchlake.tables.arrays import is_blank, string_column
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.output.spool import spooled
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text
 from torchlake.tables.sampling import evenly_spaced
@@ -57,7 +60,7 @@ class Sample:
 def draw_sample(
     table: Any, spec: TaskSpec, *, label: str | None, rows: int, options: ReadOptions = ReadOptions()
 ) -> Sample:
-    """Draw at most `rows` rows of a table (of those that `options` ask for) or frame.
+    """Draw at most `rows` rows of a table (of those that `options` ask for), frame or stream.
 
     `spec.text` names the text column, `label` the label column.
 
@@ -68,9 +71,14 @@ def draw_sample(
     task = plugins.load("tasks", spec.task)
     column = label or spec.label
     assert column is not None, "optimize refuses tasks without labels"
-    pool, readable = (
-        _frame_pool(table, spec.text, column) if is_frame(table) else _pool(table, spec.text, column, options)
-    )
+    if is_frame(table):
+        pool, readable = _frame_pool(table, spec.text, column)
+    else:
+        with (
+            tempfile.TemporaryDirectory(prefix="torchlake-sample-", ignore_cleanup_errors=True) as scratch,
+            spooled(table, Path(scratch, "sample")) as stored,
+        ):
+            pool, readable = _pool(stored, spec.text, column, options)
     targets = None
     if column in pool.column_names:
         try:

@@ -32,7 +32,8 @@ from torchlake.planning.survey import TableSurvey, survey_model, survey_table
 from torchlake.planning.workload import Padding, Workload
 from torchlake.processes import hardware
 from torchlake.runs.arguments import Sections
-from torchlake.runs.folder import frames_to_paths, store_frame
+from torchlake.runs.folder import frames_to_paths
+from torchlake.tables.sources import streams
 
 RANKS = (1, 8, 64, 512)
 MOST_RANKS = 4096
@@ -151,8 +152,8 @@ def plan(
     with tempfile.TemporaryDirectory(prefix="torchlake-plan-") as folder:
         frames, stored = frames_to_paths(sections, Path(folder))
         wanted = load_job(job, overrides, **stored)
-        for name, frame in frames.items():
-            store_frame(frame, Path(folder, "input", f"{name}.parquet"))
+        for path, frame in frames.items():
+            streams.store(frame, path)
         base = model_folder(wanted.model.base)
         table = survey_table(wanted, base, sample_rows)
     ranks = processes or process_bounds(wanted.engine.processes or 1)[1]

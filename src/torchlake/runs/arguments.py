@@ -10,8 +10,7 @@ from typing import Any, Literal, TypedDict
 
 from torchlake.config.job import CsvConfig, DataConfig, ModelConfig, TrackConfig, TrainConfig
 from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
-from torchlake.tables.sources.files import StoredTable
-from torchlake.tables.sources.frames import Frame
+from torchlake.tables.sources.streams import Input
 
 
 class FractionSection(TypedDict):
@@ -31,8 +30,8 @@ class CsvSection(TypedDict, total=False):
 class DataSection(TypedDict, total=False):
     """The section `data`. `train` and `validation` may also be frames."""
 
-    train: StoredTable | Frame
-    validation: StoredTable | Frame | FractionSection | None
+    train: Input
+    validation: Input | FractionSection | None
     text: str
     label: str
     problem: Literal["single_label", "multi_label", "regression"] | None

@@ -8,8 +8,6 @@ accepts a changed job (for example after wrong data was corrected); afterwards a
 mix the steps of two jobs.
 """
 
-import hashlib
-import io
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -17,8 +15,6 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.checkpoints import location
@@ -33,7 +29,8 @@ from torchlake.tables.record import local_output
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions, dialect
-from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
+from torchlake.tables.sources.frames import engine_of
+from torchlake.tables.sources.streams import is_stored_first
 
 log = logging.getLogger(__name__)
 
@@ -236,16 +233,30 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def frames_to_paths(sections: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The frames in data.train and data.validation, and the sections with the paths where they will be stored."""
+def frames_to_paths(sections: Mapping[str, Any], folder: Path) -> tuple[dict[Path, Any], dict[str, Any]]:
+    """The frames and streams in data.train and data.validation by the path where they will be stored, and the sections
+    with these paths in their place.
+    """
     data = sections.get("data")
     if not isinstance(data, Mapping):
         return {}, {**sections}
-    frames = {
-        name: data[name] for name in ("train", "validation") if is_frame(data.get(name)) or engine_of(data.get(name))
-    }
-    paths = {name: str(folder / "input" / f"{name}.parquet") for name in frames}
-    return frames, {**sections, "data": {**data, **paths}}
+    frames: dict[Path, Any] = {}
+
+    def stored(one: Any, name: str) -> Any:
+        if not is_stored_first(one) and engine_of(one) is None:
+            return one
+        path = folder / "input" / f"{name}.parquet"
+        frames[path] = one
+        return str(path)
+
+    tables = {}
+    for name in ("train", "validation"):
+        given = data.get(name)
+        if isinstance(given, list | tuple):
+            tables[name] = [stored(one, f"{name}-{number}") for number, one in enumerate(given)]
+        elif name in data:
+            tables[name] = stored(given, name)
+    return frames, {**sections, "data": {**data, **tables}}
 
 
 def _is_free(name: str) -> bool:
@@ -258,14 +269,3 @@ def _describe_content(prepared: Path) -> str:
     rows = sum(one.rows for one in files)
     content = atomic_io.fingerprint(sorted([one.name, one.content] for one in files))
     return f"{rows} rows in {len(files)} file{'s' * (len(files) != 1)}, sha256 {content}"
-
-
-def store_frame(frame: Any, path: Path) -> None:
-    """Write a frame as Parquet, unless the file has the same content: an unchanged file keeps its mtime."""
-    sink = io.BytesIO()
-    pq.write_table(to_arrow(frame), sink, compression="zstd", write_page_checksum=True)
-    content = sink.getvalue()
-    if path.exists() and atomic_io.sha256_file(path) == hashlib.sha256(content).hexdigest():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_io.write_bytes(path, content, site="run.frame")

@@ -47,9 +47,10 @@ from torchlake.tables.output.commit import WriteTransaction, write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs, recorded_fingerprint
 from torchlake.tables.output.failures import check_error_rate, read_failures
 from torchlake.tables.output.parts import part_name, stored_schema
+from torchlake.tables.output.spool import spooled
 from torchlake.tables.record import local_output
-from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
+from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import Table, open_table
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Scored:
 @overload
 def predict(
     model: str | Path,
-    table: StoredTable,
+    table: Input,
     output: str | Path,
     *,
     text: str | None = None,
@@ -131,7 +132,9 @@ def predict(
     `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), scored into the Parquet folder
     `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with the
     prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its own engine scores
-    it when its rows are needed.
+    it when its rows are needed. With an `output`, it may also be a frame in memory, anything with `__arrow_c_stream__`
+    (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows are stored beside the
+    output until the job ends, and the same rows resume a job that was killed.
 
     Columns: `text` is the text column (default: as in training); `key` a column of unique values without nulls, copied
     instead of a generated `row_id`; `columns` are further columns to copy; `prefix` is put before the names of the
@@ -169,7 +172,7 @@ def predict(
     UsageError for mistakes found before any work.
     """
     scoring, generation, output_options = split_options(options)
-    stored = output is not None and not is_frame(table)
+    native, engine = engine_of(table), as_engine(engine)
     settings, spec, choice = scoring_settings(
         model,
         runtime,
@@ -177,38 +180,50 @@ def predict(
         text=text,
         key=key,
         columns=columns,
-        recorded=recorded_fingerprint(output).get("runtime") if stored and output is not None else None,
+        recorded=None if native is not None or output is None else recorded_fingerprint(output).get("runtime"),
         **scoring,
     )
-    native, engine = engine_of(table), as_engine(engine)
-    if native is not None:
-        engine = engine or make_engine(native, None)
-        if type(engine).__name__.lower() != native:
-            raise UsageError(f"A frame of {native} is scored by the engine {native}: give that engine, or none.")
-    if native is not None or is_frame(table):
-        output_options.read.refuse_for_frames()
-        if output is not None or key is not None or columns:
+    if native is not None or (is_frame(table) and output is None):
+        if key is not None or columns:
+            raise UsageError("A frame is returned with all its columns: key and columns are for an output folder.")
+        if output is not None:
             raise UsageError(
-                "A frame is returned with all its columns: output, key and columns are for stored tables. "
-                "To write an output folder, save the frame as Parquet first."
+                f"A frame of {native} is returned as one: write it with {native}, or save it as Parquet first and "
+                "score that into an output folder."
             )
-        if settings.gpus_per_process > 1:
-            raise UsageError(
-                f"gpus_per_process={settings.gpus_per_process} is for stored tables, whose processes are restarted if "
-                "one of their ranks dies: save the frame as Parquet first."
-            )
-        if native is not None:
-            assert engine is not None
-            return map_frame(table, engine.frame_schema(table), settings, spec, engine)
-        return predict_frame(table, settings, spec, engine or Local(), output_options.max_error_rate)
+        return _predict_frame(table, native, settings, spec, engine, output_options)
     if output is None:
         raise UsageError(
-            "predict: a stored table needs an output folder: predict(model, table, output). For texts in memory: "
-            "torchlake.load(model)([...])."
+            "predict: a stored table or a stream needs an output folder: predict(model, table, output). For texts in "
+            "memory: torchlake.load(model)([...])."
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
-    return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
+    with spooled(table, local_output(output)) as table:
+        return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
+
+
+def _predict_frame(
+    frame: Any,
+    native: str | None,
+    settings: ScoringSettings,
+    spec: TaskSpec,
+    engine: Engine | None,
+    options: OutputOptions,
+) -> Any:
+    """The frame with predictions; `native` is the engine that a lazy frame belongs to."""
+    options.read.refuse_for_frames()
+    if settings.gpus_per_process > 1:
+        raise UsageError(
+            f"gpus_per_process={settings.gpus_per_process} is for an output folder, whose processes are restarted if "
+            "one of their ranks dies: give one."
+        )
+    if native is None:
+        return predict_frame(frame, settings, spec, engine or Local(), options.max_error_rate)
+    engine = engine or make_engine(native, None)
+    if type(engine).__name__.lower() != native:
+        raise UsageError(f"A frame of {native} is scored by the engine {native}: give that engine, or none.")
+    return map_frame(frame, engine.frame_schema(frame), settings, spec, engine)
 
 
 def _predict_table(

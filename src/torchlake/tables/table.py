@@ -199,7 +199,7 @@ class _File(NamedTuple):
 
 def _open_sources(source: StoredTable) -> list[SourceTable]:
     """The tables of `source`: files together, each other table by the source that recognizes it."""
-    given = [source] if isinstance(source, str | Path) else list(source)
+    given = [source] if isinstance(source, str | os.PathLike) else list(source)
     loose: list[str | Path] = []
     tables = []
     for one in given:
@@ -221,7 +221,8 @@ def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
         raise TableError(f"{again} is in two of the tables: its rows would be read twice. Name each table once.")
     renamed = []
     for table in tables:
-        folder = f"{str(table.identity['table']).rstrip('/').rpartition('/')[2]}/" if table.identity else ""
+        named = str(table.identity.get("table", "")).rstrip("/").rpartition("/")[2]
+        folder = f"{named}/" if named else ""
         files = tuple(replace(one, name=f"{folder}{one.name}") for one in table.files)
         renamed.append(replace(table, files=files))
     counts = Counter(one.name for table in renamed for one in table.files)

@@ -34,6 +34,7 @@ from torchlake.runs.arguments import Sections
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.compatibility import planned_inputs
+from torchlake.tables.sources import streams
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
@@ -74,10 +75,10 @@ def train(
     Sections are the mappings `data`, `model`, `train` and `track` (`runs/arguments.py` has their keys), or models of
     `config/job.py`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
     or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
-    `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data); they are stored in the
-    run folder first, Spark and Ray frames by their own engine, once per run. `run` is the run folder, by default runs/
-    and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds another job. The same call again
-    resumes an interrupted run, and returns a finished one.
+    `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data), or streams as in
+    `predict`; they are stored in the run folder first, Spark and Ray frames by their own engine, once per run. `run` is
+    the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds
+    another job. The same call again resumes an interrupted run, and returns a finished one.
 
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
@@ -101,8 +102,8 @@ def train(
     store = location.find_store(wanted.train.checkpoint_folder, folder)
     with run_folder.run_lease(folder) as lease:
         run_folder.claim(folder, wanted)
-        for name, frame in frames.items():
-            _store_frame(frame, folder / "input" / f"{name}.parquet", engine)
+        for path, frame in frames.items():
+            _store_frame(frame, path, engine)
         finished = run_folder.finished(folder)
         if finished is not None:
             _refuse_changed_input(wanted, folder)
@@ -157,10 +158,10 @@ def _engine_of(job: Job, engine: Engine | str | None) -> Engine:
 
 
 def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
-    """Store a frame in the run folder; a Spark or Ray frame is written there by its own engine, once."""
+    """Store a frame or a stream in the run folder; a Spark or Ray frame is written there by its own engine, once."""
     native_engine = engine_of(frame)
     if native_engine is None:
-        run_folder.store_frame(frame, path)
+        streams.store(frame, path)
     elif path.exists():
         # Computing the frame again may take hours and may reorder its rows.
         log.info("%s: the rows that the run began with are used", path)

@@ -113,4 +113,4 @@ def test_a_wrong_runtime_is_refused_before_a_model_is_looked_for(tmp_path: Path)
 def test_texts_are_no_table_and_the_message_shows_how_to_pass_them(tiny_model: Path, texts: Any) -> None:
     with pytest.raises(UsageError, match=r"torchlake\.load\(model\)\(\[\.\.\.\]\)") as error:
         tl.predict(tiny_model, texts)
-    assert "a stored table needs an output folder" in str(error.value)
+    assert "a stored table or a stream needs an output folder" in str(error.value)

@@ -145,7 +145,7 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
         tl.predict(model, frame)
     with pytest.raises(TableError, match="int64, not strings"):
         tl.predict(model, frame, text="n")
-    with pytest.raises(UsageError, match="key and columns are for stored tables"):
+    with pytest.raises(UsageError, match="key and columns are for an output folder"):
         tl.predict(model, frame, text="body", key="n")
     pq.write_table(frame, tmp_path / "in.parquet")
     with pytest.raises(UsageError, match="output folder"):

@@ -110,7 +110,7 @@ class WriteTransaction:
             return
         lease, self.lease = self.lease, None
         if self.complete:
-            _remove_staging(self.staging, lease)
+            staging.remove_leased(self.staging, lease)
         else:
             lease.release()
 
@@ -197,7 +197,7 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
     """Check what lies at `out`, and start or resume the write, unless the output is complete."""
     folder = staging.staging_of(out)
     try:
-        staging.vacuum(out)
+        staging.vacuum(folder)
         published = published_job(out)
         complete = is_complete(out, published, job, thorough=allowed.overwrite)
     except OSError as error:
@@ -221,7 +221,7 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
         if (folder / staging.PLAN).exists():
             lease.release()
         else:
-            _remove_staging(folder, lease)
+            staging.remove_leased(folder, lease)
         if isinstance(error, OSError):
             kind = OutputError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
             raise kind(f"{out}: cannot be prepared: {error.strerror}: {error.filename}") from error
@@ -239,7 +239,7 @@ def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges
         interrupted = None
     if is_complete(out, published, job, thorough=allowed.overwrite):
         if interrupted is None:
-            _remove_staging(folder, lease)
+            staging.remove_leased(folder, lease)
         else:
             lease.release()  # another job's interrupted write stays
         return _completed(out, job, published)
@@ -330,14 +330,3 @@ def _check_free_space(write: WriteTransaction) -> None:
     free = shutil.disk_usage(write.staging).free
     if free < needed:
         raise OutputError(f"{write.output}: needs at least {needed:,} bytes, {free:,} are free there; make room first.")
-
-
-def _remove_staging(folder: Path, lease: Lease) -> None:
-    """Remove the staging folder, unless another writer has taken it over."""
-    try:
-        with locked(folder):
-            lease.check()
-            staging.remove_staging(folder)
-    except (LeaseLost, OSError):
-        pass  # taken over, or not removable: the table is published either way
-    lease.stop()

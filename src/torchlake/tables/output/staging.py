@@ -22,7 +22,9 @@ import shutil
 from pathlib import Path
 
 from torchlake import atomic_io
+from torchlake.errors import LeaseLost
 from torchlake.failpoints import failpoint
+from torchlake.tables.output.lease import Lease, locked
 from torchlake.tables.output.parts import TABLE
 
 FENCED, OLD, ATTEMPT_LOG, PLAN = "sealed", "old", "journal", "plan.json"
@@ -104,10 +106,21 @@ def remove_staging(staging: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def vacuum(out: Path) -> None:
-    """Remove staging folders whose removal was interrupted."""
-    prefix = staging_of(out).name + "."
-    if out.parent.is_dir():
+def remove_leased(folder: Path, lease: Lease) -> None:
+    """Remove a folder with a lease and end the lease, unless another writer has taken it over."""
+    try:
+        with locked(folder):
+            lease.check()
+            remove_staging(folder)
+    except (LeaseLost, OSError):
+        pass  # taken over, or not removable
+    lease.stop()
+
+
+def vacuum(folder: Path) -> None:
+    """Remove folders that `remove_staging` renamed and did not remove, because it was interrupted."""
+    prefix = f"{folder.name}."
+    if folder.parent.is_dir():
         atomic_io.remove(
-            path for path in out.parent.iterdir() if path.name.startswith(prefix) and path.suffix == ".old"
+            path for path in folder.parent.iterdir() if path.name.startswith(prefix) and path.suffix == ".old"
         )

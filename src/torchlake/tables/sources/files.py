@@ -83,7 +83,7 @@ def open_source(source: StoredTable) -> SourceTable:
 
 def describe(source: StoredTable) -> str:
     """`source` as the user wrote it."""
-    return os.fspath(source) if isinstance(source, str | Path) else ", ".join(os.fspath(one) for one in source)
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else ", ".join(os.fspath(one) for one in source)
 
 
 def local_path(source: str) -> str:

@@ -65,7 +65,7 @@ def to_arrow(frame: Any) -> pa.Table:
         frame = pa.Table.from_batches([frame])
     if not isinstance(frame, pa.Table):
         names = [str(name) for name in frame.columns]
-        _refuse_duplicates(names)
+        check_names(names, "the frame")
         try:
             if _is(frame, "polars"):
                 return frame.to_arrow()
@@ -74,7 +74,7 @@ def to_arrow(frame: Any) -> pa.Table:
             return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise TableError(f"the frame cannot be read as an Arrow table: {error}") from error
-    _refuse_duplicates(frame.column_names)
+    check_names(frame.column_names, "the frame")
     return frame
 
 
@@ -100,12 +100,13 @@ def to_original_frame(frame: Any, table: pa.Table) -> Any:
     return sys.modules["pandas"].concat([frame, new], axis=1)
 
 
+def check_names(names: list[str], whose: str) -> None:
+    """Raise TableError for two columns of one name."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise TableError(f"{whose} has two columns named {twice!r}; rename one.")
+
+
 def _is(value: Any, library: str) -> bool:
     module = sys.modules.get(library)
     return module is not None and isinstance(value, module.DataFrame)
-
-
-def _refuse_duplicates(names: list[str]) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise TableError(f"the frame has two columns named {twice!r}; rename one.")
