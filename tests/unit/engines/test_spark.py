@@ -127,7 +127,7 @@ def test_a_stream_is_scored(tiny_model: Path, tmp_path: Path, spark: SparkSessio
 
 
 def test_what_a_frame_cannot_be_asked_is_refused_before_any_work(tiny_model: Path, frame: DataFrame) -> None:
-    with pytest.raises(UsageError, match="A frame is returned with all its columns"):
+    with pytest.raises(UsageError, match="A frame of spark is returned as one"):
         tl.predict(tiny_model, frame, "out")
     with pytest.raises(UsageError, match="A frame of spark is scored by the engine spark"):
         tl.predict(tiny_model, frame, engine=tl.Local())
