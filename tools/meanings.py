@@ -80,6 +80,8 @@ VARIABLES = {
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
     "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes.",
     "RAY_ADDRESS": "The Ray cluster to join if `engine.ray.address` is not set.",
+    "AWS_ENDPOINT_URL": "The address of a server that speaks S3 and is not AWS; also for Delta and Iceberg tables.",
+    "AWS_ENDPOINT_URL_S3": "The same, before it.",
     "PYSPARK_GATEWAY_PORT": "Set by `spark-submit`: the session takes its master from there.",
     "TERM": "`dumb` or `unknown`: progress as lines, not as a bar.",
     "RANK": _RANK,

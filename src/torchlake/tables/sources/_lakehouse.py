@@ -15,7 +15,8 @@ from contextlib import suppress
 
 import pyarrow as pa
 
-from torchlake.errors import TableError
+from torchlake.errors import TableError, Unavailable
+from torchlake.tables.storage.access import storage_errors
 from torchlake.tables.storage.urls import filesystem_of, is_url
 
 THREADS = 16
@@ -86,7 +87,7 @@ def _kind_here(folder: str) -> str | None:
 
 def _kind_at(url: str) -> str | None:
     filesystem, path = filesystem_of(url)
-    with suppress(OSError):  # without permission to list, nothing can be recognized
+    with suppress(Unavailable), storage_errors(url):  # without permission to list, nothing can be recognized
         for log, kind in _LOGS.items():
             if filesystem.isdir(f"{path}/{log}"):
                 return kind

@@ -18,12 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake.errors import MissingExtra, TableError
+from torchlake.errors import MissingExtra, TableError, Unavailable
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import constant_text
 from torchlake.tables.sources.files import local_path
-from torchlake.tables.storage.urls import check_url, filesystem_of, is_url
+from torchlake.tables.storage.access import storage_errors
+from torchlake.tables.storage.urls import filesystem_of, is_url, object_store_options
 
 LOG = "_delta_log"
 VERSION = re.compile(r"(?P<table>.+)@v(?P<version>\d+)", re.DOTALL)
@@ -114,9 +115,10 @@ def _has_log(path: str) -> bool:
     if "*" in path or "?" in path or os.path.splitext(last)[1] or "::" in path:  # a glob or a file: no request
         return False
     try:
-        filesystem, folder = filesystem_of(path)
-        return bool(filesystem.isdir(f"{folder.rstrip('/')}/{LOG}"))
-    except OSError:  # reported when its files are listed
+        with storage_errors(path):
+            filesystem, folder = filesystem_of(path)
+            return bool(filesystem.isdir(f"{folder.rstrip('/')}/{LOG}"))
+    except Unavailable:  # reported when its files are listed
         return False
 
 
@@ -130,10 +132,8 @@ def _load(found: DeltaPath) -> Any:
             f"{found.table}: a Delta table needs the library 'deltalake', which is not installed: "
             "pip install 'torchlake[delta]'"
         ) from error
-    if is_url(found.table):
-        check_url(found.table)
     try:
-        return DeltaTable(found.table, version=found.version)
+        return DeltaTable(found.table, version=found.version, storage_options=object_store_options(found.table))
     except (DeltaError, OSError, ValueError) as error:
         shown = found.table if found.version is None else f"{found.table}@v{found.version}"
         hint = ""

@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from torchlake.errors import TableError
+from torchlake.errors import TableError, Unavailable
 from torchlake.tables.formats.layout import is_table_file
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import refuse_lakehouse_tables
 from torchlake.tables.sources._partitions import partitions_of
-from torchlake.tables.storage.access import unavailable
-from torchlake.tables.storage.urls import filesystem_of, is_url
+from torchlake.tables.storage.access import storage_errors, unavailable
+from torchlake.tables.storage.urls import check_url, filesystem_of, is_url
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +124,8 @@ def _check_readable(folder: str, source: str) -> None:
 
 
 def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
-    filesystem, path = filesystem_of(url)
-    try:
+    with storage_errors(url):
+        filesystem, path = filesystem_of(url)
         filesystem.invalidate_cache()  # fsspec caches listings for the life of the process
         if filesystem.isfile(path):
             return url.rpartition("/")[0], [url], False
@@ -135,11 +135,21 @@ def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]
         else:
             paths = filesystem.find(path) if filesystem.isdir(path) else []
             base = path
+        if not paths:
+            _check_bucket(filesystem, path, url)
         root = filesystem.unstrip_protocol(base)
         files = [filesystem.unstrip_protocol(found) for found in paths]
-    except OSError as error:
-        raise unavailable(url, error) from error
     return root, _table_files(root, files, wanted, url), True
+
+
+def _check_bucket(filesystem: Any, path: str, url: str) -> None:
+    """Raise Unavailable if the bucket or repository cannot be listed: to `find` and `isdir` it is empty."""
+    depth = 3 if check_url(url) == "hf" else 1
+    bucket = "/".join(path.split("/")[:depth])
+    try:
+        filesystem.ls(bucket)
+    except FileNotFoundError as error:
+        raise Unavailable(f"{url}: there is no bucket or repository {bucket!r}. Is its name right?") from error
 
 
 def _walk(folder: str) -> Iterator[str]:

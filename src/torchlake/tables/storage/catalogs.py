@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchlake.config.redaction import redacted
 from torchlake.errors import MissingExtra, TableError
-from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.urls import is_url, s3_address
 
 _NAME = re.compile(r"iceberg:(?P<catalog>[^@.]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
 _METADATA = re.compile(r"(?P<table>.+\.metadata\.json)(?:@(?P<ref>.+))?", re.DOTALL)
@@ -75,6 +75,8 @@ def load_table(name: TableName) -> Any:
         catalog = load_catalog(name.catalog)
         try:
             _ignore_named_code(catalog)
+            for property, value in _s3_properties().items():
+                catalog.properties.setdefault(property, value)
             return catalog.load_table(name.table)
         finally:
             catalog.close()
@@ -101,6 +103,12 @@ def _ignore_named_code(catalog: Any) -> None:
     catalog._load_file_io = load
 
 
+def _s3_properties() -> dict[str, str]:
+    """The address of the S3 storage: pyiceberg does not read the variable that all other clients do."""
+    address = s3_address()
+    return {"s3.endpoint": address} if address else {}
+
+
 def _read_metadata(location: str) -> Any:
     """The table of a metadata file. `StaticTable.from_metadata` would run a class that the file names."""
     from pyiceberg.catalog.noop import NoopCatalog
@@ -108,7 +116,7 @@ def _read_metadata(location: str) -> Any:
     from pyiceberg.serializers import FromInputFile
     from pyiceberg.table import StaticTable
 
-    io = load_file_io(location=location)
+    io = load_file_io(_s3_properties(), location)
     return StaticTable(
         identifier=("static-table", location),
         metadata=FromInputFile.table_metadata(io.new_input(location)),

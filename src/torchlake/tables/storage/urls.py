@@ -4,6 +4,7 @@ fsspec opens a URL only after `check_url`: it has protocols that unpack archives
 templates with environment variables, run a remote shell or send data unencrypted, and it chains them.
 """
 
+import os
 from typing import Any
 
 from torchlake.config.redaction import redacted
@@ -18,6 +19,12 @@ READ_ONLY = ("https", "hf")
 _S3, _GCS, _AZURE = ("s3fs", "s3"), ("gcsfs", "gcs"), ("adlfs", "azure")
 EXTRAS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS} | dict.fromkeys(("abfs", "abfss", "az"), _AZURE)
 "By protocol, the library that opens it, and torchlake's extra that installs it."
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the role of the machine",
+    "azure": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "hf": "HF_TOKEN, or `hf auth login`",
+}
 
 
 def is_url(path: str) -> bool:
@@ -52,6 +59,13 @@ def missing_library(url: str, error: ImportError) -> str:
     return f"{protocol}:// needs the library {library!r}, which is not installed: pip install 'torchlake[{extra}]'"
 
 
+def credentials_of(url: str) -> str:
+    """Where the library of a URL's protocol looks for credentials, for messages."""
+    protocol = url.partition("://")[0]
+    extra = EXTRAS[protocol][1] if protocol in EXTRAS else protocol
+    return _CREDENTIALS.get(extra, f"fsspec's settings for {protocol}://")
+
+
 def filesystem_of(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path in it.
 
@@ -65,5 +79,43 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra(f"{redacted(url)}: {missing_library(url, error)}") from error
     except ValueError as error:
+        unknown = "Protocol not known" in str(error) and check_url(url) in EXTRAS  # fsspec has no entry for it
+        if unknown:
+            raise MissingExtra(f"{redacted(url)}: {missing_library(url, ImportError())}") from error
         raise TableError(f"{redacted(url)}: {error}") from error
     return filesystem, path
+
+
+def object_store_options(url: str) -> dict[str, str] | None:
+    """The options with which Rust's object_store, which delta-rs is built on, finds the storage that fsspec finds.
+
+    None for local paths, and for storages that both find by the same variables. For S3, fsspec has settings of its own,
+    and object_store reads fewer variables and refuses an address without TLS that a variable names.
+    """
+    if not is_url(url) or EXTRAS.get(check_url(url)) != _S3:
+        return None
+    filesystem, _ = filesystem_of(url)
+    address = s3_address()
+    found = {
+        "aws_access_key_id": filesystem.key,
+        "aws_secret_access_key": filesystem.secret,
+        "aws_session_token": filesystem.token,
+        "aws_endpoint_url": address,
+        "aws_skip_signature": "true" if filesystem.anon else "",
+        "aws_allow_http": "true" if address.startswith("http://") else "",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def s3_address() -> str:
+    """The address of the S3 storage that fsspec finds, by its settings or the variables; empty for that of AWS."""
+    from fsspec.config import conf
+
+    own = conf.get("s3", {})
+    return str(
+        own.get("endpoint_url")
+        or own.get("client_kwargs", {}).get("endpoint_url")
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or ""
+    )

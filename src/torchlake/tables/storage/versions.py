@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchlake.errors import FingerprintError, TableError, Unavailable
-from torchlake.tables.storage.access import open_binary, unavailable
+from torchlake.tables.storage.access import open_binary, storage_errors
 from torchlake.tables.storage.urls import filesystem_of, is_url
 
 CONTENT_MARKS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "oid")
@@ -40,13 +40,11 @@ class Version(NamedTuple):
 
 def version_of(file: str) -> Version:
     """The current version of a local file or a URL. Raises TableError when it cannot be read."""
-    try:
+    with storage_errors(file):
         if not is_url(file):
             status = os.stat(file)
             return Version(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         info = _info(file)
-    except OSError as error:
-        raise unavailable(file, error) from error
     if info.get("size") is None:
         raise TableError(f"{file}: its server does not report its size; download it first.")
     return Version(int(info["size"]), mark=_mark(info, CONTENT_MARKS) or _mark(info, TIME_MARKS))
@@ -81,7 +79,7 @@ def joined_id(ids: Sequence[str]) -> str:
 def block_id(block: tuple[str, int]) -> str:
     """The sha256 of one of `hashed_blocks`. Raises TableError when it cannot be read."""
     file, offset = block
-    try:
+    with storage_errors(file):
         if not is_url(file):
             return _sha256_of(file, offset)
         info = _info(file)
@@ -93,8 +91,6 @@ def block_id(block: tuple[str, int]) -> str:
             while read := source.read(_BLOCK):
                 content.update(read)
         return content.hexdigest()
-    except OSError as error:
-        raise unavailable(file, error) from error
 
 
 def _sha256_of(file: str, offset: int) -> str:
