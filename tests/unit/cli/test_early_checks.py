@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from fsspec import registry
+from fsspec.registry import _registry, known_implementations
 
 import tiny
 import torchlake as tl
@@ -38,9 +38,9 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return None if name.split(".")[0] == library else find(name, path, target)
 
         monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", find_spec)
-        for protocol, storage in registry.known_implementations.items():
+        for protocol, storage in known_implementations.items():
             if storage["class"].startswith(f"{library}."):
-                monkeypatch.delitem(registry._registry, protocol, raising=False)
+                monkeypatch.delitem(_registry, protocol, raising=False)
         for name in [*sys.modules]:
             if name == library or name.startswith((f"{library}.", *modules)):
                 monkeypatch.delitem(sys.modules, name)
