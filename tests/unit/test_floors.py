@@ -27,7 +27,7 @@ NEIGHBORS = {
     "cli": {"__init__"},
     "evaluation": {"preparation", "scoring"},
     "optimization": {"evaluation", "scoring"},
-    "planning": {"preparation", "scoring"},
+    "planning": {"preparation"},
     "preparation": {"scoring"},
     "reporting": {"preparation"},
     "training": {"preparation", "reporting"},

@@ -11,7 +11,7 @@ from torch.nn import functional
 import tiny
 from torchlake.config.job import TrainConfig
 from torchlake.loss import UNWEIGHTED, Objective, find_objective
-from torchlake.tasks import text_classification as task
+from torchlake.tasks.text_classification import task
 
 CLASSES = tiny.spec_for("single_label", ("a", "b", "c"))
 SETS = tiny.spec_for("multi_label", ("a", "b", "c"))

@@ -4,10 +4,10 @@ Cost: one pass over the column. Does not import torch.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Any
 
 from torchlake.config.job import DataConfig
-from torchlake.config.task_spec import Label, LabelColumn
+from torchlake.config.task_spec import Label, LabelColumn, TaskSpec
 from torchlake.errors import DataError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.reading import ChunkReader
@@ -18,9 +18,9 @@ MAX_SINGLETON_CLASSES = 10
 "Classes with one row that are accepted in a table of any size."
 
 
-def read_labels(data: DataConfig, task: ModuleType, options: ReadOptions) -> LabelColumn:
+def read_labels(data: DataConfig, spec: TaskSpec, task: Any, options: ReadOptions) -> LabelColumn:
     """Return the content of the training table's label column. Raises DataError naming the column."""
-    table = open_table(data.train, columns=(data.text, data.label), options=options)
+    table = open_table(data.train, columns=spec.columns, options=options)
     reader = ChunkReader((data.label,))
     chunks = plan_chunks(table, columns=(data.label,)).chunks
     try:

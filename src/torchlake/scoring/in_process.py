@@ -156,7 +156,7 @@ def start_chunks(
     threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
+    make_worker = plugins.carried(spec.task, partial(make_chunk_worker, with_staging(settings, out.staging.absolute())))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
         return _run_here(make_worker, items, out.staging)
@@ -182,7 +182,7 @@ def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Pat
     if (staging / MARKER).exists():
         log.warning("The last run of this job ended while it scored in its own process; now child processes score.")
         return False
-    generates = plugins.load("tasks", spec.task).PACKED
+    generates = plugins.load("tasks", spec.task).generates
     alone = settings.gpus_per_process == 1 and not gpus()
     return rows <= SMALL_ROWS and isinstance(settings.runtime, str) and not generates and alone
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.task_spec import TaskSpec
+from torchlake.config.task_spec import Columns, TaskSpec
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
 from torchlake.models import exports, folders
@@ -26,7 +26,6 @@ from torchlake.scoring.rows import (
     Runtime,
     ScoringSettings,
     check_prompts,
-    check_text,
     max_prompt_tokens,
     runtime_name,
 )
@@ -34,6 +33,8 @@ from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, l
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tables.sources._options import READ_ARGUMENTS, ReadOptions, read_options
+from torchlake.tasks import PROMPT
+from torchlake.tasks._inputs import check_columns
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def scoring_settings(
     runtime: Runtime | None,
     generation: Mapping[str, Any],
     *,
-    text: str | None,
+    text: Columns | None,
     recorded: str | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
@@ -139,13 +140,15 @@ def scoring_settings(
             choice = replace(choice, runtime=recorded)
     else:
         choice = requested(folder, spec.task, runtime)
-    options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).PACKED, **generation)
+    options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
     made = ScoringSettings(
         model=str(folder),
         runtime=choice.runtime,
         exact=choice.why == "default",
         text=text or spec.text,
+        text_pair=spec.text_pair,
+        inputs=dict(spec.inputs),
         keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
         key=key,
         batch_tokens=batch_tokens or choice.batch_tokens,
@@ -209,10 +212,11 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
 
 def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
     """Return the settings, with `chat` set if the column holds conversations. Raises TableError and UsageError."""
-    if settings.generation is None:
-        check_text(schema, settings.text, where)
-        return settings
     task = plugins.load("tasks", spec.task)
+    if settings.generation is None or task.inputs["text"] != PROMPT:
+        check_columns(schema, task.inputs, settings.spec, where)
+        return settings
+    assert isinstance(settings.text, str), "a prompt is one column"
     chat = check_prompts(schema, settings.text, where, task, Path(settings.model), chat=settings.generation.chat)
     return replace(settings, generation=replace(settings.generation, chat=chat))
 
@@ -247,7 +251,9 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "task": spec.task,
         "runtime": runtime_name(runtime),
         **({} if export is None else {"export": export}),
-        "text": settings.text,
+        "text": settings.text if isinstance(settings.text, str) else list(settings.text),
+        **({} if settings.text_pair is None else {"text_pair": settings.text_pair}),
+        **({} if not settings.inputs else {"inputs": dict(settings.inputs)}),
         "key": settings.key,
         "columns": list(settings.keep),
         "prefix": settings.prefix,

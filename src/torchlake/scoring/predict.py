@@ -236,7 +236,7 @@ def _predict_table(
     options: OutputOptions,
 ) -> Scored:
     began = time.perf_counter()
-    columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
+    columns = tuple(dict.fromkeys((*settings.keep, *settings.spec.input_columns)))
     spread = (engine or Local()).spread
     source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
     settings = checked_input(settings, spec, source.schema, source.source)

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchlake import distributed, optim, plugins
@@ -82,8 +83,10 @@ def _run(
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Train; returns the summary and a function that writes the model folder. Neither refers to the process group."""
     training, validation = load_rows(settings, group)
-    state, progress = make_train_state(settings, group)
-    state.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
+    state, progress = make_train_state(settings, group, training)
+    targets = training.table.targets
+    known = targets if isinstance(targets, np.ndarray) else None
+    state.objective = find_objective(settings.job.train, settings.spec, known, training.numbers)
     if group.device.type in TRIED_ON:
         try_largest(state, largest_batch(training, state, settings), settings.job.train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:

@@ -15,17 +15,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torchlake import atomic_io, plugins
+from torchlake import atomic_io
 from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
-from torchlake.models.load import save_model_folder
+from torchlake.models.load import model_folder
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.training.model import lora
-from torchlake.training.model.base import base_model
 from torchlake.training.rows import RankSettings
 from torchlake.training.state import TrainProgress, TrainState
 
@@ -67,7 +66,7 @@ def save_if_best(
 ) -> None:
     """Record a validation in `progress`; if it is the best so far, save the model."""
     value = outcome[settings.metric]
-    sign = -1 if lower_is_better(settings.metric, state.task.DIRECTIONS) else 1
+    sign = -1 if lower_is_better(settings.metric, state.task.directions) else 1
     before = progress.best
     progress.validated = progress.step
     if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):
@@ -95,15 +94,17 @@ def model_exporter(
     tensors = format.load_model(stored, state.stored)
     store.delete_fetched()
     options = settings.job.model.lora
-    write = partial(save_model_folder, config=state.config, tokenizer=state.tokenizer, spec=settings.spec)
+    write = partial(
+        state.task.save_model, config=state.config, processor=state.processor, spec=settings.spec, card=card
+    )
     if options is None:
-        return partial(write, model_or_state=tensors, card=card)
+        return partial(write, model_or_state=tensors)
 
     def write_merged(folder: Path) -> None:
-        base = base_model(settings.job.model.base, settings.spec, plugins.load("tasks", settings.spec.task).AUTO_CLASS)
+        base = state.task.base_model(model_folder(settings.job.model.base), settings.spec)
         with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
             merge_adapters = lora.merge_adapters(base, options, tensors, Path(scratch) / lora.ADAPTER)
-            write(folder, model_or_state=merge_adapters, card=card, beside=Path(scratch) / lora.ADAPTER)
+            write(folder, model_or_state=merge_adapters, beside=Path(scratch) / lora.ADAPTER)
 
     return write_merged
 

@@ -128,7 +128,7 @@ def largest_batch(training: Rows, state: TrainState, settings: RankSettings) -> 
     chosen = int(np.argmax(counts * sizes + sizes / (sizes.max() + 1)))  # of equal products the longest rows
     fitting = np.flatnonzero(lengths <= sizes[chosen])
     number = min(train.batch_size, 2 * int(counts[chosen]) * ranks)
-    return Rows(rows.table, rows.numbers[fitting[np.argsort(lengths[fitting], kind="stable")[-number:]]])
+    return Rows(rows.table, rows.numbers[fitting[np.argsort(lengths[fitting], kind="stable")[-number:]]], rows.seed)
 
 
 def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
@@ -219,7 +219,7 @@ def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, fact
 
     A separate function, so that the logits (a language model's largest tensor) are freed before the next forward pass.
     """
-    _, loss = state.forward(rows, positions)
+    _, loss, _ = state.forward(rows, positions)
     state.strategy.backward(state.module, loss * factor)
     return loss.detach()
 

@@ -12,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Unpack
-
-import numpy as np
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
@@ -27,7 +24,7 @@ from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.load import check_folder, model_folder
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
-from torchlake.preparation.problem import find_task_spec
+from torchlake.preparation.problem import draft_spec, find_task_spec
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.arguments import Sections
@@ -226,25 +223,11 @@ def choose_metric(job: Job, spec: TaskSpec) -> str:
     if job.data.validation is None and (wanted is not None or job.train.patience is not None):
         raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
     if wanted is None:
-        return str(task.DEFAULT_METRIC[spec.problem])
-    choices = ["loss", *_metric_names(task, spec)]
+        return str(task.default_metric.get(spec.problem, "loss"))
+    choices = ["loss", *task.metric_names(spec)]
     if wanted not in choices:
         raise ConfigError(f"train.metric: there is no {wanted!r} for {spec.problem}; choose from {', '.join(choices)}")
     return wanted
-
-
-def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
-    """The names of the task's metrics, found by computing them on two rows."""
-    if task.PACKED:
-        return list(task.loss_metrics(1.0))
-    classes = max(1, len(spec.labels))
-    targets = {
-        "single_label": np.array([0, 1]),
-        "multi_label": np.eye(2, classes, dtype=np.float32),
-        "regression": np.array([0.0, 1.0], dtype=np.float32),
-    }
-    scores = np.eye(2, classes, dtype=np.float32)
-    return list(task.metrics(scores, targets[spec.problem], spec))
 
 
 def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:
@@ -261,7 +244,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 def _check_columns(job: Job, folder: Path, *, trained: bool) -> None:
     """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
     data = job.data
-    named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
+    named = (*draft_spec(job).columns, data.key)
     for name, table in run_folder.stored_tables(job).items():
         try:
             columns = tuple(column for column in named if column is not None)

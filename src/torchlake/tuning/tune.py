@@ -132,7 +132,7 @@ def tune(
         wanted = _claim(folder, wanted, searched, seed)
         spec = find_task_spec(wanted, model_folder(wanted.model.base), folder, trained=is_trained(folder, wanted))
         metric = choose_metric(wanted, spec)
-        minimize = lower_is_better(metric, plugins.load("tasks", spec.task).DIRECTIONS)
+        minimize = lower_is_better(metric, plugins.load("tasks", spec.task).directions)
         with open_study(folder, minimize=minimize, prune=prune) as study:
             while True:
                 done = ended_trials(study, folder)
