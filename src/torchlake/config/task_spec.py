@@ -19,6 +19,8 @@ GENERATIVE: tuple[Problem, ...] = ("next_token", "next_answer_token")
 "Problems without a label: the loss is over every token, or over those of the assistant's turns."
 PROBLEMS: tuple[Problem, ...] = ("single_label", "multi_label", "regression", *GENERATIVE)
 WITHOUT_CLASSES = ("regression", *GENERATIVE)
+CLOSED = ("text_classification", "text_generation")
+"Tasks that have no problems of their own."
 SCALE = ("mean", "deviation")
 OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs")
 "Fields that may be absent from task.json."
@@ -108,6 +110,8 @@ def spec_from_json(file: Path, value: Any) -> TaskSpec:
             f"{file}: a task has exactly the keys {', '.join(types)}, and may have {', '.join(OPTIONAL_FIELDS)}"
         )
     known = value["problem"] in PROBLEMS
+    if not known and value["task"] in CLOSED:
+        raise DataError(f"{file}: problem is {value['problem']!r}; it is one of {', '.join(PROBLEMS)}")
     unlabeled = value["problem"] in GENERATIVE
     value = {**value, "text": _columns(value["text"])}
     for key, kind in types.items():

@@ -105,6 +105,13 @@ def from_arrow(column: pa.Array) -> Array:
     return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
+def as_matrix(array: Array) -> Array:
+    """Targets that are lists of floats have one for each class: (N, C)."""
+    if isinstance(array, Ragged) and array.values.dtype.kind == "f":
+        return array.values.reshape(len(array), -1)
+    return array
+
+
 def joined_outputs(pieces: Sequence[np.ndarray], shape: tuple[int, ...] | None = None) -> np.ndarray:
     """Outputs (B, ...) of several batches as those of all rows (N, *shape).
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.data.batching import Ragged, offsets_of
-from torchlake.data.features import INPUT_IDS, Array, Tokens, from_arrow
+from torchlake.data.features import INPUT_IDS, Array, Tokens, as_matrix, from_arrow
 from torchlake.errors import DataError
 from torchlake.tables.output.failures import count_failed
 from torchlake.tables.record import committed_files, read_commit
@@ -122,7 +122,7 @@ def _decode(files: list[Path], folder: Path) -> dict[str, Any]:
             rows += len(batch)
             for name in batch.schema.names:
                 column = batch.column(name)
-                array = _uniform(from_arrow(column)) if name == "target" else from_arrow(column)
+                array = as_matrix(from_arrow(column)) if name == "target" else from_arrow(column)
                 if isinstance(array, Ragged):
                     write(folder / name / "lengths.bin", array.lengths.astype(np.int32))
                 values = array.values if isinstance(array, Ragged) else array
@@ -130,13 +130,6 @@ def _decode(files: list[Path], folder: Path) -> dict[str, Any]:
                 width = array.shape[1] if isinstance(array, np.ndarray) and array.ndim > 1 else 0
                 columns[name] = {"type": values.dtype.str, "ragged": isinstance(array, Ragged), "width": width}
     return {"rows": rows, "columns": columns}
-
-
-def _uniform(array: Array) -> Array:
-    """Targets that are lists of floats have one for each class: (N, C)."""
-    if isinstance(array, Ragged) and array.values.dtype.kind == "f":
-        return array.values.reshape(len(array), -1)
-    return array
 
 
 def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:

@@ -50,7 +50,7 @@ def batches(task: Any, made: Features, processor: Any, spec: TaskSpec) -> list[B
 def run(model: nn.Module, task: Any, batch: Batch) -> Any:
     """Return what the model returns for a batch in main memory, on the model's device."""
     device = next(model.parameters()).device
-    inputs = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+    inputs = {name: torch.from_numpy(each).to(device) for name, each in batch.items() if name not in task.kept_back}
     return model(**inputs, **task.forward_options)
 
 

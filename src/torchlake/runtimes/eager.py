@@ -50,7 +50,11 @@ def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward
     whole = bool(task.auto_class)  # transformers' models need no mask without padding; another module may
 
     def outputs_of(**batch: np.ndarray) -> np.ndarray:
-        inputs = {name: None if whole and name == MASK and array.all() else array for name, array in batch.items()}
+        inputs = {
+            name: None if whole and name == MASK and array.all() else array
+            for name, array in batch.items()
+            if name not in task.kept_back
+        }
         with torch.inference_mode():
             sent = {name: None if one is None else torch.from_numpy(one).to(device) for name, one in inputs.items()}
             answer = model(**sent, **task.forward_options)

@@ -14,8 +14,12 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -111,11 +115,32 @@ class Scorer:
             self._run(work, batch, found, errors, attempt)
         free = np.flatnonzero(~np.isin(work.rows, [*alone, *errors]))
         lengths = work.features.lengths[free] + self._new_tokens
-        for batch in length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS):
-            self._run(work, free[batch], found, errors, attempt)
+        cuts = length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
+        for batch, collated in self._collated(work, [free[cut] for cut in cuts]):
+            self._run(work, batch, found, errors, attempt, collated)
         if attempt is not None:
             attempt.idle()
         return self._assemble(work, found, errors)
+
+    def _collated(
+        self, work: Work, batches: list[np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, Callable[[], dict[str, np.ndarray]]]]:
+        """Each batch with a function that returns the model's inputs; a thread makes the next ones if that takes long."""
+        make = partial(self._collate, work)
+        if not self.task.collates_ahead:
+            yield from ((batch, partial(make, batch)) for batch in batches)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="collate") as thread:
+            ahead = [thread.submit(make, batch) for batch in batches[:1]]
+            for batch, following in zip_longest(batches, batches[1:]):
+                ready = ahead.pop()
+                if following is not None:
+                    ahead.append(thread.submit(make, following))
+                yield batch, ready.result
+
+    def _collate(self, work: Work, batch: np.ndarray) -> dict[str, np.ndarray]:
+        inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
+        return inputs
 
     @property
     def _new_tokens(self) -> int:
@@ -129,6 +154,7 @@ class Scorer:
         found: list[tuple[np.ndarray, np.ndarray]],
         errors: dict[int, str],
         attempt: Attempt | None,
+        collated: Callable[[], dict[str, np.ndarray]] | None = None,
     ) -> None:
         """Add the outputs of one batch to `found`, or its `errors`, halving it as often as it raises."""
         pending = [batch]
@@ -136,7 +162,8 @@ class Scorer:
             batch = pending.pop()
             rows, padded = work.rows[batch], len(batch) * int(work.features.lengths[batch].max(initial=1))
             try:
-                inputs = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
+                inputs = self._collate(work, batch) if collated is None else collated()
+                collated = None
                 began = time.perf_counter()
                 with nullcontext() if attempt is None else attempt.running("score", rows.tolist()):
                     out = self.forward(**inputs)
@@ -151,6 +178,7 @@ class Scorer:
                     if attempt is not None:
                         os._exit(1)  # no later call would work; the next process finds the row in the attempt log
                     raise
+                collated = None
                 if len(batch) > 1:
                     pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
                     if ran_out_of_memory(error):

@@ -33,7 +33,7 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
 from torchlake.data.batching import Ragged, pad, ranges, rectangle
-from torchlake.data.features import INPUT_IDS, Array, Features, text_features
+from torchlake.data.features import INPUT_IDS, Array, Features, as_matrix, from_arrow, text_features
 from torchlake.errors import TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
@@ -104,6 +104,8 @@ class Task:
     "Whether `collate` takes long (decoding images): then a thread does it while the model computes."
     forward_options: Mapping[str, Any] = {}
     "Keyword arguments of the model besides the batch."
+    kept_back: Sequence[str] = ()
+    "Arrays of a batch that the model does not get, only `reduce_outputs`, such as the places of tokens in the text."
     default_metric: Mapping[Problem, str] = _classes.DEFAULT_METRIC
     "By problem, the validation metric that chooses the best model; without an entry the loss."
     directions: Mapping[str, Direction] = DIRECTIONS
@@ -287,6 +289,12 @@ class Task:
     def probability_names(self, spec: TaskSpec) -> list[str]:
         """Return the columns that hold `answers` if all probabilities are requested."""
         return _classes.probability_names(spec)
+
+    def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
+        """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; no row lacks one."""
+        answers = np.column_stack([scored[name].to_numpy() for name in self.probability_names(spec)])
+        targets = from_arrow(self.encode_labels(labels, spec))
+        return self.metrics(answers, self.collate_targets(as_matrix(targets), np.arange(len(labels)), spec), spec)
 
     # What torchlake calls: the methods above, checked.
 

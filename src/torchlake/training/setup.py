@@ -88,6 +88,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         stored=stored,
         precision=precision,
         speed=speed,
+        batch_size=train.batch_size,
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(limit_file, train.micro_batch_tokens),
         limit_file=limit_file,

@@ -7,8 +7,9 @@ both.
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,6 +91,12 @@ class TrainState:
     filler: dict[str, np.ndarray]
     "The batch of one row that ranks without rows process."
     speed: Speed
+    batch_size: int
+    "Rows of one optimizer step over all ranks."
+    collating: ThreadPoolExecutor | None = None
+    "The thread that makes batches ahead."
+    collated: dict[Any, Future[Any]] = field(default_factory=dict)
+    "The batches that it makes, by their rows."
     data_seconds: float = 0.0
     "Time spent on reading and padding rows, so far."
     objective: Objective = UNWEIGHTED
@@ -109,24 +116,57 @@ class TrainState:
         A rank without rows processes the filler, to take part in every collective; its loss is 0. A model that computes
         the loss in chunks returns no outputs; the loss is there twice.
         """
-        began = time.perf_counter()
-        numbers = rows.numbers[positions]
-        batch, targets, packed = self._batch(rows, numbers)
-        self.data_seconds += time.perf_counter() - began
-        answer = self._compute(batch, packed=packed)
+        answer, targets, batch = self._answer(rows, positions)
         if self.chunked and isinstance(answer, torch.Tensor):
             return answer, answer, batch
         outputs = self.task.checked_outputs(answer, len(next(iter(batch.values()))))
-        if not len(numbers):
+        if not len(positions):
             return outputs[:0], outputs.float().sum() * 0, batch
+        if self.task.couples_rows:  # its loss is of the whole batch
+            return outputs, torch.zeros((), device=outputs.device), batch
+        return outputs, self.loss_of(outputs, targets), batch
+
+    def loss_of(self, outputs: torch.Tensor, targets: np.ndarray | None) -> torch.Tensor:
+        """The sum of the losses of outputs (B, ...), fp32."""
         wanted = None if targets is None else to_device(targets, self.group.device)
-        return outputs, self.task.checked_loss(outputs, wanted, self.spec, self.objective), batch
+        loss: torch.Tensor = self.task.checked_loss(outputs, wanted, self.spec, self.objective)
+        return loss
+
+    def targets_of(self, rows: Rows, positions: np.ndarray) -> np.ndarray | None:
+        """The targets of the rows at `positions` (B,); None without labels."""
+        labels = rows.table.targets
+        if labels is None:
+            return None
+        targets: np.ndarray = self.task.collate_targets(labels, rows.numbers[positions], self.spec)
+        return targets
+
+    def _answer(self, rows: Rows, positions: np.ndarray) -> tuple[Any, np.ndarray | None, dict[str, np.ndarray]]:
+        """What the model returns for some rows, their targets and their batch."""
+        began = time.perf_counter()
+        batch, targets, packed = self._ready_batch(rows, rows.numbers[positions])
+        self.data_seconds += time.perf_counter() - began
+        return self._compute(batch, packed=packed), targets, batch
+
+    def collate_ahead(self, rows: Rows) -> None:
+        """Begin to make the micro-batches of the next step in a thread, if that takes the task long."""
+        if not self.task.collates_ahead:
+            return
+        if self.collating is None:
+            self.collating = ThreadPoolExecutor(1, thread_name_prefix="collate")
+        numbers = [rows.numbers[positions] for positions in self.micro_batches(rows)[0]]
+        self.collated = {_key(rows, each): self.collating.submit(self._batch, rows, each) for each in numbers}
+
+    def _ready_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
+        ready = self.collated.pop(_key(rows, numbers), None)
+        return self._batch(rows, numbers) if ready is None else ready.result()
 
     def _compute(self, batch: Mapping[str, np.ndarray], *, packed: bool) -> Any:
         """What the model returns for a batch."""
         device, precision = self.group.device, self.precision
         inputs: dict[str, torch.Tensor | None] = {
-            name: to_device(array, device) for name, array in batch.items() if name != MASK
+            name: to_device(array, device)
+            for name, array in batch.items()
+            if name != MASK and name not in self.task.kept_back
         }
         if MASK in batch:
             # Without padding transformers' models are faster without a mask; another module may need it.
@@ -146,8 +186,8 @@ class TrainState:
             return self._packed_batch(rows, numbers)
         table = rows.table
         batch = self.task.checked_batch(table.arrays, numbers, self.processor, self.spec, seed=rows.seed)
-        targets = None if table.targets is None else self.task.collate_targets(table.targets, numbers, self.spec)
-        return batch, targets, False
+        labels = table.targets
+        return batch, None if labels is None else self.task.collate_targets(labels, numbers, self.spec), False
 
     def _packed_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
         tokens, pad_id = rows.table.tokens, self.processor.pad_token_id
@@ -252,3 +292,8 @@ class TrainState:
         )
         padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
         return shares[self.group.data_rank], padded
+
+
+def _key(rows: Rows, numbers: np.ndarray) -> tuple[int, int | None, bytes]:
+    """What tells the batch of these rows from others."""
+    return id(rows.table), rows.seed, numbers.tobytes()

@@ -38,12 +38,17 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
         state.release_memory()
     if loss_sum is None:
         return None
-    (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
+    outputs = _gathered(group, pieces, len(rows.numbers), doing) if task.measures_outputs else None
+    if task.couples_rows:
+        assert outputs is not None, "a task whose loss couples rows measures outputs"
+        loss_sum = _coupled_loss(state, rows, outputs)
+    else:
+        (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
     mean = loss_sum / state.num_targets(rows)
     found: metrics_log.Line = {LOSS: mean, **task.loss_metrics(mean)}
-    if not task.measures_outputs:
+    if outputs is None:
         return found
-    answers = task.answers(_gathered(group, pieces, len(rows.numbers), doing), state.spec)
+    answers = task.answers(outputs, state.spec)
     wanted = None if targets is None else task.collate_targets(targets, rows.numbers, state.spec)
     found |= task.metrics(answers, wanted, state.spec)
     return found
@@ -68,6 +73,17 @@ def _validation_pass(
         if distributed.any_rank(group, stop_requested(), "validating"):
             return None
     return loss_sum
+
+
+def _coupled_loss(state: TrainState, rows: Rows, outputs: np.ndarray) -> float:
+    """The summed loss of rows that are coupled within batches of the training's size, in the order of the table."""
+    total = 0.0
+    for first in range(0, len(outputs), state.batch_size):
+        positions = np.arange(first, min(first + state.batch_size, len(outputs)))
+        with torch.no_grad():
+            piece = torch.from_numpy(outputs[positions]).to(state.group.device)
+            total += state.loss_of(piece, state.targets_of(rows, positions)).item()
+    return total
 
 
 def _gathered(group: Group, pieces: Pieces, rows: int, doing: str) -> np.ndarray:
