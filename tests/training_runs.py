@@ -152,12 +152,14 @@ def attempt(
     ranks: int = 1,
     local: bool = False,
     overrides: tuple[str, ...] = (),
+    task: Any = None,
+    on_step: Callable[[dict[str, Any]], Any] | None = None,
     **environment: str,
 ) -> Attempt:
     """`tl.train` with so many ranks in a fresh process, on the engine above or (`local`, slow) on the local one.
 
-    `failpoint` ("site:nth:action") breaks it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level
-    function, is called first.
+    `task` and `on_step`, of modules that can be imported, are those of `train`. `failpoint` ("site:nth:action") breaks
+    it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level function, is called first.
     """
     out = run.with_name(f"{run.name}.attempt.json")
     out.unlink(missing_ok=True)
@@ -166,7 +168,8 @@ def attempt(
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
-    arguments = (str(run), sections, sigterm_at, stub, ranks, local, overrides, variables, str(out))
+    given = {"overrides": overrides, "task": task, "on_step": on_step}
+    arguments = (str(run), sections, sigterm_at, stub, ranks, local, given, variables, str(out))
     process = _context().Process(target=_train, args=arguments)
     process.start()
     process.join(DEADLINE_S)
@@ -245,7 +248,7 @@ def _train(
     stub: Callable[[], None] | None,
     ranks: int,
     local: bool,
-    overrides: tuple[str, ...],
+    given: dict[str, Any],
     variables: dict[str, str],
     out: str,
 ) -> None:
@@ -258,7 +261,7 @@ def _train(
         stub()
     engine = tl.Local(processes=ranks) if local else Inline(ranks)
     try:
-        done = tl.train(run=run, engine=engine, overrides=overrides, **sections)
+        done = tl.train(run=run, engine=engine, **given, **sections)
     except TorchlakeError as error:
         Path(out).write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         os._exit(error.exit_code)

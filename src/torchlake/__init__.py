@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
     from torchlake.tables.output.verify import Verification, verify
+    from torchlake.tasks import Task
     from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
     from torchlake.tuning.study import Trial
@@ -48,6 +49,7 @@ __all__ = [
     "Run",
     "Scored",
     "Spark",
+    "Task",
     "TorchlakeError",
     "Trial",
     "Tuning",
@@ -82,6 +84,7 @@ _MODULES = {
     "Run": "training.train",
     "Scored": "scoring.predict",
     "Spark": "engines.spark",
+    "Task": "tasks",
     "TorchlakeError": "errors",
     "Trial": "tuning.study",
     "Tuning": "tuning.tune",

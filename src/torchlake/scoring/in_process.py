@@ -37,8 +37,8 @@ MARKER = "in_process"
 SMALL_ROWS = 100
 "Above, child processes take as little time, and isolate crashes."
 
-Text = str | None | Sequence[Mapping[str, str]]
-"A text, None, or (text generation) a conversation: messages with `role` and `content`."
+Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
+"A text, None, or (text generation) a conversation: messages with `role` and `content`; or a mapping of columns."
 Answer = dict[str, Any]
 
 
@@ -63,15 +63,16 @@ class Model:
     def __call__(self, texts: str | Iterable[Text]) -> Answer | list[Answer]:
         """Return one answer for each text, in their order; for a single string its answer.
 
-        A text that cannot be scored (None, empty, no valid Unicode) has an `error`, as a row of a table has.
+        For a model that reads several columns, a row is a mapping with their names. A text that cannot be scored (None,
+        empty, no valid Unicode) has an `error`, as a row of a table has.
         """
         if isinstance(texts, str):
             return self([texts])[0]
-        column, unreadable = self._to_column(list(texts))
+        table, unreadable = self._to_table(list(texts))
         with self._lock:
             if self._scorer is None:
                 raise UsageError("The model is closed; load it again.")
-            scored = self._scorer.score(self._scorer.tokenize(column, unreadable))
+            scored = self._scorer.score(self._scorer.read(table, unreadable))
         answers: list[Answer] = scored.to_pylist()
         return answers
 
@@ -79,6 +80,30 @@ class Model:
         """Free the model's memory. Calls in other threads finish first."""
         with self._lock:
             self._scorer = None
+
+    def _to_table(self, rows: Sequence[Any]) -> tuple[pa.Table, dict[int, str]]:
+        """Return rows as a table, and errors of invalid ones. Raises UsageError for rows of another form."""
+        names = self.spec.input_columns
+        if rows and all(isinstance(row, Mapping) for row in rows):
+            missing = next(((at, name) for at, row in enumerate(rows) for name in names if name not in row), None)
+            if missing is not None:
+                raise UsageError(f"Row {missing[0]} has no {missing[1]!r}; this model reads {', '.join(names)}.")
+            columns = {name: self._to_array([row[name] for row in rows]) for name in names}
+            errors = {row: reason for _, bad in columns.values() for row, reason in bad.items()}
+            return pa.table({name: array for name, (array, _) in columns.items()}), errors
+        if len(names) != 1:
+            raise UsageError(f"This model reads several columns: give mappings with the keys {', '.join(names)}.")
+        column, errors = self._to_column(rows)
+        return pa.table({names[0]: column}), errors
+
+    def _to_array(self, values: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
+        """Return values of one column as an array, texts as `_to_column`."""
+        if all(value is None or isinstance(value, str) for value in values):
+            return self._to_column(values)
+        try:
+            return pa.array(values), {}
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise UsageError(f"The values of a column are not of one type: {error}") from error
 
     def _to_column(self, texts: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
         """Return texts as an array, and errors of invalid ones. Raises UsageError for other types."""
@@ -104,6 +129,7 @@ class Model:
 def load(
     model: str | Path,
     *,
+    task: Any = None,
     runtime: Runtime | None = None,
     all_probabilities: bool = False,
     null: Literal["error", "score"] = "error",
@@ -139,6 +165,7 @@ def load(
         runtime,
         generation,
         text=None,
+        task=task,
         all_probabilities=all_probabilities,
         null=null,
         batch_tokens=batch_tokens,

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 import pyarrow as pa
 
 from torchlake import plugins
-from torchlake.config.task_spec import Columns, TaskSpec
+from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
 from torchlake.models import exports, folders
@@ -45,6 +45,9 @@ NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
 class PredictOptions(TypedDict, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 
+    task: Any
+    text_pair: str | Sequence[str]
+    inputs: Mapping[str, str | Sequence[str]]
     all_probabilities: bool
     prefix: str
     null: Literal["error", "score"]
@@ -101,6 +104,7 @@ def split_options(
     check_options(given)
     groups = (ScoringSettings, GenerationOptions, OutputOptions)
     names = [{one.name for one in fields(group)} for group in groups]
+    names[0].add("task")
     scoring, generation, output = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
     if given.get("sample") is not None and not given.get("temperature"):
         generation.pop("seed", None)
@@ -113,7 +117,10 @@ def scoring_settings(
     runtime: Runtime | None,
     generation: Mapping[str, Any],
     *,
-    text: Columns | None,
+    text: str | Sequence[str] | None,
+    task: Any = None,
+    text_pair: str | Sequence[str] | None = None,
+    inputs: Mapping[str, str | Sequence[str]] | None = None,
     recorded: str | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
@@ -130,7 +137,7 @@ def scoring_settings(
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
-    spec = load_spec(folder)
+    spec = with_columns(known_spec(folder, task), text=text, text_pair=text_pair, inputs=inputs)
     devices = settings.get("gpus_per_process", 1)
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
@@ -146,7 +153,7 @@ def scoring_settings(
         model=str(folder),
         runtime=choice.runtime,
         exact=choice.why == "default",
-        text=text or spec.text,
+        text=spec.text,
         text_pair=spec.text_pair,
         inputs=dict(spec.inputs),
         keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
@@ -157,6 +164,56 @@ def scoring_settings(
         **settings,
     )
     return made, spec, choice
+
+
+def known_spec(folder: Path, task: Any) -> TaskSpec:
+    """Return the task of a model folder, whose code is installed or, as `task`, given. Raises UsageError if not."""
+    spec = load_spec(folder)
+    given = None if task is None else plugins.give(task)
+    if given not in (None, spec.task):
+        raise UsageError(f"{folder}: is a model of the task {spec.task!r}, and the task {given!r} was given.")
+    if plugins.explain_unknown("tasks", spec.task) is not None:
+        raise UsageError(
+            f"{folder}: is a model of the task {spec.task!r}, which is not installed here, and code is never loaded "
+            "from a model folder. Give the task in Python (task=), or install the package that has it."
+        )
+    return spec
+
+
+def with_columns(
+    spec: TaskSpec,
+    *,
+    text: str | Sequence[str] | None = None,
+    text_pair: str | Sequence[str] | None = None,
+    inputs: Mapping[str, str | Sequence[str]] | None = None,
+) -> TaskSpec:
+    """Return the task with other columns. Raises UsageError for inputs that it does not have."""
+    if text is not None and not spec.text:
+        raise UsageError(f"text: {spec.task} reads no text; its inputs are {', '.join(spec.inputs)} (inputs=).")
+    if text_pair is not None and spec.text_pair is None:
+        raise UsageError("text_pair: the model was trained on single texts.")
+    unknown = sorted((inputs or {}).keys() - spec.inputs.keys())
+    if unknown:
+        has = f"its other inputs are {', '.join(spec.inputs)}" if spec.inputs else "it has no other inputs"
+        raise UsageError(f"inputs: {spec.task} has no input {unknown[0]!r}; {has}.")
+    named = {name: _named(columns) for name, columns in (inputs or {}).items()}
+    joined = as_columns(spec.text) if text is None else as_columns(_named(text))
+    if spec.template is not None and len(joined) > 1 and set(joined) != set(as_columns(spec.text)):
+        raise UsageError(
+            f"text: the model's texts are made by the template {spec.template!r}. Give a table with these columns, or "
+            "one column of texts that are made like this."
+        )
+    return replace(
+        spec,
+        text=spec.text if text is None else _named(text),
+        text_pair=spec.text_pair if text_pair is None else _named(text_pair),
+        inputs={**spec.inputs, **named},
+    )
+
+
+def _named(columns: str | Sequence[str]) -> Columns:
+    names = (columns,) if isinstance(columns, str) else tuple(columns)
+    return names[0] if len(names) == 1 else names
 
 
 def check_options(given: Mapping[str, Any]) -> None:

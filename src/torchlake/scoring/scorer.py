@@ -125,7 +125,7 @@ class Scorer:
     def _collated(
         self, work: Work, batches: list[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, Callable[[], dict[str, np.ndarray]]]]:
-        """Each batch with a function that returns the model's inputs; a thread makes the next ones if that takes long."""
+        """Each batch, and a function that returns the model's inputs; a thread makes the next if that takes long."""
         make = partial(self._collate, work)
         if not self.task.collates_ahead:
             yield from ((batch, partial(make, batch)) for batch in batches)

@@ -243,6 +243,7 @@ class Task:
     ) -> "torch.Tensor":
         """Return the summed loss (), in fp32, of outputs (B, ...) and targets (B, ...)."""
         assert targets is not None, "rows have labels"
+        self._check_width(outputs.shape, spec)
         return _classes.loss_sum(outputs, targets, spec, objective)
 
     def divisor(self, targets: Array, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
@@ -257,6 +258,7 @@ class Task:
 
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
         """Return what the outputs of N rows mean: probabilities, or numbers in the unit of the labels."""
+        self._check_width(outputs.shape, spec)
         return _classes.probabilities(outputs, spec)
 
     def metrics(self, answers: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> dict[str, float]:
@@ -296,7 +298,22 @@ class Task:
         targets = from_arrow(self.encode_labels(labels, spec))
         return self.metrics(answers, self.collate_targets(as_matrix(targets), np.arange(len(labels)), spec), spec)
 
+    @property
+    def measures_classes(self) -> bool:
+        """Whether its metrics are those of `torchlake.metrics`, which `evaluate` computes with intervals."""
+        mine = type(self)
+        return (mine.metrics, mine.measure, mine.find_labels) == (Task.metrics, Task.measure, Task.find_labels)
+
     # What torchlake calls: the methods above, checked.
+
+    def _check_width(self, shape: Sequence[int], spec: TaskSpec) -> None:
+        """Raise TaskError for outputs that are not one number per class."""
+        wanted = (max(1, len(spec.labels)),)
+        if tuple(shape[1:]) != wanted:
+            raise TaskError(
+                f"the task {self.name!r}: the model's outputs have the shape {tuple(shape)}; for {spec.problem} with "
+                f"{len(spec.labels)} classes they have the shape (rows, {wanted[0]})"
+            )
 
     def checked_batch(
         self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None

@@ -111,16 +111,20 @@ def join_texts(
         by_name = dict(zip(columns, values, strict=True))
         pieces: list[Any] = []
         for literal, name, _, _ in Formatter().parse(spec.template):
-            pieces += [literal, *([] if name is None else [by_name[name]])]
-        made = pc.binary_join_element_wise(*pieces, "")
+            pieces += [_scalar(literal), *([] if name is None else [by_name[name]])]
+        made = pc.binary_join_element_wise(*pieces, _scalar(""))
     else:
         separator = SEPARATOR if spec is None or spec.separator is None else spec.separator
         known = [
-            pc.if_else(pa.array(~empty), each, pa.scalar(None, pa.large_string()))
+            pc.if_else(pa.array(~empty), each, _scalar(None))
             for each, empty in zip(values, blank, strict=True)
         ]
-        made = pc.binary_join_element_wise(*known, separator, null_handling="skip")
-    return pc.if_else(pa.array(blank.all(axis=0)), pa.scalar(None, pa.large_string()), made)
+        made = pc.binary_join_element_wise(*known, _scalar(separator), null_handling="skip")
+    return pc.if_else(pa.array(blank.all(axis=0)), _scalar(None), made)
+
+
+def _scalar(text: str | None) -> pa.Scalar:
+    return pa.scalar(text, pa.large_string())
 
 
 def _numbers(table: pa.Table, columns: tuple[str, ...], errors: dict[int, str]) -> tuple[np.ndarray, pa.Array]:

@@ -30,12 +30,12 @@ from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import Draft
 from torchlake.config.types import Every
-from torchlake.errors import Interrupted
+from torchlake.errors import Interrupted, UsageError
 from torchlake.loss import find_objective
 from torchlake.progress import progress as progress_bar
-from torchlake.runs import metrics_log
+from torchlake.runs import folder, metrics_log
 from torchlake.training import saving
-from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
+from torchlake.training.rows import OnStep, RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
 from torchlake.training.setup import make_train_state
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
@@ -118,6 +118,7 @@ def train_loop(
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
+    following = next(batches, None)
     saved_step = -1 if settings.checkpoint is None else progress.step
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
@@ -166,7 +167,12 @@ def train_loop(
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            launched = train_step(state, *next(batches), progress, train, total, votes.flags)
+            upcoming, following = following, next(batches, None)
+            if upcoming is None:
+                raise AssertionError("there is a batch for each step")
+            launched = train_step(state, *upcoming, progress, train, total, votes.flags)
+            if following is not None:
+                state.collate_ahead(following[1])
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
             read()
             votes.pending = (launched, oldest)
@@ -228,7 +234,25 @@ def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: 
     path = Path(settings.run) / metrics_log.METRICS
     metrics_log.truncate_metrics(path, progress.step, progress.validated)
     with metrics_log.metrics_file(path) as file:
-        yield lambda line: metrics_log.write_line(file, line)
+
+        def write(line: metrics_log.Line) -> None:
+            metrics_log.write_line(file, line)
+            if settings.on_step is not None:
+                _call(settings.on_step, line, Path(settings.run))
+
+        yield write
+
+
+def _call(on_step: OnStep, line: metrics_log.Line, run: Path) -> None:
+    """Call the user's function; if it returns True, ask all ranks to stop as a person would."""
+    try:
+        stop = on_step(dict(line))
+    except Exception as error:
+        raise UsageError(f"on_step raised {type(error).__name__} at step {line['step']:,}: {error}") from error
+    if stop is not None and not isinstance(stop, bool):
+        raise UsageError(f"on_step returned {stop!r}; it returns True to stop the run, else None or False.")
+    if stop:
+        (run / folder.STOP).touch()
 
 
 @contextmanager

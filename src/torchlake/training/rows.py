@@ -10,9 +10,10 @@ prefetch thread: a batch of 64 rows takes 0.03 ms, a step of the smallest model 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from torchlake.config.job import Job, TrainConfig
 from torchlake.data import batching, bins, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.models.load import TaskSpec
+
+OnStep = Callable[[dict[str, Any]], Any]
+"A user's function of the numbers of a step or of a validation; True stops the run after a checkpoint."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class RankSettings:
     "Unique name of this launch."
     lease: tuple[str, str]
     "The folder of the run's lease, and the token that has to be in it while this run may write."
+    on_step: OnStep | None = None
+    "Called by rank 0 with every line of metrics.jsonl."
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,10 @@ from torchlake.tables.sources import streams
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
+from torchlake.tasks import Task
 from torchlake.training import restarts
 from torchlake.training.model import lora
+from torchlake.training.rows import OnStep
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ def train(
     run: str | Path | None = None,
     engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
     **sections: Unpack[Sections],
 ) -> Run:
     """Fine-tune a model as described by `job` (a job file or a Job), by sections, or by both.
@@ -77,6 +81,11 @@ def train(
     the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds
     another job. The same call again resumes an interrupted run, and returns a finished one.
 
+    `task` is a task of yours, an instance of a subclass of `torchlake.Task`; it takes the place of `model.task`. Give
+    it again to resume, and to `predict` and `evaluate`. `on_step` is called in rank 0's process with the numbers of
+    each step and validation (the lines of metrics.jsonl); if it returns True, the run stops after a checkpoint, and the
+    same call continues it.
+
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
     trains in it, Interrupted when stopped (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
@@ -84,6 +93,8 @@ def train(
     all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
+    if task is not None:
+        overrides = (*overrides, f"model.task={plugins.give(task)}")
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
@@ -125,6 +136,7 @@ def train(
             "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
             "metric": metric,
             "lease": lease,
+            "on_step": on_step,
         }
         identity = run_folder.run_identity(wanted, spec, folder)
         with tracking.tracked(wanted, folder):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import tiny
 from torchlake.errors import DataError
 from torchlake.tasks import ColumnOptions
-from torchlake.tasks.text_classification import task
 from torchlake.tasks._label_column import NUMBER
+from torchlake.tasks.text_classification import task
 
 
 def find(*pieces: pa.Array, problem: Any = None, drop_bad: bool = False) -> tuple[str, tuple[object, ...]]:
