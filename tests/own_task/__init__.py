@@ -53,7 +53,7 @@ class TextAndNumbers(Task):
         return nn.functional.huber_loss(outputs.float().squeeze(-1), scaled, reduction="sum")
 
 
-class LosesARow(TextAndNumbers):
+class LosesRow(TextAndNumbers):
     def collate(self, arrays: Any, rows: Any, processor: Any, spec: TaskSpec, *, seed: int | None = None) -> Any:
         batch = super().collate(arrays, rows, processor, spec, seed=seed)
         return {**batch, "numbers": batch["numbers"][1:]}
