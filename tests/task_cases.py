@@ -115,9 +115,8 @@ def with_bad_rows(case: Case, rows: int) -> tuple[pa.Table, dict[int, str]]:
     table = case.table(rows).to_pylist()
     for row, (_, values) in zip(table, case.bad, strict=False):
         row |= values
-    return pa.Table.from_pylist(table, case.table(rows).schema), {
-        row: reason for row, (reason, _) in enumerate(case.bad)
-    }
+    wide = pa.Table.from_pylist(table, case.table(rows).schema)
+    return wide, {row: reason for row, (reason, _) in enumerate(case.bad)}
 
 
 def predict(name: str, options: dict[str, Any], **tools: Any) -> Any:
