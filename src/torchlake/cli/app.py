@@ -162,6 +162,7 @@ def predict(
     prefix: o.Prefix = None,
     max_error_rate: o.MaxErrorRate = None,
     overwrite: o.Overwrite = False,
+    task: o.TaskName = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,

@@ -78,6 +78,10 @@ EngineSettings = Annotated[
     list[str] | None,
     _execution("--set", "KEY=VALUE", "Set an engine option, such as engine.ray.address=auto; repeatable."),
 ]
+TaskName = Annotated[
+    str | None,
+    _execution("--task", "NAME", f"Task of a folder without task.json: {_names('tasks')} (default: that of its head)."),
+]
 RuntimeName = Annotated[
     str | None,
     _execution(

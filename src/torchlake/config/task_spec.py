@@ -22,7 +22,7 @@ WITHOUT_CLASSES = ("regression", *GENERATIVE)
 CLOSED = ("text_classification", "text_generation")
 "Tasks that have no problems of their own."
 SCALE = ("mean", "deviation")
-OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs")
+OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs", "dimensions")
 "Fields that may be absent from task.json."
 SEPARATOR = " "
 "Between the texts of several columns."
@@ -55,6 +55,8 @@ class TaskSpec:
     "Column of the second text of a pair; None: a row has one text."
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs, by the input's name."
+    dimensions: int | None = None
+    "Numbers of an embedding; None for other tasks."
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -149,9 +151,12 @@ def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
         wrong = "text_pair"
     elif not (isinstance(inputs, dict) and all(isinstance(each, str | tuple) and each for each in inputs.values())):
         wrong = "inputs"
+    dimensions = value.get("dimensions")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise DataError(f"{file}: dimensions is {dimensions!r}; a number of 1 or more is expected")
     if wrong is not None:
         raise DataError(f"{file}: {wrong} is {value[wrong]!r}; names of columns are expected")
-    return {**found, "text_pair": pair, "inputs": inputs}
+    return {**found, "text_pair": pair, "inputs": inputs, "dimensions": dimensions}
 
 
 def _check_scale(file: Path, value: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from torchlake import atomic_io
+from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
 from torchlake.config.task_spec import TASK_FILE
 from torchlake.errors import DataError, TorchlakeError
 from torchlake.models.safety import INDEX
@@ -39,7 +40,17 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE,
 )
 # generation_config.json contains the end tokens.
-DECIDING_FILES = ("config.json", "generation_config.json", TASK_FILE, "*.safetensors", INDEX, *TOKENIZER_FILES)
+# The layout of sentence-transformers: numbered folders hold pooling and what follows it.
+EMBEDDING_FILES = (MODULES, SETTINGS, PROMPTS, "[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
+DECIDING_FILES = (
+    "config.json",
+    "generation_config.json",
+    TASK_FILE,
+    "*.safetensors",
+    INDEX,
+    *TOKENIZER_FILES,
+    *EMBEDDING_FILES,
+)
 
 
 def model_folder(model: str | Path) -> Path:
@@ -70,7 +81,7 @@ def model_folder(model: str | Path) -> Path:
     try:
         # Files that `check_folder` would refuse are not downloaded.
         snapshot = snapshot_download(
-            name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+            name, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["[!0-9]*/*", "*/*/*"]
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
@@ -176,7 +187,7 @@ def has_chat_template(folder: Path) -> bool:
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> str:
     listed = atomic_io.read_json(folder / atomic_io.MANIFEST)["files"] if (folder / atomic_io.MANIFEST).exists() else {}
-    names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
+    names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
     hashes = {
         name: listed[name]["sha256"] if name in listed else atomic_io.sha256_file(folder / name) for name in names
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
+from torchlake.config.embedding import MODULES, read_embedding
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, Label, Problem, TaskSpec, spec_from_json
 from torchlake.errors import DataError
 from torchlake.models.config import embeddings, in_words, load_config, positions, read_head, set_pad_id
@@ -52,6 +53,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+EMBEDS = "feature_extraction"
+"The task of encoders without a head."
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "The suffix of causal language models in transformers."
 PROBLEM_TYPES: dict[Problem, Any] = {
@@ -61,15 +64,18 @@ PROBLEM_TYPES: dict[Problem, Any] = {
 }
 
 
-def load_spec(folder: str | Path) -> TaskSpec:
-    """Return the task in task.json, or else of the classifier or language model in config.json.
+def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
+    """Return the task in task.json, or else that of sentence-transformers' modules.json or of the head in config.json.
 
-    Raises DataError if there is neither.
+    `task` "feature_extraction" takes the encoder of a folder that says none of these, or has a head. Raises DataError
+    if there is nothing.
     """
     folder = model_folder(folder)
     check_folder(folder)
     if (folder / TASK_FILE).exists():
         return spec_from_json(folder / TASK_FILE, atomic_io.read_json(folder / TASK_FILE))
+    if task == EMBEDS or (task is None and (folder / MODULES).exists()):
+        return _embedding_spec(folder)
     head = read_head(folder)
     if head.architecture.endswith(WRITERS):
         return TaskSpec(
@@ -83,7 +89,8 @@ def load_spec(folder: str | Path) -> TaskSpec:
     if not head.architecture.endswith("ForSequenceClassification"):
         raise DataError(
             f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
-            f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model."
+            f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model; for "
+            f"the embeddings of an encoder give the task {EMBEDS}."
         )
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
     names = head.names
@@ -98,6 +105,21 @@ def load_spec(folder: str | Path) -> TaskSpec:
         text="text",
         label="label",
         max_length=max_length(folder),
+    )
+
+
+def _embedding_spec(folder: Path) -> TaskSpec:
+    how = read_embedding(folder)
+    limit = positions(folder)
+    longest = max_length(folder) if how.max_length is None else min(how.max_length, limit or how.max_length)
+    return TaskSpec(
+        task=EMBEDS,
+        problem=EMBEDS,
+        labels=(),
+        text="text",
+        label=None,
+        max_length=longest,
+        dimensions=how.dimensions,
     )
 
 

@@ -151,6 +151,7 @@ def scoring_settings(
     _check_generation(folder, options, all_probabilities)
     made = ScoringSettings(
         model=str(folder),
+        task=task if isinstance(task, str) else None,
         runtime=choice.runtime,
         exact=choice.why == "default",
         text=spec.text,
@@ -168,8 +169,10 @@ def scoring_settings(
 
 def known_spec(folder: Path, task: Any) -> TaskSpec:
     """Return the task of a model folder, whose code is installed or, as `task`, given. Raises UsageError if not."""
-    spec = load_spec(folder)
-    given = None if task is None else plugins.give(task)
+    if isinstance(task, str):
+        plugins.load("tasks", task)  # refuse a wrong name
+    spec = load_spec(folder, task if isinstance(task, str) else None)
+    given = task if task is None or isinstance(task, str) else plugins.give(task)
     if given not in (None, spec.task):
         raise UsageError(f"{folder}: is a model of the task {spec.task!r}, and the task {given!r} was given.")
     if plugins.explain_unknown("tasks", spec.task) is not None:

@@ -37,6 +37,8 @@ class ScoringSettings:
     model: str
     "The model folder."
     runtime: Runtime
+    task: str | None = None
+    "The task that was asked for by name; None: the one that the folder says."
     exact: bool = False
     "The runtime is the default and must be exact: on a GPU, where `varlen` computes in bf16, `eager` runs instead."
     text: Columns
@@ -68,7 +70,7 @@ class ScoringSettings:
     @property
     def spec(self) -> TaskSpec:
         """The model's task with the columns of this job."""
-        trained = models.load_spec(Path(self.model))
+        trained = models.load_spec(Path(self.model), self.task)
         return replace(trained, text=self.text, text_pair=self.text_pair, inputs=dict(self.inputs))
 
 

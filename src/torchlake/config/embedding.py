@@ -1,0 +1,190 @@
+"""How an encoder's token states become the vector of a text, as a model folder says.
+
+    modules.json                        Transformer -> Pooling -> Dense ... -> Normalize
+    1_Pooling/config.json               how token states become one vector
+    2_Dense/config.json                 a product after it, its weights beside
+    sentence_bert_config.json           longest input, in tokens; lower case
+    config_sentence_transformers.json   prompts, and the number of dimensions to keep
+
+This is the layout of sentence-transformers. `modules.json` names classes to import: here they are compared with a list,
+and nothing is imported. A folder without it is of a plain encoder: its vectors are the mean of the token states.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchlake import atomic_io
+from torchlake.errors import DataError
+
+MODULES, SETTINGS, PROMPTS = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
+KIND = re.compile(r"sentence_transformers(?:\.\w+)*\.(Transformer|Pooling|Dense|Normalize)")
+"Modules that are known, by the import paths of old and new versions."
+POOLINGS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+"Each pooling and its flag in old versions, in the order in which several are concatenated."
+POOLING_KEYS = {"word_embedding_dimension", "embedding_dimension", "include_prompt", "pooling_mode", *POOLINGS.values()}
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU")
+"Functions after a Dense module, by their names in torch.nn."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """A product after pooling: x (B, I) -> activation(x weight^T + bias) (B, O)."""
+
+    folder: str
+    "Folder of its weights, relative to the model's."
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """How token states (L, H) become one vector."""
+
+    poolings: tuple[str, ...] = ("mean",)
+    "Of several, the vectors are concatenated."
+    dense: tuple[Dense, ...] = ()
+    dimensions: int
+    "Numbers of a vector; fewer than the modules give if it is truncated, which happens before normalization."
+    normalize: bool = False
+    max_length: int | None = None
+    "Tokens of a text; None: as many as the encoder has positions for."
+    lowercase: bool = False
+    "Whether texts become lower case before they are tokenized."
+    prompt: str = ""
+    "Put before each text."
+
+
+def read_embedding(folder: Path) -> Embedding:
+    """Return how the model in `folder`, which has passed `check_folder`, embeds texts.
+
+    Raises DataError with the name of a module or setting that is not supported: leaving it out would give other
+    vectors.
+    """
+    width = _width(folder)
+    if not (folder / MODULES).is_file():
+        return Embedding(dimensions=width)
+    try:
+        return _read_modules(folder, width)
+    except DataError:  # a ValueError, too
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{folder / MODULES}: is not in the layout of sentence-transformers ({error!r})") from error
+
+
+def _read_modules(folder: Path, width: int) -> Embedding:
+    kinds, paths = [], []
+    for module in atomic_io.read_json(folder / MODULES):
+        known = KIND.fullmatch(str(module["type"]))
+        if known is None:
+            raise DataError(
+                f"{folder / MODULES}: has the module {str(module['type'])[:80]!r}, which torchlake does not know; it "
+                "knows Transformer, Pooling, Dense and Normalize of sentence-transformers. Without it the vectors "
+                "would be others."
+            )
+        kinds.append(known[1])
+        paths.append(str(module["path"]))
+    order = "".join(kind[0] for kind in kinds)
+    if re.fullmatch("TPD*N?", order) is None or paths[0]:
+        raise DataError(
+            f"{folder / MODULES}: has the modules {', '.join(kinds)}; they have to be a Transformer in the folder "
+            "itself, Pooling, any number of Dense, and Normalize last"
+        )
+    poolings = _poolings(_read(atomic_io.safe_join(folder, paths[1]) / "config.json"), folder / paths[1])
+    dense = tuple(_dense(folder, path) for kind, path in zip(kinds, paths, strict=True) if kind == "Dense")
+    dimensions = width * len(poolings)
+    for each in dense:
+        if each.inputs != dimensions:
+            raise DataError(f"{folder / each.folder}: takes {each.inputs} numbers, and gets {dimensions}")
+        dimensions = each.outputs
+    settings, prompts = _read(folder / SETTINGS), _read(folder / PROMPTS)
+    longest = settings.get("max_seq_length")
+    return Embedding(
+        poolings=poolings,
+        dense=dense,
+        dimensions=min(dimensions, int(prompts.get("truncate_dim") or dimensions)),
+        normalize="Normalize" in kinds,
+        max_length=None if longest is None else int(longest),
+        lowercase=bool(settings.get("do_lower_case", False)),
+        prompt=_prompt(prompts, folder),
+    )
+
+
+def _poolings(config: Mapping[str, Any], place: Path) -> tuple[str, ...]:
+    modes = [name for name, flag in POOLINGS.items() if config.get(flag)]
+    named = config.get("pooling_mode")  # of new versions
+    if named is not None:
+        modes = [named] if isinstance(named, str) else list(named)
+    unknown = [name for name in modes if name not in POOLINGS]
+    unknown += [name for name, value in config.items() if name not in POOLING_KEYS and value]
+    if unknown or not modes:
+        raise DataError(
+            f"{place / 'config.json'}: pools token states by {', '.join([*modes, *unknown]) or 'nothing'}; torchlake "
+            f"knows {', '.join(POOLINGS)}"
+        )
+    if config.get("include_prompt", True) is False:
+        raise DataError(f"{place / 'config.json'}: leaves the prompt out (include_prompt), which is not supported yet")
+    return tuple(name for name in POOLINGS if name in modes)
+
+
+def _dense(folder: Path, path: str) -> Dense:
+    place = atomic_io.safe_join(folder, path)
+    config = _read(place / "config.json")
+    activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = activation.rpartition(".")[2]
+    if name not in ACTIVATIONS or not activation.startswith("torch.nn.modules."):
+        raise DataError(
+            f"{place / 'config.json'}: has the activation {activation[:80]!r}; torchlake knows {', '.join(ACTIVATIONS)}"
+        )
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise DataError(f"{place / 'config.json'}: {key} is {config[key]!r}; torchlake knows 'sentence_embedding'")
+    if not (place / "model.safetensors").is_file():
+        raise DataError(f"{place}: has no weights in model.safetensors")
+    return Dense(
+        folder=path,
+        inputs=int(config["in_features"]),
+        outputs=int(config["out_features"]),
+        bias=bool(config.get("bias", True)),
+        activation=name,
+    )
+
+
+def _prompt(config: Mapping[str, Any], folder: Path) -> str:
+    """Return the default prompt; a model without one gets texts as they are."""
+    name = config.get("default_prompt_name")
+    if name is None:
+        return ""
+    prompt = (config.get("prompts") or {}).get(name)
+    if not isinstance(prompt, str):
+        raise DataError(f"{folder / PROMPTS}: default_prompt_name is {name!r}, and prompts has no such text")
+    return prompt
+
+
+def _width(folder: Path) -> int:
+    config = _read(folder / "config.json")
+    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    for name in ("hidden_size", "dim", "d_model", "n_embd"):
+        width = config.get(name, (inner or {}).get(name))
+        if isinstance(width, int):
+            return width
+    raise DataError(f"{folder / 'config.json'}: does not say how many numbers a token state has (hidden_size)")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if there is no file."""
+    value = atomic_io.read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: is not a JSON object")
+    return value

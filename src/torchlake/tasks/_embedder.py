@@ -1,0 +1,89 @@
+"""The module of `feature_extraction`: an encoder, and what makes one vector of its token states.
+
+    input_ids, attention_mask (B, L) -> encoder -> states (B, L, H) -> pooling -> Dense ... -> truncate -> normalize
+
+Pooling and what follows are in fp32, and no row reads another one's states.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlake.config.embedding import Dense, Embedding, read_embedding
+from torchlake.errors import DataError
+from torchlake.tasks._pretrained import load_encoder
+
+
+class Embedder(nn.Module):
+    """Token ids (B, L) to vectors (B, D)."""
+
+    def __init__(self, encoder: nn.Module, vectors: "Vectors") -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.vectors = vectors
+        self.config = encoder.config
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
+        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **others).last_hidden_state
+        vectors: torch.Tensor = self.vectors(states, attention_mask)
+        return vectors
+
+
+class Vectors(nn.Module):
+    """States (B, L, H), padded on the right, and their mask (B, L) to vectors (B, D) in fp32."""
+
+    def __init__(self, how: Embedding, folder: Path) -> None:
+        super().__init__()
+        self.how = how
+        self.dense = nn.Sequential(*(_load_dense(each, folder) for each in how.dense))
+
+    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        states, real = states.float(), mask.unsqueeze(-1)
+        parts = [_pooled(name, states, real) for name in self.how.poolings]
+        return self.finish(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+
+    def finish(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of pooled states (B, H)."""
+        vectors = self.dense(pooled)[:, : self.how.dimensions]
+        return nn.functional.normalize(vectors, dim=-1) if self.how.normalize else vectors
+
+
+def _pooled(name: str, states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Return (B, H) of states (B, L, H), of which those with `real` (B, L, 1) are counted."""
+    counted = real.to(states.dtype)
+    count = counted.sum(dim=1)
+    if name == "cls":
+        return states[:, 0]
+    if name == "lasttoken":
+        last = real.sum(dim=1).long().clamp(min=1) - 1
+        return states[torch.arange(len(states), device=states.device), last[:, 0]]
+    if name == "max":
+        return states.masked_fill(real == 0, -torch.inf).amax(dim=1)
+    if name == "weightedmean":
+        counted = counted * torch.arange(1, states.shape[1] + 1, device=states.device)[None, :, None]
+        count = counted.sum(dim=1)
+    total = (states * counted).sum(dim=1)
+    return total / (count.sqrt() if name == "mean_sqrt_len_tokens" else count).clamp(min=1e-9)
+
+
+def _load_dense(dense: Dense, folder: Path) -> nn.Module:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / dense.folder / "model.safetensors"
+    try:
+        tensors = load_file(file)
+        linear = nn.Linear(dense.inputs, dense.outputs, bias=dense.bias)
+        linear.load_state_dict({name.removeprefix("linear."): tensor.float() for name, tensor in tensors.items()})
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise DataError(f"{file}: are not the weights of this Dense module: {str(error).splitlines()[0]}") from error
+    return nn.Sequential(linear, getattr(nn, dense.activation)())
+
+
+def load_embedder(folder: Path) -> Embedder:
+    """Return the model in a folder that has passed `check_folder`, in fp32 in evaluation mode. Raises DataError."""
+    module = Embedder(load_encoder(folder, weights=True), Vectors(read_embedding(folder), folder))
+    module.train(False)
+    return module
