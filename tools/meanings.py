@@ -27,6 +27,7 @@ OUTPUTS: list[tuple[str, Any, tuple[str, ...], bool]] = [
     ("text_classification", "multi_label", ("a", "b"), True),
     ("text_classification", "regression", (), False),
     ("text_generation", "next_token", (), False),
+    ("feature_extraction", "feature_extraction", (), False),
 ]
 "Task, problem, classes, and whether all probabilities are asked for."
 COLUMNS = {
@@ -37,6 +38,7 @@ COLUMNS = {
     "score": "Probability of the most probable class.",
     "prob_CLASS": "Probability of each class; with `--all-probabilities` only.",
     "prediction": "The predicted number, in the units of the training labels.",
+    "embedding": "The vector of the text; all of a model have the same size.",
     "generated_text": "The text after the prompt.",
     "generated_tokens": "Number of generated tokens.",
     "finish_reason": "`stop` (end token or stop text) or `length` (`--max-new-tokens` reached).",

@@ -218,7 +218,7 @@ def output_page() -> Iterator[str]:
     yield from ("# Output columns and errors", "", meanings.OUTPUT, "")
     found, rows = set(meanings.ALWAYS), []
     for task, problem, labels, everything in meanings.OUTPUTS:
-        label = None if task == "text_generation" else "label"
+        label = "label" if plugins.load("tasks", task).has_labels else None
         spec = TaskSpec(task=task, problem=problem, labels=labels, text="text", label=label, max_length=64)
         schema = plugins.load("tasks", task).output_schema(spec, ColumnOptions(all_probabilities=everything))
         for field in schema:

@@ -50,6 +50,8 @@ def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> Task
 def draft_spec(job: Job) -> TaskSpec:
     """The job's task and its columns, before the table is read. Raises ConfigError for a setting that it ignores."""
     data, task = job.data, plugins.load("tasks", job.model.task)
+    if not task.trains:
+        raise ConfigError(f"model.task: models of {job.model.task} cannot be trained with torchlake, only scored.")
     defaults = DataConfig.model_fields
     ignored = {
         "data.label": not task.has_labels and data.label != defaults["label"].default,

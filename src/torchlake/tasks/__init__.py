@@ -92,6 +92,8 @@ class Task:
     "transformers' Auto class of such models; empty: `build` makes the model."
     hub_task: str = "other"
     "The hub's name of the task, for the model card."
+    trains: bool = True
+    "Whether its models can be trained here; False: only scored."
     packs: bool = False
     "Whether training concatenates rows into blocks of tokens, as for a causal language model."
     generates: bool = False

@@ -46,6 +46,7 @@ class FeatureExtraction(Task):
 
     inputs = {"text": "text"}
     has_labels = False
+    trains = False
     problems = {"all": "feature_extraction"}
     hub_task = "sentence-similarity"
     default_metric = {}
@@ -60,12 +61,6 @@ class FeatureExtraction(Task):
         """Return the tokens of the texts."""
         texts = [processor.prepare(text) for text in inputs["text"].to_pylist()]
         return text_features(_tokens.tokenize(processor, texts, spec.max_length))
-
-    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
-        """Raise UsageError: embeddings cannot be trained yet."""
-        raise UsageError(
-            "feature_extraction cannot be trained yet: it scores the folders of sentence-transformers and of encoders."
-        )
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
         """Return the encoder with pooling in evaluation mode."""
