@@ -26,7 +26,7 @@ from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import check_options, make_export, scoring_settings
 from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
 from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_staging
+from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_output
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.plan import Chunk, chunk_label
@@ -156,7 +156,7 @@ def start_chunks(
     threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    make_worker = partial(make_chunk_worker, with_staging(settings, out.staging.absolute()))
+    make_worker = partial(make_chunk_worker, with_output(settings, out.staging.absolute(), out.parts))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
         return _run_here(make_worker, items, out.staging)

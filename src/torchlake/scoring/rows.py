@@ -24,6 +24,7 @@ from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty, without_rows
+from torchlake.tables.output.parts import PartFolder
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
@@ -58,7 +59,9 @@ class ScoringSettings:
     gpus_per_process: int = 1
     "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
     staging: str = ""
-    "Folder for parts and attempt logs (chunk job only)."
+    "Folder for the logs of attempts (chunk job only)."
+    parts: PartFolder | None = None
+    "Where parts are written (chunk job only)."
 
 
 def runtime_name(runtime: Runtime) -> str:

@@ -25,7 +25,7 @@ from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import ScoringSettings, TextReader, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
 from torchlake.tables.arrays import from_numpy, from_strings, string_column
-from torchlake.tables.output.parts import Part, part_of_lost_attempt, write_part
+from torchlake.tables.output.parts import Part, PartFolder
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 
@@ -53,7 +53,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     """Load the model; the returned worker scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
     scorer = Scorer(settings=settings)
     reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
-    staging = Path(settings.staging)
+    journal, parts = Path(settings.staging) / "journal", settings.parts
+    assert parts is not None, "a chunk job has a folder for its parts"
 
     def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, Work]:
         try:
@@ -73,7 +74,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
             padded, seconds = scorer.padded_tokens, scorer.seconds
             output = _output(table, settings, chunk, scorer.score(work, attempt))
             return ScoredChunk(
-                part=write_part(staging, name, output, chunk=chunk.index),
+                part=parts.write(name, output, chunk=chunk.index),
                 tokens=int(work.tokens.lengths.sum()),
                 padded_tokens=scorer.padded_tokens - padded,
                 seconds=scorer.seconds - seconds,
@@ -88,10 +89,10 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         if item is None:
             return None
         chunk, name = item
-        part = part_of_lost_attempt(staging, name, chunk)
+        part = parts.find(name, chunk.index, chunk.rows)
         if part is not None:
             return False, partial(ScoredChunk, part=part)
-        attempt = Attempt(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
+        attempt = Attempt(journal, chunk.index, chunk.rows, settings.row_timeout_s)
         if attempt.alone:
             return True, lambda: score(chunk, name, attempt, *read(chunk, attempt))
         return False, partial(score, chunk, name, attempt, *read(chunk, attempt))
@@ -181,9 +182,9 @@ def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]
     return worker
 
 
-def with_staging(settings: ScoringSettings, staging: Path) -> ScoringSettings:
-    """Return the settings for a chunk job that writes its parts into `staging`."""
-    return replace(settings, staging=str(staging))
+def with_output(settings: ScoringSettings, staging: Path, parts: PartFolder) -> ScoringSettings:
+    """Return the settings for a chunk job that logs its attempts in `staging` and writes into `parts`."""
+    return replace(settings, staging=str(staging), parts=parts)
 
 
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:

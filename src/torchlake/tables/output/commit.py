@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from torchlake.tables.output.compatibility import (
     resumable_job,
 )
 from torchlake.tables.output.lease import Lease, acquire, locked
-from torchlake.tables.output.parts import TABLE, Part, part_name, read_part, write_part
+from torchlake.tables.output.parts import TABLE, Part, PartFolder, part_name, part_of_entry
 from torchlake.tables.plan import Chunk, InputFile, Plan, plan_to_json
 from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
 from torchlake.tables.storage.spread import Spread, each_file, in_process
@@ -69,6 +69,11 @@ class WriteTransaction:
     schema: pa.Schema | None = None
     quarantined: Sequence[tuple[str, str]] = ()
     lease: Lease | None = None
+
+    @property
+    def parts(self) -> PartFolder:
+        """Where workers write the parts."""
+        return PartFolder(location=str((self.staging / TABLE).absolute()))
 
     @property
     def plan(self) -> Plan:
@@ -121,7 +126,8 @@ class WriteTransaction:
         if parts:
             return parts
         assert self.schema is not None, "a table without rows needs the output's schema"
-        return [write_part(self.staging, "part-00000-empty.parquet", self.schema.empty_table(), chunk=0)]
+        empty = pa.Table.from_batches([], self.schema)
+        return [self.parts.write("part-00000-empty.parquet", empty, chunk=0)]
 
     def _record(self, parts: Sequence[Part], schema: pa.Schema, provenance: Mapping[str, Any]) -> dict[str, Any]:
         schema = schema.remove_metadata()
@@ -131,7 +137,7 @@ class WriteTransaction:
             "fingerprint": self.job.fingerprint,
             "rows": sum(part.rows for part in parts),
             "failed": sum(part.failed for part in parts),
-            "parts": [asdict(part) for part in parts],
+            "parts": [part.entry() for part in parts],
             "schema": {column.name: str(column.type) for column in schema},
             "arrow_schema": base64.b64encode(schema.serialize().to_pybytes()).decode(),
             "environments": self.job.environments,
@@ -293,7 +299,8 @@ def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, spread
 
 
 def _read_staged(part: tuple[Path, int, int]) -> Part | None:
-    return read_part(*part)
+    path, chunk, rows = part
+    return PartFolder(location=str(path.parent)).find(path.name, chunk, rows)
 
 
 def _link_published(
@@ -303,7 +310,7 @@ def _link_published(
     if published is None or published.record is None:
         return {}
     sizes, linked = file_sizes(write.output), {}
-    for part in (Part(**entry) for entry in published.record["parts"]):
+    for part in map(part_of_entry, published.record["parts"]):
         source, target = write.output / part.name, write.staging / TABLE / part.name
         if part.name not in expected or sizes.get(part.name) != part.bytes:
             continue

@@ -6,7 +6,6 @@ So every attempt at a chunk, by a retry, a speculative copy or a late worker, wr
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +15,9 @@ from torchlake import atomic_io
 from torchlake.errors import TableError
 from torchlake.tables.formats.columnar import translate_errors
 from torchlake.tables.output.failures import count_failed
+from torchlake.tables.output.statistics import delta_statistics
 from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.storage.folders import folder_at
 
 TABLE = "table"
 "The folder in the staging folder that becomes the output."
@@ -32,6 +33,28 @@ class Part:
     failed: int
     sha256: str
     bytes: int
+    statistics: str = ""
+    "Of its columns, as JSON, if its table keeps them; not in the commit record."
+    chunks: tuple[int, ...] = ()
+    "Of a file with the rows of several chunks, their numbers."
+    members: tuple[str, ...] = ()
+    "The names of the parts that such a file was made from."
+
+    @property
+    def all_chunks(self) -> tuple[int, ...]:
+        """The chunks whose rows it has."""
+        return self.chunks or (self.chunk,)
+
+    def entry(self) -> dict[str, Any]:
+        """The part in a commit record."""
+        value = {name: getattr(self, name) for name in self.__slots__ if name != "statistics"}
+        return {name: one for name, one in value.items() if one != ()}
+
+
+def part_of_entry(entry: Mapping[str, Any]) -> Part:
+    """The part of an entry in a commit record."""
+    several = {name: tuple(entry[name]) for name in ("chunks", "members") if name in entry}
+    return Part(**{**entry, **several})
 
 
 def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
@@ -45,39 +68,58 @@ def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
     return f"part-{chunk.index:05d}-{atomic_io.fingerprint(value)[:16]}.parquet"
 
 
-def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part:
-    """Write a chunk's rows durably into the staging folder, with page checksums. Called in workers.
+@dataclass(frozen=True, kw_only=True)
+class PartFolder:
+    """Where the parts of a job are written, and in which form; plain values, so that every engine can send them."""
 
-    The first attempt wins, and its part is returned: scores may differ in the last digit on another kind of CPU, and
-    the driver may already know the first part. Raises StorageError when the disk is full or the folder is gone.
-    """
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    content, path = sink.getvalue().to_pybytes(), staging / TABLE / name
-    with translate_errors(str(path)):  # Arrow cannot read everything that it writes
-        pq.ParquetFile(pa.BufferReader(content)).read()
-    while not atomic_io.write_new_bytes(path, content, site="part"):
-        part = read_part(path, chunk, table.num_rows)
-        if part is not None:
-            return part
-        path.unlink(missing_ok=True)  # damaged
-    return _part(name, chunk, table, content)
+    location: str
+    "A path or URL."
+    schema: pa.Schema | None = None
+    "Parts are cast to it, where a table has other types than Arrow."
+    statistics: bool = False
+    "Parts have statistics of their columns, for a table's log."
 
+    def write(self, name: str, table: pa.Table, *, chunk: int) -> Part:
+        """Write a chunk's rows durably, with page checksums. Called in workers.
 
-def part_of_lost_attempt(staging: Path, name: str, chunk: Chunk) -> Part | None:
-    """The sound part of an earlier attempt whose result did not reach the driver, or None."""
-    path = staging / TABLE / name
-    return read_part(path, chunk.index, chunk.rows) if path.exists() else None
+        The first attempt wins, and its part is returned: scores may differ in the last digit on another kind of CPU,
+        and the driver may already know the first part. Raises StorageError when the disk is full or the folder is gone.
+        """
+        if self.schema is not None:
+            table = table.cast(self.schema)
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        content, folder = sink.getvalue().to_pybytes(), folder_at(self.location)
+        with translate_errors(f"{self.location}/{name}"):  # Arrow cannot read everything that it writes
+            pq.ParquetFile(pa.BufferReader(content)).read()
+        while not folder.write_new(name, content, site="part"):
+            part = self.find(name, chunk, table.num_rows)
+            if part is not None:
+                return part
+            folder.delete([name])  # damaged
+        return self._part(name, chunk, table, content)
 
+    def find(self, name: str, chunk: int, rows: int) -> Part | None:
+        """The sound part of an earlier attempt, every page verified; None if it is not there or damaged."""
+        content = folder_at(self.location).content(name)
+        if content is None:
+            return None
+        try:
+            table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+        except (pa.ArrowException, OSError):
+            return None
+        return self._part(name, chunk, table, content) if table.num_rows == rows else None
 
-def read_part(path: Path, chunk: int, rows: int) -> Part | None:
-    """The part in `path`, every page verified; None if it is damaged or does not have `rows` rows."""
-    content = path.read_bytes()
-    try:
-        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
-    except (pa.ArrowException, OSError):
-        return None
-    return _part(path.name, chunk, table, content) if table.num_rows == rows else None
+    def _part(self, name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
+        return Part(
+            name=name,
+            chunk=chunk,
+            rows=table.num_rows,
+            failed=count_failed(table),
+            sha256=hashlib.sha256(content).hexdigest(),
+            bytes=len(content),
+            statistics=delta_statistics(table) if self.statistics else "",
+        )
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
@@ -96,14 +138,3 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
 def schema_in_words(schema: pa.Schema) -> str:
     """Column names and types."""
     return ", ".join(f"{field.name} {field.type}" for field in schema)
-
-
-def _part(name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
-    return Part(
-        name=name,
-        chunk=chunk,
-        rows=table.num_rows,
-        failed=count_failed(table),
-        sha256=hashlib.sha256(content).hexdigest(),
-        bytes=len(content),
-    )
