@@ -28,8 +28,8 @@ from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
 from torchlake.scoring.scorer import Scorer, worker_memory
 from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_output
 from torchlake.tables.arrays import from_strings
-from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.plan import Chunk, chunk_label
+from torchlake.tables.sinks._find import Write
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def load(
 
 
 def start_chunks(
-    out: WriteTransaction,
+    out: Write,
     items: Sequence[tuple[Chunk, str]],
     settings: ScoringSettings,
     spec: TaskSpec,
@@ -168,7 +168,7 @@ def start_chunks(
         devices_per_process=devices,
         memory_per_process=worker_memory(settings.model, devices),
         threads_per_process=threads if devices == 1 else max(threads or 1, devices),
-        name=f"predict {out.output.name}",
+        name=f"predict {out.title}",
         label=chunk_label,
     )
 

@@ -33,6 +33,7 @@ from torchlake.scoring.rows import (
 from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
+from torchlake.tables.sinks._interface import Mode, SinkOptions, sink_options
 from torchlake.tables.sources._options import READ_ARGUMENTS, ReadOptions, read_options
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,11 @@ class PredictOptions(TypedDict, total=False):
     accept_new_input: bool
     accept_removed_input: bool
     on_bad_file: Literal["error", "quarantine"]
+    format: Literal["parquet", "delta", "iceberg"] | None
+    mode: Mode
+    partition_by: str | Sequence[str]
+    add_columns: bool
+    target_file_size: int | str | None
     max_new_tokens: int | None
     temperature: float | None
     top_k: int | None
@@ -82,6 +88,7 @@ class OutputOptions:
     accept_removed_input: bool = False
     on_bad_file: Literal["error", "quarantine"] = "error"
     read: ReadOptions = field(default_factory=ReadOptions)
+    sink: SinkOptions = field(default_factory=SinkOptions)
 
 
 def split_options(
@@ -104,7 +111,12 @@ def split_options(
     if given.get("sample") is not None and not given.get("temperature"):
         generation.pop("seed", None)
     read = read_options({name: given[name] for name in given if name in READ_ARGUMENTS})  # type: ignore[literal-required]
-    return scoring, generation, OutputOptions(**output, read=read)
+    sink = sink_options({one.name: given[one.name] for one in fields(SinkOptions) if one.name in given})  # type: ignore[literal-required]
+    if output.get("overwrite") and sink.mode not in ("create", "overwrite"):
+        raise UsageError(f"overwrite replaces the output, and mode {sink.mode} adds to it; give one of them.")
+    if output.get("overwrite"):
+        sink = replace(sink, mode="overwrite")
+    return scoring, generation, OutputOptions(**output, read=read, sink=sink)
 
 
 def scoring_settings(

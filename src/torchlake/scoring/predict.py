@@ -6,7 +6,6 @@ missing. A frame becomes a frame of the same kind, without files or a plan.
 """
 
 import logging
-import os
 import platform
 import time
 import warnings
@@ -43,15 +42,15 @@ from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
-from torchlake.tables.output.commit import WriteTransaction, write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs, recorded_fingerprint
+from torchlake.tables.output.compatibility import AllowedChanges
 from torchlake.tables.output.failures import check_error_rate, read_failures
 from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.output.spool import spooled
-from torchlake.tables.record import local_output
+from torchlake.tables.sinks._find import Output, Write, output_of
+from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
-from torchlake.tables.table import Table, open_table
+from torchlake.tables.table import open_table
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +61,8 @@ KEPT = "Stopping. Finished chunks are kept; run the same command again to resume
 class Scored:
     """The output of `predict`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
 
-    path: Path
-    "The output folder."
+    path: Path | str
+    "The output: a folder's path, else a URL or the name of a table."
     rows_in: int
     rows_out: int
     rows_failed: int
@@ -82,7 +81,7 @@ class Scored:
     "File and row of the first failed row, and its error."
 
     @property
-    def output(self) -> Path:
+    def output(self) -> Path | str:
         """The earlier name of `path`."""
         warnings.warn("Scored.output is now Scored.path.", DeprecationWarning, stacklevel=2)
         return self.path
@@ -129,9 +128,9 @@ def predict(
 ) -> Any:
     """Score `table` with the model folder `model`.
 
-    `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), scored into the Parquet folder
-    `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with the
-    prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its own engine scores
+    `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), or a Delta or Iceberg table, scored
+    into `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with
+    the prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its engine scores
     it when its rows are needed. With an `output`, it may also be a frame in memory, anything with `__arrow_c_stream__`
     (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows are stored beside the
     output until the job ends, and the same rows resume a job that was killed.
@@ -149,6 +148,12 @@ def predict(
     tokens of a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
     whose tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried
     alone, and become error rows the second time.
+
+    Output: a Parquet folder, local or by URL; a Delta table by path or URL with `format="delta"`, or if one is there;
+    an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to rows that are there:
+    with "create" (default) there may be none, "append" adds to a table, "overwrite" replaces all, "replace-where"
+    replaces those with the same `key`. `partition_by` names the partition columns of a new table, `add_columns` adds
+    columns that a table lacks. `target_file_size` ("256MiB") writes files with the rows of several chunks.
 
     Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
     unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
@@ -173,6 +178,7 @@ def predict(
     """
     scoring, generation, output_options = split_options(options)
     native, engine = engine_of(table), as_engine(engine)
+    place = None if native is not None or output is None else output_of(output, output_options.sink)
     settings, spec, choice = scoring_settings(
         model,
         runtime,
@@ -180,7 +186,7 @@ def predict(
         text=text,
         key=key,
         columns=columns,
-        recorded=None if native is not None or output is None else recorded_fingerprint(output).get("runtime"),
+        recorded=None if place is None else place.earlier().fingerprint.get("runtime"),
         **scoring,
     )
     if native is not None or (is_frame(table) and output is None):
@@ -192,15 +198,15 @@ def predict(
                 "score that into an output folder."
             )
         return _predict_frame(table, native, settings, spec, engine, output_options)
-    if output is None:
+    if place is None:
         raise UsageError(
             "predict: a stored table or a stream needs an output folder: predict(model, table, output). For texts in "
             "memory: torchlake.load(model)([...])."
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
-    with spooled(table, local_output(output)) as table:
-        return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
+    with spooled(table, place.place) as table:
+        return _predict_table(table, place, settings, spec, engine, choice, output_options)
 
 
 def _predict_frame(
@@ -228,7 +234,7 @@ def _predict_frame(
 
 def _predict_table(
     table: str | Path | Sequence[str | Path],
-    output: Path,
+    output: Output,
     settings: ScoringSettings,
     spec: TaskSpec,
     engine: Engine | None,
@@ -243,21 +249,21 @@ def _predict_table(
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
     stored_schema(schema)  # refuses what cannot be written, before hours of scoring
-    _refuse_own_input(source, output)
+    output.refuse_input(source.files)
     for file, reason in source.quarantined:
         log.warning("%s is skipped: %s", file, reason)
     plan = plan_chunks(
-        source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output), spread=spread
+        source, columns=columns, chunk_rows=options.chunk_rows, cached=output.earlier().inputs, spread=spread
     )
     if settings.key is not None:
-        check_key(source, plan, settings.key, spread=spread, scratch=_shared_folder(output) if engine else None)
+        check_key(source, plan, settings.key, spread=spread, scratch=output.shared_folder if engine else None)
     make_export(settings, engine or Local())
     fingerprint = fingerprint_of(settings, spec)
-    with write_transaction(
-        output,
+    request = WriteRequest(
         plan=plan,
         fingerprint=fingerprint,
         schema=schema,
+        key=settings.key,
         allowed=AllowedChanges(
             overwrite=options.overwrite,
             new_input=options.accept_new_input,
@@ -266,7 +272,8 @@ def _predict_table(
         environment=_environment(),
         quarantined=source.quarantined,
         spread=spread,
-    ) as out:
+    )
+    with output.begin(request) as out:
         if out.complete:
             assert out.record is not None
             record = out.record
@@ -284,7 +291,7 @@ def _predict_table(
             profile = _profile(made, began, planned, scored)
     seconds = time.perf_counter() - began
     return Scored(
-        path=output,
+        path=output.path,
         rows_in=out.plan.rows,
         rows_out=record["rows"],
         rows_failed=record["failed"],
@@ -293,13 +300,11 @@ def _predict_table(
         record=record,
         quarantined=tuple(source.quarantined),
         profile=profile,
-        **read_failures(out.output, record, out.plan)._asdict(),
+        **read_failures(out.committed_in, record, out.plan)._asdict(),
     )
 
 
-def _score(
-    out: WriteTransaction, chunks: Generator[ScoredChunk, None, None], *, max_error_rate: float
-) -> list[ScoredChunk]:
+def _score(out: Write, chunks: Generator[ScoredChunk, None, None], *, max_error_rate: float) -> list[ScoredChunk]:
     """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
     made: list[ScoredChunk] = []
     examples: list[str] = []
@@ -360,21 +365,7 @@ def _profile(made: Sequence[ScoredChunk], began: float, planned: float, scored: 
     return {"plan": planned - began, **steps, "other rows": rest, "commit": now - scored}
 
 
-def _shared_folder(output: Path) -> Path:
-    """The folder of the output, which the engine's processes write to."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output.parent
-
-
 def _environment() -> dict[str, str]:
     """Return the versions that may change the last digits of a score."""
     versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
     return {**versions, "python": platform.python_version()}
-
-
-def _refuse_own_input(source: Table, output: Path) -> None:
-    for file in source.files:
-        if Path(os.path.realpath(file)).is_relative_to(os.path.realpath(output)):
-            raise UsageError(
-                f"{output}: contains the input file {file}, which publishing would replace. Give another output folder."
-            )

@@ -28,6 +28,7 @@ from torchlake.tables.arrays import from_numpy, from_strings, string_column
 from torchlake.tables.output.parts import Part, PartFolder
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
+from torchlake.tables.storage.urls import is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
     journal, parts = Path(settings.staging) / "journal", settings.parts
     assert parts is not None, "a chunk job has a folder for its parts"
+    if is_url(parts.location):  # then attempts are logged on each machine, where a chunk is also tried again
+        journal.parent.mkdir(parents=True, exist_ok=True)
 
     def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, Work]:
         try:

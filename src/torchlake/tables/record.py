@@ -43,7 +43,7 @@ def read_commit(output: str | Path) -> dict[str, Any]:
     if not (folder / COMMIT).is_file():
         raise TableError(f"{output}: not a finished torchlake output ({COMMIT} is missing).")
     record: dict[str, Any] = atomic_io.read_json(folder / COMMIT)
-    if not _is_record(record):
+    if not is_record(record):
         raise TableError(f"{folder / COMMIT}: not a commit record of this version")
     return record
 
@@ -63,7 +63,8 @@ def committed_files(output: str | Path) -> list[Path]:
     return [atomic_io.safe_join(folder, part["name"]) for part in read_commit(folder)["parts"]]
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
+    """Whether a value has the fields of a commit record."""
     fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema"}
     part_fields = {"name", "chunk", "rows", "failed", "sha256", "bytes"}
     return (

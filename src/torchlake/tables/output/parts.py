@@ -1,23 +1,34 @@
 """A part is one chunk's result: a Parquet file whose name is a hash of everything that determines its rows.
 
 So every attempt at a chunk, by a retry, a speculative copy or a late worker, writes to the same name.
+
+For tables whose log has statistics of each file, they are computed while a chunk's rows are in memory, so that a commit
+reads no part; Delta's are in the section "Per-file Statistics" of its specification (delta-io/delta, PROTOCOL.md).
 """
 
+import datetime
 import hashlib
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.errors import TableError
 from torchlake.tables.formats.columnar import translate_errors
 from torchlake.tables.output.failures import count_failed
-from torchlake.tables.output.statistics import delta_statistics
 from torchlake.tables.plan import Chunk, Plan
 from torchlake.tables.storage.folders import folder_at
+
+TEXT_LENGTH = 32
+"Of the texts whose bounds are kept. A lowest value may be cut off; a highest one that is longer has no bound."
+
 
 TABLE = "table"
 "The folder in the staging folder that becomes the output."
@@ -39,6 +50,8 @@ class Part:
     "Of a file with the rows of several chunks, their numbers."
     members: tuple[str, ...] = ()
     "The names of the parts that such a file was made from."
+    partition: tuple[tuple[str, str | None], ...] = ()
+    "Of a file of one partition, the columns and their values as text."
 
     @property
     def all_chunks(self) -> tuple[int, ...]:
@@ -54,7 +67,8 @@ class Part:
 def part_of_entry(entry: Mapping[str, Any]) -> Part:
     """The part of an entry in a commit record."""
     several = {name: tuple(entry[name]) for name in ("chunks", "members") if name in entry}
-    return Part(**{**entry, **several})
+    partition = tuple((name, value) for name, value in entry.get("partition", ()))
+    return Part(**{**entry, **several, "partition": partition})
 
 
 def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
@@ -86,7 +100,7 @@ class PartFolder:
         and the driver may already know the first part. Raises StorageError when the disk is full or the folder is gone.
         """
         if self.schema is not None:
-            table = table.cast(self.schema)
+            table = _cast(table, self.schema, f"{self.location}/{name}")
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
         content, folder = sink.getvalue().to_pybytes(), folder_at(self.location)
@@ -138,3 +152,81 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
 def schema_in_words(schema: pa.Schema) -> str:
     """Column names and types."""
     return ", ".join(f"{field.name} {field.type}" for field in schema)
+
+
+def _cast(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
+    """The rows with other types. Raises TableError for a value that another type cannot hold."""
+    try:
+        return table.cast(schema)
+    except pa.ArrowInvalid as error:
+        raise TableError(
+            f"{where}: a value cannot be kept by the table's format: {error}. Leave the column out, or convert it."
+        ) from error
+
+
+def delta_statistics(table: pa.Table) -> str:
+    """The statistics of a file with these rows, as JSON."""
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
+    nulls = {}
+    for field in table.schema:
+        if pa.types.is_nested(field.type):  # statistics of structs are by field; none are kept
+            continue
+        column = table[field.name]
+        nulls[field.name] = column.null_count
+        bounds = _bounds(column) if column.null_count < len(column) else None
+        if bounds is not None:
+            low[field.name], high[field.name] = bounds
+    low = {name: value for name, value in low.items() if value is not None}
+    high = {name: value for name, value in high.items() if value is not None}
+    return json.dumps({"numRecords": table.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls})
+
+
+def joined_statistics(several: Sequence[str]) -> str:
+    """The statistics of all rows, from those of their parts: a column has bounds if every part with values has them."""
+    parts = [json.loads(one) for one in several]
+    nulls: dict[str, int] = {}
+    for part in parts:
+        for name, count in part["nullCount"].items():
+            nulls[name] = nulls.get(name, 0) + count
+    joined: dict[str, dict[str, Any]] = {"minValues": {}, "maxValues": {}}
+    for bound, choose in (("minValues", min), ("maxValues", max)):
+        for name in nulls:
+            filled = [part for part in parts if part["nullCount"].get(name) != part["numRecords"]]
+            if filled and all(name in part[bound] for part in filled):
+                joined[bound][name] = choose(part[bound][name] for part in filled)
+    return json.dumps({"numRecords": sum(part["numRecords"] for part in parts), **joined, "nullCount": nulls})
+
+
+def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
+    """The lowest and highest value as in a log; None for types that have none."""
+    kind = column.type
+    known = (pa.types.is_integer, pa.types.is_floating, pa.types.is_string, pa.types.is_large_string)
+    times = (pa.types.is_date32, pa.types.is_timestamp, pa.types.is_decimal)
+    if not any(is_kind(kind) for is_kind in (*known, *times)):
+        return None
+    if pa.types.is_floating(kind) and pc.any(pc.is_nan(column)).as_py():
+        return None
+    found = pc.min_max(column).as_py()
+    return _text(found["min"], lowest=True), _text(found["max"], lowest=False)
+
+
+def _text(value: Any, *, lowest: bool) -> Any:
+    """A bound as JSON; None if it has none."""
+    if isinstance(value, str):
+        return value[:TEXT_LENGTH] if lowest or len(value) <= TEXT_LENGTH else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Decimal):
+        return float(value) if Decimal(float(value)) == value else None
+    if isinstance(value, datetime.datetime):
+        # Logs have milliseconds: the lowest is rounded down, the highest up.
+        cut = value.replace(microsecond=value.microsecond // 1000 * 1000)
+        if not lowest and cut != value:
+            cut += datetime.timedelta(milliseconds=1)
+        return (
+            cut.astimezone(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            if (value.tzinfo)
+            else cut.isoformat(timespec="milliseconds")
+        )
+    return value.isoformat() if isinstance(value, datetime.date) else value

@@ -119,7 +119,7 @@ class ObjectFolder:
             raise self._failure("", error) from error
 
     def _call(self, method: str, name: str, *arguments: Any, **options: Any) -> Any:
-        """A request for one object. Raises FileNotFoundError, _Refused for a failed condition, StorageError for else."""
+        """A request for one object. Raises FileNotFoundError, _Refused for a failed condition, else StorageError."""
         from obstore import exceptions
 
         path = f"{_path(self.location)}/{name}".lstrip("/")
@@ -185,11 +185,11 @@ def _opened(protocol: str, bucket: str, options: tuple[tuple[str, str], ...]) ->
             f"{protocol}:// outputs need the library 'obstore', which is not installed: "
             f"pip install 'torchlake[{extra}]'"
         ) from error
-    config = dict(options)
-    retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
-    client = {"allow_http": True} if config.pop("aws_allow_http", "") else {}
+    config: Any = dict(options)
+    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
+    client: Any = {"allow_http": True} if config.pop("aws_allow_http", "") else None
     if protocol in ("az", "abfs", "abfss") and "@" not in bucket:
         # fsspec writes the container first, and the account is in the environment; from_url expects it the other way.
         return AzureStore(bucket, retry_config=retry)
     known = {"gcs": "gs", "s3a": "s3"}.get(protocol, protocol)
-    return from_url(f"{known}://{bucket}", config=config or None, client_options=client or None, retry_config=retry)
+    return from_url(f"{known}://{bucket}", config=config or None, client_options=client, retry_config=retry)
