@@ -13,7 +13,7 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     5: "__init__ __main__ cli",
-    4: "evaluation optimization planning preparation reporting scoring training tuning",
+    4: "chunk_jobs evaluation optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
     1: "config distributed logs loss metrics optim processes "
@@ -28,8 +28,9 @@ NEIGHBORS = {
     "evaluation": {"preparation", "scoring"},
     "optimization": {"evaluation", "scoring"},
     "planning": {"preparation", "scoring"},
-    "preparation": {"scoring"},
+    "preparation": {"chunk_jobs", "scoring"},
     "reporting": {"preparation"},
+    "scoring": {"chunk_jobs"},
     "training": {"preparation", "reporting"},
     "tuning": {"preparation", "training"},
     "models": {"checkpoints", "data"},

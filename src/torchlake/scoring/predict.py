@@ -5,30 +5,25 @@ commit record makes them visible at once. Even if processes are killed, the same
 missing. A frame becomes a frame of the same kind, without files or a plan.
 """
 
-import logging
-import os
 import platform
 import time
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from torchlake.chunk_jobs.job import Finished, Job, open_input, plan_input, run_job
+from torchlake.chunk_jobs.options import OutputOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.hardware import gpus
-from torchlake.processes.interrupts import announce_interrupt
-from torchlake.progress import progress
 from torchlake.scoring.frames import map_frame, predict_frame
-from torchlake.scoring.in_flight import InFlight
 from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
-    OutputOptions,
     PredictOptions,
     check_devices,
     checked_input,
@@ -41,21 +36,13 @@ from torchlake.scoring.options import (
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
-from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.keys import check_key
-from torchlake.tables.output.commit import WriteTransaction, write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs, recorded_fingerprint
-from torchlake.tables.output.failures import check_error_rate, read_failures
-from torchlake.tables.output.parts import part_name, stored_schema
+from torchlake.tables.output.commit import WriteTransaction
+from torchlake.tables.output.compatibility import recorded_fingerprint
 from torchlake.tables.output.spool import spooled
+from torchlake.tables.plan import Chunk
 from torchlake.tables.record import local_output
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
-from torchlake.tables.table import Table, open_table
-
-log = logging.getLogger(__name__)
-
-KEPT = "Stopping. Finished chunks are kept; run the same command again to resume."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,89 +225,34 @@ def _predict_table(
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
     spread = (engine or Local()).spread
-    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
+    source = open_input(table, output, columns, options, spread)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
-    stored_schema(schema)  # refuses what cannot be written, before hours of scoring
-    _refuse_own_input(source, output)
-    for file, reason in source.quarantined:
-        log.warning("%s is skipped: %s", file, reason)
-    plan = plan_chunks(
-        source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output), spread=spread
+    plan = plan_input(
+        source, output, columns, options, schema=schema, key=settings.key, spread=spread, shared=engine is not None
     )
-    if settings.key is not None:
-        check_key(source, plan, settings.key, spread=spread, scratch=_shared_folder(output) if engine else None)
     make_export(settings, engine or Local())
-    fingerprint = fingerprint_of(settings, spec)
-    with write_transaction(
-        output,
+    job = Job(
+        name="predict",
+        output=output,
+        source=source,
         plan=plan,
-        fingerprint=fingerprint,
         schema=schema,
-        allowed=AllowedChanges(
-            overwrite=options.overwrite,
-            new_input=options.accept_new_input,
-            removed_input=options.accept_removed_input,
-        ),
+        fingerprint=fingerprint_of(settings, spec),
         environment=_environment(),
-        quarantined=source.quarantined,
+        options=options,
         spread=spread,
-    ) as out:
-        if out.complete:
-            assert out.record is not None
-            record = out.record
-            scored_rows = 0
-            profile = {}
-        else:
-            items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
-            scored_rows = sum(chunk.rows for chunk in out.pending)
-            planned = time.perf_counter()
-            chunks = start_chunks(out, items, settings, spec, engine, choice.threads)
-            made = _score(out, chunks, max_error_rate=options.max_error_rate)
-            scored = time.perf_counter()
-            provenance = _provenance(settings, engine, choice, made, seconds=scored - began, rows=scored_rows)
-            record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
-            profile = _profile(made, began, planned, scored)
-    seconds = time.perf_counter() - began
-    return Scored(
-        path=output,
-        rows_in=out.plan.rows,
-        rows_out=record["rows"],
-        rows_failed=record["failed"],
-        seconds=seconds,
-        rows_per_s=scored_rows / seconds,
-        record=record,
-        quarantined=tuple(source.quarantined),
-        profile=profile,
-        **read_failures(out.output, record, out.plan)._asdict(),
     )
 
+    def start(out: WriteTransaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
+        return start_chunks(out, items, settings, spec, engine, choice.threads)
 
-def _score(
-    out: WriteTransaction, chunks: Generator[ScoredChunk, None, None], *, max_error_rate: float
-) -> list[ScoredChunk]:
-    """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
-    made: list[ScoredChunk] = []
-    examples: list[str] = []
-    total = out.plan.rows
-    rows = sum(part.rows for part in out.done)
-    failed = sum(part.failed for part in out.done)
-    before, ahead = rows, InFlight(out.staging / "journal").rows
-    with (
-        announce_interrupt(KEPT),
-        closing(chunks),
-        progress("predict", total, "rows", done=before, ahead=ahead) as advance,
-    ):
-        check_error_rate(failed, rows, total, max_error_rate, examples)  # of a run before this one
-        for chunk in chunks:
-            made.append(chunk)
-            rows += chunk.part.rows
-            failed += chunk.part.failed
-            examples = (examples + list(chunk.examples))[:3]
-            advance(chunk.part.rows)
-            check_error_rate(failed, rows, total, max_error_rate, examples)
-    return made
+    def provenance(made: list[ScoredChunk], rows: int, seconds: float) -> dict[str, Any]:
+        return _provenance(settings, engine, choice, made, seconds=seconds, rows=rows)
+
+    finished = run_job(job, start, provenance, began=began)
+    return Scored(**finished.outcome._asdict(), profile=_profile(finished))
 
 
 def _provenance(
@@ -351,30 +283,18 @@ def _provenance(
     }
 
 
-def _profile(made: Sequence[ScoredChunk], began: float, planned: float, scored: float) -> dict[str, float]:
+def _profile(finished: Finished[ScoredChunk]) -> dict[str, float]:
     """Return the seconds of each step, in order; "other rows" includes starting child processes."""
-    names = dict.fromkeys(step for chunk in made for step in chunk.startup)
-    steps = {name: max(chunk.startup.get(name, 0.0) for chunk in made) for name in names}
-    rest = max(0.0, scored - planned - sum(steps.values()))
-    now = time.perf_counter()
-    return {"plan": planned - began, **steps, "other rows": rest, "commit": now - scored}
-
-
-def _shared_folder(output: Path) -> Path:
-    """The folder of the output, which the engine's processes write to."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output.parent
+    if not finished.seconds:
+        return {}
+    names = dict.fromkeys(step for chunk in finished.made for step in chunk.startup)
+    steps = {name: max(chunk.startup.get(name, 0.0) for chunk in finished.made) for name in names}
+    seconds = finished.seconds
+    rest = max(0.0, seconds["run"] - sum(steps.values()))
+    return {"plan": seconds["plan"], **steps, "other rows": rest, "commit": seconds["commit"]}
 
 
 def _environment() -> dict[str, str]:
     """Return the versions that may change the last digits of a score."""
     versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
     return {**versions, "python": platform.python_version()}
-
-
-def _refuse_own_input(source: Table, output: Path) -> None:
-    for file in source.files:
-        if Path(os.path.realpath(file)).is_relative_to(os.path.realpath(output)):
-            raise UsageError(
-                f"{output}: contains the input file {file}, which publishing would replace. Give another output folder."
-            )
