@@ -12,6 +12,7 @@ not count. Bytecode belongs to one minor version of Python, so that version is p
 the functions that are reached, milliseconds for a script.
 """
 
+import copyreg
 import dis
 import functools
 import hashlib
@@ -35,6 +36,10 @@ from torchlake.errors import UsageError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 INSTALLED = {"site-packages", "dist-packages"}
+ADVICE = (
+    "Make it inside the function, or name the function's version yourself: version='1', and another one after every "
+    "change."
+)
 NO_CODE = (GetSetDescriptorType, MemberDescriptorType)
 
 Seen = dict[int, tuple[int, Any]]
@@ -57,7 +62,13 @@ def code_identity(function: Callable[..., Any], version: str | None) -> dict[str
     name = {"function": function_name(function)}
     if version is not None:
         return {**name, "version": version}
-    text = _canonical(function, {})
+    try:
+        text = _canonical(function, {})
+    except RecursionError:
+        raise UsageError(
+            f"{name['function']} reads a list or mapping that contains itself, or is nested too deeply to be compared. "
+            f"{ADVICE}"
+        ) from None
     minor = ".".join(platform.python_version_tuple()[:2])
     return {**name, "code": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), "python": minor}
 
@@ -141,13 +152,13 @@ def _parts_of_object(value: Any) -> list[Any]:
         return [value.__qualname__, value.__self__]
     if hasattr(value, "__wrapped__"):  # of functools.lru_cache
         return [value.__wrapped__]
+    reduce = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = value.__reduce_ex__(4)
+        reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception as error:
         raise UsageError(
             f"The function reads a {type(value).__module__}.{type(value).__qualname__}, of which two runs cannot be "
-            f"compared ({error}). Make it inside the function, or name the function's version yourself: version='1', "
-            "and another one after every change."
+            f"compared ({error}). {ADVICE}"
         ) from error
     if isinstance(reduced, str):
         return [type(value).__module__, reduced]

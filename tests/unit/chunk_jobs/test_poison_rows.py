@@ -219,6 +219,20 @@ def test_an_attempt_that_runs_at_the_same_time_has_not_died(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_attempt_that_died_before_it_began_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may when its process already works on another chunk: nothing would say on which machine it ran."""
+    source = (
+        "import os, signal, sys; from pathlib import Path; from torchlake.chunk_jobs import poison_rows\n"
+        "poison_rows._self = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "poison_rows.Attempt(Path(sys.argv[1]), 0, 9, 60.0)"
+    )
+    assert subprocess.run([sys.executable, "-c", source, str(tmp_path)], check=False).returncode == -9
+    monkeypatch.setattr(poison_rows, "SILENT_S", 1e9)
+    assert known(tmp_path) == ([], {})
+
+
 def test_an_attempt_on_another_machine_has_died_when_its_heartbeat_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
