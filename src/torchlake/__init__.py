@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchlake import errors
+    from torchlake.chunk_jobs.map import Mapped, map
     from torchlake.config.job import Job
     from torchlake.engines import Engine
     from torchlake.engines.local import Local
@@ -41,6 +42,7 @@ __all__ = [
     "Evaluation",
     "Job",
     "Local",
+    "Mapped",
     "Metric",
     "Optimized",
     "Plan",
@@ -58,6 +60,7 @@ __all__ = [
     "evaluate",
     "launch",
     "load",
+    "map",
     "optimize",
     "plan",
     "predict",
@@ -75,6 +78,7 @@ _MODULES = {
     "Evaluation": "evaluation.evaluate",
     "Job": "config.job",
     "Local": "engines.local",
+    "Mapped": "chunk_jobs.map",
     "Metric": "metrics",
     "Optimized": "optimization.optimize",
     "Plan": "planning.plan",
@@ -90,6 +94,7 @@ _MODULES = {
     "evaluate": "evaluation.evaluate",
     "launch": "training.launch",
     "load": "scoring.in_process",
+    "map": "chunk_jobs.map",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",
