@@ -63,7 +63,7 @@ def plan_chunks(
     paths, versions = [one.path for one, _ in files], [one.version for one, _ in files]
     contents = [known.get((one.path, one.version)) for one, _ in files]
     if hashed:
-        contents = _content_ids(paths, versions, contents, spread)
+        contents = content_ids(paths, versions, contents, spread)
     after = each_file(version_of, paths, remote=remote)
     inputs, splits = [], []
     for (one, chosen), now, sha256 in zip(files, after, contents, strict=True):
@@ -152,10 +152,10 @@ def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:
     return split_candidates(*file)
 
 
-def _content_ids(
+def content_ids(
     files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
 ) -> list[str | None]:
-    """Each file's `content_id`, computed where it is not known."""
+    """Each file's `content_id`, computed by `spread` where it is not known."""
     blocks = {
         file: hashed_blocks(file, version)
         for file, version, sha256 in zip(files, versions, known, strict=True)
