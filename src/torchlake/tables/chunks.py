@@ -8,15 +8,18 @@ file; memory 16 bytes per 256 text records.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import TableError
-from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
+from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates, text_candidates
 from torchlake.tables.formats.lines import Segment
+from torchlake.tables.formats.scanning import ranges_of, scan_range
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
 from torchlake.tables.selecting import RowSelector
 from torchlake.tables.selection.conditions import columns_of
@@ -130,13 +133,19 @@ def _selected(
 def _split_candidates(
     table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
 ) -> list[SplitCandidates]:
-    """Where each file can be split; text is scanned."""
+    """Where each file can be split; text is scanned, and a large file in several ranges at the same time."""
+    if table.format in TEXT:
+        ranges = [
+            ranges_of(file, table.format, table.options.csv, version.size, chunk_rows)
+            for file, version in zip(table.files, versions, strict=True)
+        ]
+        size = sum(version.size for version in versions)
+        scanned = spread(scan_range, [one for each in ranges for one in each], size=size, name="scan the text")
+        with closing(scanned):
+            return [text_candidates(islice(scanned, len(each))) for each in ranges]
     files = [
         _to_scan(table, file, version, columns, chunk_rows) for file, version in zip(table.files, versions, strict=True)
     ]
-    if table.format in TEXT:
-        size = sum(version.size for version in versions)
-        return list(spread(_candidates_of, files, size=size, name="scan the text"))
     return list(each_file(_candidates_of, files, remote=any(map(is_url, table.files))))
 
 
