@@ -103,7 +103,7 @@ def _selected(
     limit = table.options.selection.limit
     scanned: Iterable[SplitCandidates | None] = [None] * len(table.files)
     if limit is None:
-        scanned = found = _split_candidates(table, versions, wanted, chunk_rows, spread)
+        scanned = found = _split_candidates(table, versions, wanted, chunk_rows, selector, spread)
         limit = sum(segment.rows for one in found for segment in one.segments)
     size = chunk_rows or min(max(limit // CHUNKS, MIN_ROWS), MAX_ROWS)
     files = []
@@ -131,7 +131,12 @@ def _selected(
 
 
 def _split_candidates(
-    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+    table: Table,
+    versions: Sequence[Version],
+    columns: Sequence[str],
+    chunk_rows: int | None,
+    selector: RowSelector,
+    spread: Spread,
 ) -> list[SplitCandidates]:
     """Where each file can be split; text is scanned, and a large file in several ranges at the same time."""
     if table.format in TEXT:
@@ -144,17 +149,18 @@ def _split_candidates(
         with closing(scanned):
             return [text_candidates(islice(scanned, len(each))) for each in ranges]
     files = [
-        _to_scan(table, file, version, columns, chunk_rows) for file, version in zip(table.files, versions, strict=True)
+        _to_scan(table, file, version, columns, chunk_rows, sampled=selector.may_select(file))
+        for file, version in zip(table.files, versions, strict=True)
     ]
     return list(each_file(_candidates_of, files, remote=any(map(is_url, table.files))))
 
 
 def _to_scan(
-    table: Table, file: str, version: Version, columns: Sequence[str], chunk_rows: int | None
+    table: Table, file: str, version: Version, columns: Sequence[str], chunk_rows: int | None, *, sampled: bool = True
 ) -> tuple[Any, ...]:
     """The arguments of `split_candidates`."""
     footer, stored = table.footers.get(file), _stored(table, file, columns)
-    return file, table.format, version, footer, stored, chunk_rows, table.options.csv
+    return file, table.format, version, footer, stored, chunk_rows, table.options.csv, sampled
 
 
 def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:

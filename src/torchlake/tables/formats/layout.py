@@ -118,15 +118,19 @@ def split_candidates(
     columns: Sequence[str],
     segment_rows: int | None,
     dialect: Dialect = UTF8,
+    sampled: bool = True,
 ) -> SplitCandidates:
-    """Where a file can be split; counts the bytes of `columns`. Segments of text have at most `segment_rows` rows."""
+    """Where a file can be split; counts the bytes of `columns`. Segments of text have at most `segment_rows` rows.
+
+    `sampled=False`: sizes in memory are not estimated from rows of a Parquet file, for one that is not read.
+    """
     if format in ("csv", "jsonl"):
         return text_candidates(map(scan_range, ranges_of(file, format, dialect, version.size, segment_rows)))
     if format == "arrow":
         return SplitCandidates(arrow_segments(file, columns), 0, None)
     if footer is None or footer.version != version or {*columns} != {*footer.columns}:
         footer = parquet_footer(file, version, columns)
-    ratio = sampled_size(file, footer, MAX_BYTES) if columns else 1.0
+    ratio = sampled_size(file, footer, MAX_BYTES) if columns and sampled else 1.0
     return SplitCandidates([Segment(rows, int(size * ratio)) for rows, size in footer.groups], 0, footer.checksums)
 
 
