@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torchlake.engines.spark import Spark
     from torchlake.errors import TorchlakeError
     from torchlake.evaluation.evaluate import Evaluation, evaluate
+    from torchlake.exporting.export import export
+    from torchlake.exporting.mlflow_model import log_model
     from torchlake.metrics import Metric
     from torchlake.optimization.optimize import Optimized, optimize
     from torchlake.planning.plan import Plan, plan
@@ -58,8 +60,10 @@ __all__ = [
     "doctor",
     "errors",
     "evaluate",
+    "export",
     "launch",
     "load",
+    "log_model",
     "map",
     "optimize",
     "plan",
@@ -92,8 +96,10 @@ _MODULES = {
     "Verification": "tables.verification.verify",
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
+    "export": "exporting.export",
     "launch": "training.launch",
     "load": "scoring.in_process",
+    "log_model": "exporting.mlflow_model",
     "map": "chunk_jobs.map",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",

@@ -13,7 +13,7 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     5: "__init__ __main__ cli",
-    4: "chunk_jobs evaluation optimization planning preparation reporting scoring training tuning",
+    4: "chunk_jobs evaluation exporting optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
     1: "config distributed logs loss metrics optim processes "
@@ -27,6 +27,7 @@ NEIGHBORS = {
     "__main__": {"cli"},
     "cli": {"__init__"},
     "evaluation": {"preparation", "scoring"},
+    "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},
     "planning": {"preparation", "scoring"},
     "preparation": {"chunk_jobs", "scoring"},
