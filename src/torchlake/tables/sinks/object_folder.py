@@ -17,14 +17,12 @@ import pyarrow as pa
 
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.tables.output.parts import PartFolder
-from torchlake.tables.record import COMMIT, is_record, recorded_arrow_schema
+from torchlake.tables.record import COMMIT, PARTS, is_record, recorded_arrow_schema
 from torchlake.tables.sinks._interface import STATE, Change, Conflict, SinkOptions
 from torchlake.tables.sinks._records import stored_commits
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.objects import Found, ObjectFolder
 from torchlake.tables.storage.urls import check_url, is_url
-
-PARTS = f"{STATE}/parts"
 
 
 @dataclass(frozen=True, kw_only=True)
