@@ -37,7 +37,7 @@ ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
 ON_S3 = {"docs/how-to/object-storage.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
-SCORED = {"docs/how-to/queries.md", "docs/how-to/scoring.md", "docs/how-to/selecting.md"}
+SCORED = {"docs/how-to/outputs.md", "docs/how-to/queries.md", "docs/how-to/scoring.md", "docs/how-to/selecting.md"}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."
