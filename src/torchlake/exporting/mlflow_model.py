@@ -78,7 +78,7 @@ def log_model(
             warnings.filterwarnings("ignore", f".*{message}")
         from mlflow import pyfunc
 
-        return pyfunc.log_model(
+        logged: ModelInfo = pyfunc.log_model(
             name=name,
             loader_module=__name__,
             data_path=settings.model,
@@ -87,6 +87,7 @@ def log_model(
             pip_requirements=[f"{library}=={_release(library)}" for library in ("torchlake", "torch", "transformers")],
             registered_model_name=registered_model_name,
         )
+    return logged
 
 
 @dataclass(kw_only=True)
@@ -139,10 +140,10 @@ def _settings(model: str | Path, options: Mapping[str, Any]) -> tuple[ScoringSet
 def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
     """Return MLflow's schema of the text column and of the prediction columns."""
     from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, Schema
+    from mlflow.types import ColSpec, Schema, TensorSpec
 
     columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
-    outputs = [ColSpec(_type(column.type), column.name) for column in columns]
+    outputs: list[ColSpec | TensorSpec] = [ColSpec(_type(column.type), column.name) for column in columns]
     return ModelSignature(Schema([ColSpec("string", settings.text)]), Schema(outputs))
 
 
