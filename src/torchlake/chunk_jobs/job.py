@@ -1,13 +1,12 @@
 """The driver's part of a chunk job: open and plan the input, run the pending chunks, publish them with one commit.
 
-    open_input -> the caller's checks -> plan_input -> run_job: write_transaction -> chunks -> commit
+    open_input -> the caller's checks -> plan_input -> run_job: begin -> chunks -> commit
 
 The plan is stored first; an engine runs each pending chunk at least once; the same call after a kill runs only what is
 missing. Failed rows are counted on the way, so that a job that cannot succeed ends early.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -19,18 +18,21 @@ import pyarrow as pa
 
 from torchlake.chunk_jobs.in_flight import InFlight
 from torchlake.chunk_jobs.options import OutputOptions
-from torchlake.errors import UsageError
+from torchlake.chunk_jobs.read_ahead import Workspace
+from torchlake.engines import Engine
+from torchlake.engines.local import Local
 from torchlake.processes.interrupts import announce_interrupt
 from torchlake.progress import progress
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
-from torchlake.tables.output.commit import WriteTransaction, write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+from torchlake.tables.output.compatibility import AllowedChanges
 from torchlake.tables.output.failures import check_error_rate, read_failures
 from torchlake.tables.output.parts import Part, part_name, stored_schema
 from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.sinks._find import Output, Write
+from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.sources.files import StoredTable
-from torchlake.tables.storage.spread import Spread
+from torchlake.tables.storage.spread import Spread, in_process
 from torchlake.tables.table import Table, open_table
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class WrittenChunk(Protocol):
 
 
 R = TypeVar("R", bound=WrittenChunk)
-Start = Callable[[WriteTransaction, list[tuple[Chunk, str]]], Generator[R, None, None]]
+Start = Callable[[Write, list[tuple[Chunk, str]]], Generator[R, None, None]]
 "From the transaction and the pending chunks with their part names to the workers' reports."
 Provenance = Callable[[list[R], int, float], Mapping[str, Any]]
 "From the reports, the rows of the pending chunks and the seconds so far to the job's entries of the commit record."
@@ -63,12 +65,13 @@ class Job:
 
     name: str
     "The command, for messages."
-    output: Path
+    output: Output
     source: Table
     plan: Plan
     schema: pa.Schema
     "Of the output."
     fingerprint: Mapping[str, Any]
+    key: str | None
     environment: Mapping[str, str]
     "Library versions."
     options: OutputOptions
@@ -78,7 +81,7 @@ class Job:
 class Outcome(NamedTuple):
     """The fields that the results of all chunk jobs have; `Scored` documents them."""
 
-    path: Path
+    path: Path | str
     rows_in: int
     rows_out: int
     rows_failed: int
@@ -100,15 +103,11 @@ class Finished(Generic[R]):
 
 
 def open_input(
-    table: StoredTable, output: Path, columns: Sequence[str], options: OutputOptions, spread: Spread
+    table: StoredTable, output: Output, columns: Sequence[str], options: OutputOptions, spread: Spread
 ) -> Table:
     """Open the input. Raises TableError as `open_table`, and UsageError if it is inside `output`."""
     source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
-    for file in source.files:
-        if Path(os.path.realpath(file)).is_relative_to(os.path.realpath(output)):
-            raise UsageError(
-                f"{output}: contains the input file {file}, which publishing would replace. Give another output folder."
-            )
+    output.refuse_input(source.files)
     for file, reason in source.quarantined:
         log.warning("%s is skipped: %s", file, reason)
     return source
@@ -116,25 +115,27 @@ def open_input(
 
 def plan_input(
     source: Table,
-    output: Path,
+    output: Output,
     columns: Sequence[str],
     options: OutputOptions,
     *,
     schema: pa.Schema,
     key: str | None,
-    spread: Spread,
-    shared: bool,
+    engine: Engine,
 ) -> Plan:
-    """Split the input into chunks and check its key. With `shared`, temporary files are beside the output.
+    """Split the input into chunks and check its key.
 
     Raises TableError for a key with nulls or duplicates, and for an output `schema` that Parquet does not have.
     """
     stored_schema(schema)
     plan = plan_chunks(
-        source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output), spread=spread
+        source, columns=columns, chunk_rows=options.chunk_rows, cached=output.earlier().inputs, spread=engine.spread
     )
     if key is not None:
-        check_key(source, plan, key, spread=spread, scratch=_folder_of(output) if shared else None)
+        # Hashes of keys go through a folder that all processes reach; without one they stay in this process.
+        here = isinstance(engine, Local)
+        folder = None if here else output.shared_folder
+        check_key(source, plan, key, spread=engine.spread if here or folder else in_process, scratch=folder)
     return plan
 
 
@@ -145,11 +146,11 @@ def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: floa
     chunks are kept.
     """
     options = job.options
-    with write_transaction(
-        job.output,
+    request = WriteRequest(
         plan=job.plan,
         fingerprint=job.fingerprint,
         schema=job.schema,
+        key=job.key,
         allowed=AllowedChanges(
             overwrite=options.overwrite,
             new_input=options.accept_new_input,
@@ -158,7 +159,8 @@ def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: floa
         environment=job.environment,
         quarantined=job.source.quarantined,
         spread=job.spread,
-    ) as out:
+    )
+    with job.output.begin(request) as out:
         made: list[R] = []
         rows, seconds = 0, {}
         if out.complete:
@@ -174,7 +176,7 @@ def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: floa
             seconds = {"plan": planned - began, "run": ran - planned, "commit": time.perf_counter() - ran}
     total = time.perf_counter() - began
     outcome = Outcome(
-        path=job.output,
+        path=job.output.path,
         rows_in=out.plan.rows,
         rows_out=record["rows"],
         rows_failed=record["failed"],
@@ -182,12 +184,17 @@ def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: floa
         rows_per_s=rows / total,
         record=record,
         quarantined=tuple(job.source.quarantined),
-        **read_failures(out.output, record, out.plan)._asdict(),
+        **read_failures(out.committed_in, record, out.plan)._asdict(),
     )
     return Finished(outcome=outcome, made=made, seconds=seconds)
 
 
-def _run(job: Job, out: WriteTransaction, chunks: Generator[R, None, None]) -> list[R]:
+def workspace_of(out: Write) -> Workspace:
+    """Return where the workers of a write write."""
+    return Workspace(journal=str(out.staging.absolute() / "journal"), parts=out.parts)
+
+
+def _run(job: Job, out: Write, chunks: Generator[R, None, None]) -> list[R]:
     """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
     made: list[R] = []
     examples: list[str] = []
@@ -209,9 +216,3 @@ def _run(job: Job, out: WriteTransaction, chunks: Generator[R, None, None]) -> l
             advance(chunk.part.rows)
             check_error_rate(failed, rows, total, rate, examples)
     return made
-
-
-def _folder_of(output: Path) -> Path:
-    """Return the folder of the output, which the engine's processes write to."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output.parent

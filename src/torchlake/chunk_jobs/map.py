@@ -16,23 +16,21 @@ from typing import Any, Unpack
 import pyarrow as pa
 
 from torchlake.chunk_jobs.code_identity import check_takes_nothing, code_identity, function_name
-from torchlake.chunk_jobs.job import Job, open_input, plan_input, run_job
+from torchlake.chunk_jobs.job import Job, open_input, plan_input, run_job, workspace_of
 from torchlake.chunk_jobs.map_worker import (
     MakeWorker,
     MappedChunk,
     MapSettings,
     make_map_worker,
     output_schema,
-    with_staging,
 )
 from torchlake.chunk_jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
-from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.output.spool import spooled
 from torchlake.tables.plan import Chunk, chunk_label
-from torchlake.tables.record import local_output
+from torchlake.tables.sinks._find import Output, Write, output_of
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.sources.streams import Input
@@ -52,8 +50,8 @@ class MapOptions(JobArguments, total=False):
 class Mapped:
     """The output of `map`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
 
-    path: Path
-    "The output folder."
+    path: Path | str
+    "The output: a folder's path, else a URL or the name of a table."
     rows_in: int
     rows_out: int
     rows_failed: int
@@ -82,7 +80,7 @@ def map(
     engine: Engine | str | None = None,
     **options: Unpack[MapOptions],
 ) -> Mapped:
-    """Apply a function of record batches to every row of `table`, exactly once, and write the Parquet folder `output`.
+    """Apply a function of record batches to every row of `table`, exactly once, and write `output`.
 
         def make_worker():
             import re                                   # once per process: imports, models, connections
@@ -111,7 +109,9 @@ def map(
 
     `engine` is where the processes run (default: one per core of this machine); `gpus_per_process` GPUs are for each of
     them (default: 0). `where`, `sample`, `limit`, `seed`, `csv`, `chunk_rows`, `overwrite`, `accept_new_input`,
-    `accept_removed_input`, `on_bad_file` and `max_error_rate` are those of `predict`, as are the kinds of `table`.
+    `accept_removed_input`, `on_bad_file` and `max_error_rate` are those of `predict`, as are the kinds of `table` and
+    `output` (Parquet folders, Delta and Iceberg tables) and their `format`, `mode`, `partition_by`, `add_columns` and
+    `target_file_size`.
 
     Raises TooManyErrors when more than `max_error_rate` (default: 0.5) of the rows fail (nothing is published, finished
     chunks are kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it,
@@ -138,21 +138,16 @@ def map(
         row_timeout_s=options.get("row_timeout_s", 600.0),
     )
     identity = code_identity(make_worker, version)
-    with spooled(table, local_output(output)) as stored:
-        return _map_table(
-            stored,
-            local_output(output),
-            settings,
-            identity,
-            as_engine(engine),
-            output_options(options),
-            options.get("gpus_per_process", 0),
-        )
+    about = output_options(options)
+    place = output_of(output, about.sink)
+    with spooled(table, place.place) as stored:
+        gpus = options.get("gpus_per_process", 0)
+        return _map_table(stored, place, settings, identity, as_engine(engine), about, gpus)
 
 
 def _map_table(
     table: StoredTable,
-    output: Path,
+    output: Output,
     settings: MapSettings,
     identity: Mapping[str, str],
     engine: Engine | None,
@@ -165,9 +160,7 @@ def _map_table(
     key = settings.key
     columns = tuple(dict.fromkeys((*([key] if key else []), *settings.columns)))
     schema = output_schema(settings, source.schema)
-    plan = plan_input(
-        source, output, columns, options, schema=schema, key=key, spread=runner.spread, shared=engine is not None
-    )
+    plan = plan_input(source, output, columns, options, schema=schema, key=key, engine=runner)
     job = Job(
         name="map",
         output=output,
@@ -175,17 +168,18 @@ def _map_table(
         plan=plan,
         schema=schema,
         fingerprint=_fingerprint(settings, identity),
+        key=key,
         environment=_environment(),
         options=options,
         spread=runner.spread,
     )
 
-    def start(out: WriteTransaction, items: list[tuple[Chunk, str]]) -> Generator[MappedChunk, None, None]:
+    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[MappedChunk, None, None]:
         return runner.run_chunks(
-            partial(make_map_worker, with_staging(settings, out.staging.absolute())),
+            partial(make_map_worker, replace(settings, workspace=workspace_of(out))),
             items,
             gpus_per_process=gpus_per_process,
-            name=f"map {out.output.name}",
+            name=f"map {out.title}",
             label=chunk_label,
         )
 
@@ -204,7 +198,7 @@ def _map_table(
 
 
 def _open(
-    table: StoredTable, output: Path, settings: MapSettings, options: OutputOptions, engine: Engine
+    table: StoredTable, output: Output, settings: MapSettings, options: OutputOptions, engine: Engine
 ) -> tuple[MapSettings, Table]:
     """Return the settings with the columns that the function reads, and the input."""
     wanted = tuple(dict.fromkeys((*([settings.key] if settings.key else []), *settings.columns)))

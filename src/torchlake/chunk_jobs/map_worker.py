@@ -7,18 +7,17 @@ The function sees each row once, unless its batch raises or dies; it may not dep
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from torchlake.chunk_jobs.isolation import run_isolated
 from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
-from torchlake.chunk_jobs.read_ahead import examples_of, reading_ahead
+from torchlake.chunk_jobs.read_ahead import Workspace, examples_of, reading_ahead
 from torchlake.errors import UsageError
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tables.output.parts import Part, schema_in_words, write_part
+from torchlake.tables.output.parts import Part, schema_in_words
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import common_type
@@ -41,7 +40,8 @@ class MapSettings:
     "What it returns."
     batch_rows: int
     row_timeout_s: float
-    staging: str = ""
+    workspace: Workspace | None = None
+    "Where it writes; set when the job starts."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ def make_map_worker(settings: MapSettings) -> Callable[[Iterator[tuple[Chunk, st
             f"{settings.name} returned a {type(function).__name__}; it returns the function that gets the batches."
         )
     reader = ChunkReader(tuple(dict.fromkeys((*([settings.key] if settings.key else []), *settings.columns))))
-    staging = Path(settings.staging)
+    workspace = settings.workspace
+    assert workspace is not None, "a job has a workspace"
 
     def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, dict[int, str]]:
         table, unreadable = read_chunk(reader, chunk, attempt)
@@ -83,7 +84,7 @@ def make_map_worker(settings: MapSettings) -> Callable[[Iterator[tuple[Chunk, st
         reasons = pa.chunked_array([from_strings([errors.get(row) for row in range(chunk.rows)])])
         output = pa.table([identity, *columns.columns, reasons], output_schema(settings, table.schema))
         return MappedChunk(
-            part=write_part(staging, name, output, chunk=chunk.index),
+            part=workspace.parts.write(name, output, chunk=chunk.index),
             seconds=seconds,
             examples=examples_of(chunk, reasons),
         )
@@ -91,12 +92,7 @@ def make_map_worker(settings: MapSettings) -> Callable[[Iterator[tuple[Chunk, st
     def lost(part: Part) -> MappedChunk:
         return MappedChunk(part=part)
 
-    return reading_ahead(staging, settings.row_timeout_s, read=read, write=write, lost=lost)
-
-
-def with_staging(settings: MapSettings, staging: Path) -> MapSettings:
-    """Return the settings for a job that writes its parts into `staging`."""
-    return replace(settings, staging=str(staging))
+    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=write, lost=lost)
 
 
 def output_schema(settings: MapSettings, source: pa.Schema) -> pa.Schema:

@@ -1,11 +1,12 @@
 """The options of input and output that every chunk job of the Python API has, checked. None of them changes a row."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
 from torchlake.errors import UsageError
+from torchlake.tables.sinks._interface import Mode, SinkOptions, sink_options
 from torchlake.tables.sources._options import READ_ARGUMENTS, ReadOptions, read_options
 
 MAX_TIMEOUT_S = 1_000_000
@@ -21,6 +22,11 @@ class JobArguments(TypedDict, total=False):
     accept_new_input: bool
     accept_removed_input: bool
     on_bad_file: Literal["error", "quarantine"]
+    format: Literal["parquet", "delta", "iceberg"] | None
+    mode: Mode
+    partition_by: str | Sequence[str]
+    add_columns: bool
+    target_file_size: int | str | None
     csv: Mapping[str, str] | None
     where: str | None
     sample: float | None
@@ -41,13 +47,20 @@ class OutputOptions:
     accept_removed_input: bool = False
     on_bad_file: Literal["error", "quarantine"] = "error"
     read: ReadOptions = field(default_factory=ReadOptions)
+    sink: SinkOptions = field(default_factory=SinkOptions)
 
 
 def output_options(given: Mapping[str, Any]) -> OutputOptions:
     """Return the options of input and output among the arguments of a function."""
     names = {one.name for one in fields(OutputOptions)}
     read = read_options({name: value for name, value in given.items() if name in READ_ARGUMENTS})
-    return OutputOptions(**{name: value for name, value in given.items() if name in names}, read=read)
+    options = {name: value for name, value in given.items() if name in names}
+    sink = sink_options({one.name: given[one.name] for one in fields(SinkOptions) if one.name in given})
+    if options.get("overwrite") and sink.mode not in ("create", "overwrite"):
+        raise UsageError(f"overwrite replaces the output, and mode {sink.mode} adds to it; give one of them.")
+    if options.get("overwrite"):
+        sink = replace(sink, mode="overwrite")
+    return OutputOptions(**options, read=read, sink=sink)
 
 
 def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

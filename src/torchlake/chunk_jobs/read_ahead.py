@@ -7,6 +7,7 @@ Cost: one chunk in memory besides the one being worked on.
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -14,15 +15,25 @@ from typing import TypeVar
 import pyarrow as pa
 
 from torchlake.chunk_jobs.poison_rows import Attempt
-from torchlake.tables.output.parts import Part, part_of_lost_attempt
+from torchlake.tables.output.parts import Part, PartFolder
 from torchlake.tables.plan import Chunk
+from torchlake.tables.storage.urls import is_url
 
 Read = TypeVar("Read")
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """Where the workers of a job write, as plain values, so that every engine can send them."""
+
+    journal: str
+    "The folder for the logs of attempts."
+    parts: PartFolder
+
+
 def reading_ahead(
-    staging: Path,
+    workspace: Workspace,
     limit_s: float,
     *,
     read: Callable[[Chunk, Attempt], Read],
@@ -35,6 +46,9 @@ def reading_ahead(
     result; `lost` returns the result for a part that an earlier attempt has written. A step of an attempt may take
     `limit_s` seconds.
     """
+    journal, parts = Path(workspace.journal), workspace.parts
+    if is_url(parts.location):  # then each machine has logs of its own: a chunk that kills its process is retried there
+        journal.parent.mkdir(parents=True, exist_ok=True)
 
     def start(chunk: Chunk, attempt: Attempt) -> Read:
         try:
@@ -53,10 +67,10 @@ def reading_ahead(
         if item is None:
             return None
         chunk, name = item
-        part = part_of_lost_attempt(staging, name, chunk)
+        part = parts.find(name, chunk.index, chunk.rows)
         if part is not None:
             return False, partial(lost, part)
-        attempt = Attempt(staging / "journal", chunk.index, chunk.rows, limit_s)
+        attempt = Attempt(journal, chunk.index, chunk.rows, limit_s)
         if attempt.alone:
             return True, lambda: finish(chunk, name, attempt, start(chunk, attempt))
         return False, partial(finish, chunk, name, attempt, start(chunk, attempt))

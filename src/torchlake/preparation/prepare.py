@@ -34,7 +34,7 @@ from torchlake.tables.arrays import is_blank, string_column, without_rows
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-from torchlake.tables.output.parts import TABLE, Part, part_name, part_of_lost_attempt, write_part
+from torchlake.tables.output.parts import TABLE, Part, PartFolder, part_name
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.sources._options import ReadOptions
@@ -58,6 +58,7 @@ class PrepareSettings:
     spec: TaskSpec
     bad_rows: Literal["error", "drop"]
     staging: str
+    parts: PartFolder
 
 
 def prepare(
@@ -110,7 +111,9 @@ def prepare(
         if out.complete:
             assert out.record is not None
             return out.record
-        settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging))
+        settings = PrepareSettings(
+            tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging), parts=out.parts
+        )
         parts = list(out.done)
         items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
         made = engine.run_chunks(
@@ -189,12 +192,12 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
-        staging = Path(settings.staging)
+        journal = Path(settings.staging) / "journal"
         for chunk, name in items:
-            part = part_of_lost_attempt(staging, name, chunk)
+            part = settings.parts.find(name, chunk.index, chunk.rows)
             if part is None:
-                with closing(Attempt(staging / "journal", chunk.index, chunk.rows, STEP_TIMEOUT_S)) as attempt:
-                    part = write_part(staging, name, prepared(chunk, attempt), chunk=chunk.index)
+                with closing(Attempt(journal, chunk.index, chunk.rows, STEP_TIMEOUT_S)) as attempt:
+                    part = settings.parts.write(name, prepared(chunk, attempt), chunk=chunk.index)
             yield part
 
     return worker

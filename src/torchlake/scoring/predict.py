@@ -36,11 +36,9 @@ from torchlake.scoring.options import (
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
-from torchlake.tables.output.commit import WriteTransaction
-from torchlake.tables.output.compatibility import recorded_fingerprint
 from torchlake.tables.output.spool import spooled
 from torchlake.tables.plan import Chunk
-from torchlake.tables.record import local_output
+from torchlake.tables.sinks._find import Output, Write, output_of
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
 
@@ -49,8 +47,8 @@ from torchlake.tables.sources.streams import Input
 class Scored:
     """The output of `predict`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
 
-    path: Path
-    "The output folder."
+    path: Path | str
+    "The output: a folder's path, else a URL or the name of a table."
     rows_in: int
     rows_out: int
     rows_failed: int
@@ -69,7 +67,7 @@ class Scored:
     "File and row of the first failed row, and its error."
 
     @property
-    def output(self) -> Path:
+    def output(self) -> Path | str:
         """The earlier name of `path`."""
         warnings.warn("Scored.output is now Scored.path.", DeprecationWarning, stacklevel=2)
         return self.path
@@ -116,9 +114,9 @@ def predict(
 ) -> Any:
     """Score `table` with the model folder `model`.
 
-    `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), scored into the Parquet folder
-    `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with the
-    prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its own engine scores
+    `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), or a Delta or Iceberg table, scored
+    into `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with
+    the prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its engine scores
     it when its rows are needed. With an `output`, it may also be a frame in memory, anything with `__arrow_c_stream__`
     (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows are stored beside the
     output until the job ends, and the same rows resume a job that was killed.
@@ -136,6 +134,12 @@ def predict(
     tokens of a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
     whose tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried
     alone, and become error rows the second time.
+
+    Output: a Parquet folder, local or by URL; a Delta table by path or URL with `format="delta"`, or if one is there;
+    an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to rows that are there:
+    with "create" (default) there may be none, "append" adds to a table, "overwrite" replaces all, "replace-where"
+    replaces those with the same `key`. `partition_by` names the partition columns of a new table, `add_columns` adds
+    columns that a table lacks. `target_file_size` ("256MiB") writes files with the rows of several chunks.
 
     Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
     unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
@@ -160,6 +164,7 @@ def predict(
     """
     scoring, generation, output_options = split_options(options)
     native, engine = engine_of(table), as_engine(engine)
+    place = None if native is not None or output is None else output_of(output, output_options.sink)
     settings, spec, choice = scoring_settings(
         model,
         runtime,
@@ -167,7 +172,7 @@ def predict(
         text=text,
         key=key,
         columns=columns,
-        recorded=None if native is not None or output is None else recorded_fingerprint(output).get("runtime"),
+        recorded=None if place is None else place.earlier().fingerprint.get("runtime"),
         **scoring,
     )
     if native is not None or (is_frame(table) and output is None):
@@ -179,15 +184,15 @@ def predict(
                 "score that into an output folder."
             )
         return _predict_frame(table, native, settings, spec, engine, output_options)
-    if output is None:
+    if place is None:
         raise UsageError(
             "predict: a stored table or a stream needs an output folder: predict(model, table, output). For texts in "
             "memory: torchlake.load(model)([...])."
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
-    with spooled(table, local_output(output)) as table:
-        return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
+    with spooled(table, place.place) as table:
+        return _predict_table(table, place, settings, spec, engine, choice, output_options)
 
 
 def _predict_frame(
@@ -215,7 +220,7 @@ def _predict_frame(
 
 def _predict_table(
     table: str | Path | Sequence[str | Path],
-    output: Path,
+    output: Output,
     settings: ScoringSettings,
     spec: TaskSpec,
     engine: Engine | None,
@@ -224,15 +229,13 @@ def _predict_table(
 ) -> Scored:
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
-    spread = (engine or Local()).spread
-    source = open_input(table, output, columns, options, spread)
+    runner = engine or Local()
+    source = open_input(table, output, columns, options, runner.spread)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
-    plan = plan_input(
-        source, output, columns, options, schema=schema, key=settings.key, spread=spread, shared=engine is not None
-    )
-    make_export(settings, engine or Local())
+    plan = plan_input(source, output, columns, options, schema=schema, key=settings.key, engine=runner)
+    make_export(settings, runner)
     job = Job(
         name="predict",
         output=output,
@@ -240,12 +243,13 @@ def _predict_table(
         plan=plan,
         schema=schema,
         fingerprint=fingerprint_of(settings, spec),
+        key=settings.key,
         environment=_environment(),
         options=options,
-        spread=spread,
+        spread=runner.spread,
     )
 
-    def start(out: WriteTransaction, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
+    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
         return start_chunks(out, items, settings, spec, engine, choice.threads)
 
     def provenance(made: list[ScoredChunk], rows: int, seconds: float) -> dict[str, Any]:

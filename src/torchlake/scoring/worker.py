@@ -8,8 +8,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,7 @@ from torchlake.data.batching import Ragged
 from torchlake.scoring.rows import ScoringSettings, TextReader, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
 from torchlake.tables.arrays import from_numpy, from_strings, string_column
-from torchlake.tables.output.parts import Part, write_part
+from torchlake.tables.output.parts import Part
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 
@@ -50,7 +49,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     """Load the model; the returned worker scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
     scorer = Scorer(settings=settings)
     reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
-    staging = Path(settings.staging)
+    workspace = settings.workspace
+    assert workspace is not None, "a job has a workspace"
 
     def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, Work]:
         table, unreadable = read_chunk(reader, chunk, attempt)
@@ -66,7 +66,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         padded, seconds = scorer.padded_tokens, scorer.seconds
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
-            part=write_part(staging, name, output, chunk=chunk.index),
+            part=workspace.parts.write(name, output, chunk=chunk.index),
             tokens=int(work.tokens.lengths.sum()),
             padded_tokens=scorer.padded_tokens - padded,
             seconds=scorer.seconds - seconds,
@@ -78,7 +78,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     def lost(part: Part) -> ScoredChunk:
         return ScoredChunk(part=part)
 
-    return reading_ahead(staging, settings.row_timeout_s, read=read, write=score, lost=lost)
+    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=score, lost=lost)
 
 
 def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
@@ -148,11 +148,6 @@ def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]
             yield runtime
 
     return worker
-
-
-def with_staging(settings: ScoringSettings, staging: Path) -> ScoringSettings:
-    """Return the settings for a chunk job that writes its parts into `staging`."""
-    return replace(settings, staging=str(staging))
 
 
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:

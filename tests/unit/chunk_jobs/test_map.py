@@ -19,7 +19,7 @@ import torchlake as tl
 from mapping import SCHEMA
 from torchlake.chunk_jobs.isolation import run_isolated
 from torchlake.errors import FingerprintError, TableError, TooManyErrors, UsageError
-from torchlake.tables.output.verify import verify
+from torchlake.tables.verification.verify import verify
 
 HERE = tl.Local(processes=1)
 
