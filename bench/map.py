@@ -1,10 +1,10 @@
 """What does `tl.map` cost over calling a function by hand, and beside Ray Data, Spark and Daft?
 
-One function (MinHash signatures of texts, about a millisecond each) over one table of Parquet files, from stored table
-to stored table, with one process per core: by hand in a pool of processes, `tl.map` on three engines, `map_batches` of
-Ray Data, `mapInArrow` of Spark and a class of Daft. In turn, best of the rounds. Ray and Spark are warm; starting
-processes counts for the others. Only `tl.map` resumes after a kill, names the row that failed, and publishes all or
-nothing.
+One function (MinHash signatures of texts, a quarter of a millisecond each) over one table of Parquet files, from stored
+table to stored table, with one process per core: by hand in a pool of processes, `tl.map` on three engines,
+`map_batches` of Ray Data, `mapInArrow` of Spark and a class of Daft. In turn, best of the rounds. Ray and Spark are
+warm; starting processes counts for the others. The CPU time of all processes is given too: other jobs on the machine
+disturb it less. Only `tl.map` resumes after a kill, names the row that failed, and publishes all or nothing.
 """
 
 import json
