@@ -285,7 +285,7 @@ def export(
     format: o.ExportFormat,
     pooling: o.Pooling = None,
 ) -> Work:
-    """Write a model as a folder that another tool loads: ONNX Runtime, OpenVINO or sentence-transformers."""
+    """Write a model for another tool. Layouts of ONNX Runtime, OpenVINO and sentence-transformers."""
     return lambda: commands.export(model, folder, format, pooling)
 
 
