@@ -114,7 +114,7 @@ def results() -> list[Any]:
     from torchlake.evaluation.evaluate import Evaluation
     from torchlake.optimization.optimize import Optimized
     from torchlake.scoring.predict import Scored
-    from torchlake.tables.output.verify import Verification
+    from torchlake.tables.verification.verify import Verification
     from torchlake.training.train import Run
     from torchlake.tuning.tune import Tuning
 

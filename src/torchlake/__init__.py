@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
-    from torchlake.tables.output.verify import Verification, verify
+    from torchlake.tables.verification.verify import Verification, verify
     from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
     from torchlake.tuning.study import Trial
@@ -85,7 +85,7 @@ _MODULES = {
     "TorchlakeError": "errors",
     "Trial": "tuning.study",
     "Tuning": "tuning.tune",
-    "Verification": "tables.output.verify",
+    "Verification": "tables.verification.verify",
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
     "launch": "training.launch",
@@ -98,7 +98,7 @@ _MODULES = {
     "spark_udf": "scoring.frames",
     "train": "training.train",
     "tune": "tuning.tune",
-    "verify": "tables.output.verify",
+    "verify": "tables.verification.verify",
 }
 
 

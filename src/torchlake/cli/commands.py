@@ -221,7 +221,7 @@ def launch(
 
 def verify(output: str, engine: "Engine | None") -> Outcome:
     """Check a scored table; exit status 65 when a check fails."""
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
 
     done = verify(output, spread=None if engine is None else engine.spread)
     shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}
@@ -272,7 +272,7 @@ def demo(where: str, rows: int) -> Outcome:
     from torchlake.evaluation.evaluate import evaluate
     from torchlake.reporting.report import report
     from torchlake.scoring.predict import predict
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
     from torchlake.training.train import train
 
     job = load_job(

@@ -50,6 +50,7 @@ from torchlake.tables.sinks._find import Output, Write, output_of
 from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
+from torchlake.tables.storage.spread import in_process
 from torchlake.tables.table import open_table
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,10 @@ def _predict_table(
         source, columns=columns, chunk_rows=options.chunk_rows, cached=output.earlier().inputs, spread=spread
     )
     if settings.key is not None:
-        check_key(source, plan, settings.key, spread=spread, scratch=output.shared_folder if engine else None)
+        # The hashes of the keys go through a folder that all processes reach.
+        scratch = None if isinstance(engine or Local(), Local) else output.shared_folder
+        compare = spread if scratch or isinstance(engine or Local(), Local) else in_process
+        check_key(source, plan, settings.key, spread=compare, scratch=scratch)
     make_export(settings, engine or Local())
     fingerprint = fingerprint_of(settings, spec)
     request = WriteRequest(
