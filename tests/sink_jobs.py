@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import s3fs
 
 from exactly_once import state_of, until
+from sink_kinds import Place, SinkKind
 from torchlake import plugins
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
@@ -152,6 +153,55 @@ class Writers:
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """One output of a kind, in a place of its own."""
+
+    kind: SinkKind
+    place: Place
+    writers: Writers
+
+    def start(self, source: Path, *, armed: str = "", log: Path | None = None, **options: Any) -> Writer:
+        """A writer of every row of `source`, in a process of its own."""
+        variables = {**self.place.server.environment, **self.kind.environment(self.place), **self.place.variables}
+        variables |= {"TORCHLAKE_FAILPOINT": armed} if armed else {}
+        variables |= {"TORCHLAKE_FAILPOINT_LOG": str(log)} if log else {}
+        given = {**self.kind.options, **options}
+        return self.writers.start(
+            self.place.folder, variables, source=str(source), output=self.kind.output(self.place), **given
+        )
+
+    def run(self, source: Path, **options: Any) -> dict[str, Any] | None:
+        """What a writer says; None if it was killed."""
+        return self.start(source, **options).end()
+
+    def computed(self, source: Path, **options: Any) -> int:
+        """How many chunks a writer that succeeds computes."""
+        said = self.run(source, **options)
+        assert said is not None
+        assert "computed" in said, said
+        return int(said["computed"])
+
+    def takes_over(self, source: Path, **options: Any) -> dict[str, Any]:
+        """What the first writer says that does not find the output locked by a lease that is about to end."""
+        while True:
+            said = self.run(source, **options)
+            assert said is not None
+            if "Locked: " not in said.get("error", "") or "locked for" in said["error"]:
+                return said
+
+    def ids(self) -> list[int]:
+        """The ids of all committed rows, sorted."""
+        rows = self.kind.read(self.place)
+        return [] if rows is None or not rows.num_rows else sorted(rows["id"].to_pylist())
+
+    def at(self, name: str) -> "Output":
+        """Another output of the same kind."""
+        folder = self.place.folder / name
+        folder.mkdir()
+        return Output(kind=self.kind, writers=self.writers, place=Place(folder=folder, server=self.place.server))
 
 
 def source_rows(count: int, *, first: int = 0) -> pa.Table:

@@ -1,10 +1,6 @@
 """The promise of a sink: what every file in `tables/sinks/` keeps, whatever kills, stops or races a writer."""
 
-import json
-import os
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +11,8 @@ import pytest
 
 import s3_server
 from s3_server import S3Server
-from sink_jobs import Writer, Writers, source_rows, write_source
-from sink_kinds import KINDS, Place, SinkKind
+from sink_jobs import Output, Writers, source_rows, write_source
+from sink_kinds import KINDS, Place
 from torchlake import plugins
 
 ROWS = 7
@@ -39,55 +35,6 @@ def writers() -> Iterator[Writers]:
     writers = Writers()
     yield writers
     writers.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """One output of a kind, in a place of its own."""
-
-    kind: SinkKind
-    place: Place
-    writers: Writers
-
-    def start(self, source: Path, *, armed: str = "", log: Path | None = None, **options: Any) -> Writer:
-        """A writer of every row of `source`, in a process of its own."""
-        variables = {**self.place.server.environment, **self.kind.environment(self.place), **self.place.variables}
-        variables |= {"TORCHLAKE_FAILPOINT": armed} if armed else {}
-        variables |= {"TORCHLAKE_FAILPOINT_LOG": str(log)} if log else {}
-        given = {**self.kind.options, **options}
-        return self.writers.start(
-            self.place.folder, variables, source=str(source), output=self.kind.output(self.place), **given
-        )
-
-    def run(self, source: Path, **options: Any) -> dict[str, Any] | None:
-        """What a writer says; None if it was killed."""
-        return self.start(source, **options).end()
-
-    def computed(self, source: Path, **options: Any) -> int:
-        """How many chunks a writer that succeeds computes."""
-        said = self.run(source, **options)
-        assert said is not None
-        assert "computed" in said, said
-        return int(said["computed"])
-
-    def takes_over(self, source: Path, **options: Any) -> dict[str, Any]:
-        """What the first writer says that does not find the output locked by a lease that is about to end."""
-        while True:
-            said = self.run(source, **options)
-            assert said is not None
-            if "Locked: " not in said.get("error", "") or "locked for" in said["error"]:
-                return said
-
-    def ids(self) -> list[int]:
-        """The ids of all committed rows, sorted."""
-        rows = self.kind.read(self.place)
-        return [] if rows is None or not rows.num_rows else sorted(rows["id"].to_pylist())
-
-    def at(self, name: str) -> "Output":
-        """Another output of the same kind."""
-        folder = self.place.folder / name
-        folder.mkdir()
-        return Output(kind=self.kind, writers=self.writers, place=Place(folder=folder, server=self.place.server))
 
 
 @pytest.fixture(params=KINDS)
@@ -229,7 +176,7 @@ def test_a_writer_that_wakes_after_others_replaced_its_rows_changes_nothing(
 @pytest.mark.parametrize("count", [2, 3])
 def test_writers_that_start_together_write_each_row_once(output: Output, source: Path, count: int) -> None:
     several = [output.start(source, armed="test.planned:1:stop") for _ in range(count)]
-    assert all([writer.stopped() for writer in several])
+    assert all(writer.stopped() for writer in several)
     for writer in several:
         writer.go_on()
     said = [writer.end() for writer in several]
@@ -263,7 +210,7 @@ def test_writers_that_commit_together_write_each_row_once(output: Output, source
 
 def test_writers_of_different_rows_add_all_of_them(table: Output, source: Path, more: Path) -> None:
     several = {one: table.start(one, armed="test.planned:1:stop", mode="append") for one in (source, more)}
-    assert all([writer.stopped() for writer in several.values()])
+    assert all(writer.stopped() for writer in several.values())
     for writer in several.values():
         writer.go_on()
     for one, writer in several.items():

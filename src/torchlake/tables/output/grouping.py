@@ -129,12 +129,10 @@ def _add(file: _File, part: Part, rows: pa.Table, statistics: bool) -> None:
 
 def _finished(folder: PartFolder, partition: Partition, file: _File) -> Part:
     file.writer.close()
-    content = file.sink.getvalue().to_pybytes()
     name = f"file-{file.chunks[0]:05d}-{fingerprint([file.members, list(partition)])[:16]}.parquet"
-    if not folder_at(folder.location).write_new(name, content, site="file"):
-        folder_at(folder.location).write(name, content, site="file")  # damaged, or of another version of Arrow
+    content = folder.store(name, file.sink.getvalue().to_pybytes(), file.rows, site="file")
     return Part(
-        name=name,
+        name=f"{folder.below}{name}",
         chunk=file.chunks[0],
         rows=file.rows,
         failed=file.failed,

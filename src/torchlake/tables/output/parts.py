@@ -92,6 +92,9 @@ class PartFolder:
     "Parts are cast to it, where a table has other types than Arrow."
     statistics: bool = False
     "Parts have statistics of their columns, for a table's log."
+    below: str = ""
+    """The folder in it, with a slash at the end, that the commit's own parts are in, where a commit keeps parts of
+    earlier ones. No other commit writes or deletes there, so a late writer cannot delete what a later one lists."""
 
     def write(self, name: str, table: pa.Table, *, chunk: int) -> Part:
         """Write a chunk's rows durably, with page checksums. Called in workers.
@@ -103,30 +106,34 @@ class PartFolder:
             table = _cast(table, self.schema, f"{self.location}/{name}")
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-        content, folder = sink.getvalue().to_pybytes(), folder_at(self.location)
+        content = sink.getvalue().to_pybytes()
         with translate_errors(f"{self.location}/{name}"):  # Arrow cannot read everything that it writes
             pq.ParquetFile(pa.BufferReader(content)).read()
-        while not folder.write_new(name, content, site="part"):
-            part = self.find(name, chunk, table.num_rows)
-            if part is not None:
-                return part
-            folder.delete([name])  # damaged
-        return self._part(name, chunk, table, content)
+        stored = self.store(name, content, table.num_rows, site="part")
+        found = table if stored is content else _sound(stored, table.num_rows)
+        assert found is not None, "what is stored is sound"
+        return self._part(name, chunk, found, stored)
+
+    def store(self, name: str, content: bytes, rows: int, *, site: str) -> bytes:
+        """Write a Parquet file of so many rows durably; returns its bytes, or those of a sound file of this name."""
+        folder, own = folder_at(self.location), f"{self.below}{name}"
+        while not folder.write_new(own, content, site=site):
+            earlier = folder.content(own)
+            if earlier is not None and _sound(earlier, rows) is not None:
+                return earlier
+            if earlier is not None:
+                folder.replace_damaged(own, earlier, content, site=site)
+        return content
 
     def find(self, name: str, chunk: int, rows: int) -> Part | None:
         """The sound part of an earlier attempt, every page verified; None if it is not there or damaged."""
-        content = folder_at(self.location).content(name)
-        if content is None:
-            return None
-        try:
-            table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
-        except (pa.ArrowException, OSError):
-            return None
-        return self._part(name, chunk, table, content) if table.num_rows == rows else None
+        content = folder_at(self.location).content(f"{self.below}{name}")
+        table = None if content is None else _sound(content, rows)
+        return None if table is None or content is None else self._part(name, chunk, table, content)
 
     def _part(self, name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
         return Part(
-            name=name,
+            name=f"{self.below}{name}",
             chunk=chunk,
             rows=table.num_rows,
             failed=count_failed(table),
@@ -134,6 +141,15 @@ class PartFolder:
             bytes=len(content),
             statistics=delta_statistics(table) if self.statistics else "",
         )
+
+
+def _sound(content: bytes, rows: int) -> pa.Table | None:
+    """The rows of a Parquet file, every page verified; None if it is damaged or has another number of them."""
+    try:
+        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError):
+        return None
+    return table if table.num_rows == rows else None
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:

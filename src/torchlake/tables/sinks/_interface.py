@@ -77,6 +77,8 @@ class Change:
     "Further values of the key whose rows are removed."
     positions: Mapping[str, int] = field(default_factory=dict)
     "By name, how far a source was read; they only grow."
+    discarded: Sequence[str] = ()
+    "The ids of interrupted writes that this one replaces."
 
 
 class Snapshot(Protocol):
