@@ -3,7 +3,7 @@
 import http.client
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +33,8 @@ class Fault:
     "This status instead of the server's answer; None: the connection is closed."
     passed: bool = False
     "The server gets the request first, and does it: the success is lost."
+    then: Callable[[], None] = lambda: None
+    "Happens before the answer."
     nth: int = 1
     times: int = 1
     seen: int = 0
@@ -96,11 +98,10 @@ def between(server: S3Server) -> Iterator[FaultProxy]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             with lock:
                 fault = proxy._chosen(self.command, unquote(self.path))
-            if fault is not None and fault.answer is not None and not fault.passed:
-                self.reply(fault.answer, {"Content-Type": "application/xml"}, error_of(fault.answer))
-                return
             if fault is None or fault.passed:
                 status, headers, content = self.pass_on(body)
+            if fault is not None:
+                fault.then()
             if fault is None:
                 self.reply(status, headers, content)
             elif fault.answer is not None:

@@ -1,4 +1,4 @@
-"""Writing to an object store that fails: answers that are lost, conflicts that are none, and stores that stay broken."""
+"""Writing to an object store that fails: lost answers, conflicts that are none, and stores that stay broken."""
 
 import json
 import re
