@@ -29,7 +29,7 @@ from torchlake.tables.output import lease
 from torchlake.tables.output.compatibility import AllowedChanges
 from torchlake.tables.output.parts import part_name
 from torchlake.tables.reading import ChunkReader, row_ids
-from torchlake.tables.sinks import _write
+from torchlake.tables.sinks import delta
 from torchlake.tables.sinks._find import output_of
 from torchlake.tables.sinks._interface import sink_options
 from torchlake.tables.sinks._write import WriteRequest
@@ -88,8 +88,7 @@ def job(
 def serve() -> None:
     """Fork a writer for each line of stdin; its pid goes to stdout, how it ends into a file of that name."""
     lease.LOCK_WAIT_S = 0.2  # a stopped writer may hold the lock; no test waits half a minute to hear of it
-    _write.ATTEMPTS = 12
-    objects.RETRIES = 3
+    objects.RETRIES = delta.RETRIES = 3
     for kind in ("sinks", "sources"):
         for name in plugins.names(kind):
             plugins.load(kind, name)

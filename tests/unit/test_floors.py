@@ -13,7 +13,7 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     5: "__init__ __main__ cli",
-    4: "evaluation optimization planning preparation reporting scoring training tuning",
+    4: "chunk_jobs evaluation exporting optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
     1: "config distributed logs loss metrics optim processes "
@@ -27,10 +27,12 @@ NEIGHBORS = {
     "__main__": {"cli"},
     "cli": {"__init__"},
     "evaluation": {"preparation", "scoring"},
+    "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},
     "planning": {"preparation", "scoring"},
-    "preparation": {"scoring"},
+    "preparation": {"chunk_jobs", "scoring"},
     "reporting": {"preparation"},
+    "scoring": {"chunk_jobs"},
     "training": {"preparation", "reporting"},
     "tuning": {"preparation", "training"},
     "models": {"checkpoints", "data"},
@@ -43,7 +45,7 @@ NEIGHBORS = {
     "tables": {"config", "tables.formats", "tables.selection", "tables.sources", "tables.storage"},
     "tables.formats": {"tables.selection", "tables.storage"},
     "tables.output": {"tables", "tables.formats", "tables.sources", "tables.storage"},
-    "tables.sinks": {"config", "tables", "tables.formats", "tables.output", "tables.sources", "tables.storage"},
+    "tables.sinks": {"config", "tables", "tables.output", "tables.sources", "tables.storage"},
     "tables.sources": {"tables.formats", "tables.selection", "tables.storage"},
     "tables.storage": {"config"},
     "tables.verification": {"tables", "tables.formats", "tables.output", "tables.sinks", "tables.storage"},

@@ -27,6 +27,8 @@ from torchlake.errors import MissingExtra, TorchlakeError, UsageError
 
 if TYPE_CHECKING:
     from torchlake.engines import Engine
+    from torchlake.exporting.export import Format
+    from torchlake.exporting.sentence_transformers import Pooling
 
 log = logging.getLogger(__name__)
 
@@ -230,6 +232,15 @@ def verify(output: str, engine: "Engine | None") -> Outcome:
     values = {**{name: getattr(done, name) for name in names}, "ok": not done.problems}
     notes = [f"note: {note}" for note in done.notes]
     return Outcome(values=values, lines=[*fact_lines(shown), *notes, *verdict], exit_code=65 if done.problems else 0)
+
+
+def export(model: str, folder: str, format: "Format", pooling: "Pooling | None") -> Outcome:
+    """Write a model in another tool's layout."""
+    from torchlake.exporting.export import export
+
+    path = export(model, folder, format=format, pooling=pooling)
+    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return Outcome(values={"path": path, "files": files}, lines=[f"{path}: {', '.join(files)}"])
 
 
 def report(run: str) -> Outcome:

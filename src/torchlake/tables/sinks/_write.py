@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from torchlake import atomic_io
+from torchlake.config.redaction import redacted
 from torchlake.errors import FingerprintError, OutputError, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.tables.output.compatibility import (
@@ -37,12 +38,13 @@ from torchlake.tables.output.parts import Part, PartFolder, part_name, part_of_e
 from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json, plan_to_json
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions, Target
 from torchlake.tables.sinks._records import read_record, write_record
+from torchlake.tables.sinks._rewrite import keys_in, without_keys
 from torchlake.tables.sinks._state import JobState, state_of
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.spread import Spread, in_process
 
-ATTEMPTS = 60
-"At a commit; others commit in between."
+ATTEMPTS, UNKNOWN = 60, 5
+"At a commit: all of them, as others commit in between, and those without a clear answer."
 PAUSE_S = 0.5
 "At most, between two attempts."
 
@@ -127,14 +129,13 @@ class TableWrite:
             self.job, files, schema, provenance, quarantined=self.request.quarantined, removed=self.removed
         )
         record |= {"commit": self.id, "mode": self.options.mode, "output": self.target.shown}
+        record |= {"positions": dict(self.request.positions)} if self.request.positions else {}
         change = Change(
             id=self.id,
             files=files,
             schema=schema,
             mode=self.options.mode,
             record=record,
-            key=self.request.key,
-            deleted_keys=self.request.deleted_keys,
             positions=self.request.positions,
             discarded=self.discarded,
         )
@@ -155,12 +156,14 @@ class TableWrite:
     def _commit(self, change: Change) -> None:
         """Try until the commit is made. Each attempt looks at the newest version, with the lease checked after that."""
         problem: Exception | None = None
-        for attempt in range(ATTEMPTS):
+        attempt = unknown = 0
+        while attempt < ATTEMPTS and unknown < UNKNOWN:
             snapshot = self.target.snapshot()
+            change = self._replacing(snapshot, change)
             with self.state.exclusive():
                 if self.target.has(snapshot, self.id):
                     return
-                self.target.check(snapshot, change.schema, change.key)
+                self.target.check(snapshot, change.schema, self.request.key)
                 _check_positions(self.target, snapshot, change.positions)
                 write_record(self.target, self.id, change.record, plan_to_json(self.plan))
                 failpoint("commit.before_publish")
@@ -170,11 +173,26 @@ class TableWrite:
                     return
                 except (Conflict, CommitUnknown) as error:
                     problem = error
+            attempt, unknown = attempt + 1, unknown + isinstance(problem, CommitUnknown)
             time.sleep(random.uniform(0, min(PAUSE_S, 0.01 * 2**attempt)))
+        why = next((line.strip() for line in str(problem).splitlines() if line.strip()), "no reason was given")
         raise StorageError(
-            f"{self.target.shown}: {ATTEMPTS} commits were refused, the last one because: {problem}. Run the same "
-            "command again: finished work is kept."
+            f"{self.target.shown}: {attempt} commits failed, the last one because: {redacted(why.rstrip('.'))}. Run "
+            "the same command again: finished work is kept."
         ) from problem
+
+    def _replacing(self, snapshot: Any, change: Change) -> Change:
+        """The change with the files of this version that have replaced rows, if rows are replaced."""
+        key, deleted = self.request.key, self.request.deleted_keys
+        if change.mode != "replace-where":
+            return change
+        assert key is not None, "replace-where has a key"
+        values = keys_in(self.parts, change.files, key)
+        chunks = [*values.chunks, *([deleted.cast(values.type)] if deleted is not None else [])]
+        live = self.target.live_files(snapshot)
+        merged = pa.chunked_array(chunks, values.type).combine_chunks()
+        removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
+        return replace(change, removed=removed, kept=kept)
 
 
 def commit_id(job: JobSpec, basis: str = "") -> str:
@@ -189,13 +207,15 @@ class Earlier(NamedTuple):
     "Its settings; empty if there was none."
     inputs: Sequence[InputFile]
     "Its files: `plan_chunks` reuses the sha256 of unchanged ones."
+    positions: Mapping[str, int] = {}
+    "Of an interrupted write, how far it reads its sources."
 
 
 def earlier_write(target: Target) -> Earlier:
     """The interrupted write to a target, or torchlake's last commit there."""
     stored = state_of(target.root).read_plan()
     if stored is not None:
-        return Earlier(stored["fingerprint"], plan_from_json(stored).inputs)
+        return Earlier(stored["fingerprint"], plan_from_json(stored).inputs, stored.get("positions", {}))
     name = target.latest(target.snapshot())
     record = None if name is None else read_record(target, name)
     plan = None if name is None else read_record(target, name, plan=True)
@@ -328,6 +348,7 @@ def _store_plan(write: TableWrite) -> None:
         "commit": write.id,
         "mode": write.options.mode,
         "discarded": list(write.discarded),
+        "positions": dict(write.request.positions),
     }
     write.state.write_plan(content)
     location = write.parts.location
