@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torchlake import plugins
 from torchlake.config.redaction import redacted
@@ -14,6 +15,7 @@ from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.output.compatibility import planned_inputs, recorded_fingerprint
 from torchlake.tables.record import URL_AS_PATH, local_output
 from torchlake.tables.sinks._interface import SinkOptions, Target
+from torchlake.tables.sinks._records import read_record
 from torchlake.tables.sinks._state import state_of
 from torchlake.tables.sinks._write import Earlier, TableWrite, WriteRequest, earlier_write, table_transaction
 from torchlake.tables.storage.urls import is_url
@@ -84,6 +86,12 @@ class Output:
         if self.target is None:
             return Earlier(recorded_fingerprint(self.text), planned_inputs(self.text))
         return earlier_write(self.target)
+
+    def latest_record(self) -> dict[str, Any]:
+        """The record of torchlake's last commit to a table; empty if there is none."""
+        assert self.target is not None, "of a table"
+        name = self.target.latest(self.target.snapshot())
+        return {} if name is None else read_record(self.target, name) or {}
 
     @contextmanager
     def begin(self, request: WriteRequest) -> Iterator[Write]:

@@ -164,7 +164,7 @@ class TableWrite:
                 if self.target.has(snapshot, self.id):
                     return
                 self.target.check(snapshot, change.schema, self.request.key)
-                _check_positions(self.target, snapshot, change.positions)
+                _check_positions(self.target, snapshot, self.options, change.positions)
                 write_record(self.target, self.id, change.record, plan_to_json(self.plan))
                 failpoint("commit.before_publish")
                 try:
@@ -246,7 +246,7 @@ def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: Job
     if finished is not None:
         return made(job=job, id=finished["commit"], state=state_of(target.root), complete=True, record=finished)
     target.check(snapshot, request.schema, request.key)
-    _check_positions(target, snapshot, request.positions)
+    _check_positions(target, snapshot, options, request.positions)
     state = state_of(target.root)
     try:
         state.acquire(request.lease_s, target.shown)
@@ -389,8 +389,10 @@ def _read_staged(one: tuple[PartFolder, str, Chunk]) -> Part | None:
     return folder.find(name, chunk.index, chunk.rows)
 
 
-def _check_positions(target: Target, snapshot: Any, positions: Mapping[str, int]) -> None:
-    """Raise FingerprintError if another writer has already committed as much of a source."""
+def _check_positions(target: Target, snapshot: Any, options: SinkOptions, positions: Mapping[str, int]) -> None:
+    """Raise FingerprintError if another writer has already added as much of a source; an overwrite starts again."""
+    if options.mode == "overwrite":
+        return
     for name, position in positions.items():
         reached = target.position(snapshot, name)
         if reached is not None and reached >= position:
