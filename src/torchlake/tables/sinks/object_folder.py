@@ -67,6 +67,9 @@ class FolderTarget:
             raise DataError(f"{self.root}/{COMMIT}: not a commit record of this version")
         return FolderSnapshot(found=found)
 
+    def prepare(self, schema: pa.Schema) -> None:
+        """Nothing: an object store has no folders."""
+
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """The same for every commit: a part's name says what is in it."""
         return PartFolder(location=f"{self.root}/{PARTS}")
