@@ -145,7 +145,7 @@ def write_output(source: Path, output: Path, *, increment: bool = False, chunk_r
 
 def verify_output(rows: int, seconds: Seconds) -> None:
     """Verify an output of so many rows with a key."""
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
 
     source, output = HOME / "verified.parquet", HOME / "verified"
     pq.write_table(pa.table({"id": range(rows), "text": texts(rows)}), source)

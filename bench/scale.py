@@ -212,8 +212,8 @@ def verifying(rows: int, processes: int) -> dict[str, Any]:
 
     from torchlake.tables.output.commit import write_transaction
     from torchlake.tables.output.parts import part_name
-    from torchlake.tables.output.verify import verify
     from torchlake.tables.reading import row_ids
+    from torchlake.tables.verification.verify import verify
 
     source, out = one_file(rows), HOME / "verified"
     _, plan = planned(source, CHUNK_ROWS)

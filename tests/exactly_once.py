@@ -32,10 +32,10 @@ from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import part_name
 from torchlake.tables.output.staging import staging_of
-from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, committed_files
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 LIMIT_S = 60.0
 FORMATS = ("csv", "jsonl", "parquet", "arrow")

@@ -2,7 +2,7 @@
 
 A chunk job like `predict`, with a tokenizer instead of a model: exactly once, resumable, the same bytes on every
 engine. Every input row gives one output row: a row that cannot be trained on has an `error` and no tokens; a row that
-kills the process is found by `scoring/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
+kills the process is found by `chunk_jobs/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
 compressed text), and the text is never tokenized again.
 """
 
@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
+from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
 from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
 from torchlake.engines import Engine
@@ -28,7 +29,6 @@ from torchlake.errors import DataError, UsageError
 from torchlake.models import folders, load
 from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
-from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
 from torchlake.tables.arrays import is_blank, string_column, without_rows
 from torchlake.tables.chunks import plan_chunks

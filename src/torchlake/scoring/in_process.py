@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Any, Literal, Self, overload
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.chunk_jobs.job import workspace_of
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -26,7 +28,7 @@ from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import check_options, make_export, scoring_settings
 from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
 from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_output
+from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sinks._find import Write
@@ -156,7 +158,7 @@ def start_chunks(
     threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    make_worker = partial(make_chunk_worker, with_output(settings, out.staging.absolute(), out.parts))
+    make_worker = partial(make_chunk_worker, replace(settings, workspace=workspace_of(out)))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
         return _run_here(make_worker, items, out.staging)

@@ -5,29 +5,25 @@ commit record makes them visible at once. Even if processes are killed, the same
 missing. A frame becomes a frame of the same kind, without files or a plan.
 """
 
-import logging
 import platform
 import time
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from torchlake.chunk_jobs.job import Finished, Job, open_input, plan_input, run_job
+from torchlake.chunk_jobs.options import OutputOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.hardware import gpus
-from torchlake.processes.interrupts import announce_interrupt
-from torchlake.progress import progress
 from torchlake.scoring.frames import map_frame, predict_frame
-from torchlake.scoring.in_flight import InFlight
 from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
-    OutputOptions,
     PredictOptions,
     check_devices,
     checked_input,
@@ -40,21 +36,11 @@ from torchlake.scoring.options import (
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
-from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.keys import check_key
-from torchlake.tables.output.compatibility import AllowedChanges
-from torchlake.tables.output.failures import check_error_rate, read_failures
-from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.output.spool import spooled
+from torchlake.tables.plan import Chunk
 from torchlake.tables.sinks._find import Output, Write, output_of
-from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
-from torchlake.tables.table import open_table
-
-log = logging.getLogger(__name__)
-
-KEPT = "Stopping. Finished chunks are kept; run the same command again to resume."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,89 +229,34 @@ def _predict_table(
 ) -> Scored:
     began = time.perf_counter()
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
-    spread = (engine or Local()).spread
-    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
+    runner = engine or Local()
+    source = open_input(table, output, columns, options, runner.spread)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
-    stored_schema(schema)  # refuses what cannot be written, before hours of scoring
-    output.refuse_input(source.files)
-    for file, reason in source.quarantined:
-        log.warning("%s is skipped: %s", file, reason)
-    plan = plan_chunks(
-        source, columns=columns, chunk_rows=options.chunk_rows, cached=output.earlier().inputs, spread=spread
-    )
-    if settings.key is not None:
-        check_key(source, plan, settings.key, spread=spread, scratch=output.shared_folder if engine else None)
-    make_export(settings, engine or Local())
-    fingerprint = fingerprint_of(settings, spec)
-    request = WriteRequest(
+    plan = plan_input(source, output, columns, options, schema=schema, key=settings.key, engine=runner)
+    make_export(settings, runner)
+    job = Job(
+        name="predict",
+        output=output,
+        source=source,
         plan=plan,
-        fingerprint=fingerprint,
         schema=schema,
+        fingerprint=fingerprint_of(settings, spec),
         key=settings.key,
-        allowed=AllowedChanges(
-            overwrite=options.overwrite,
-            new_input=options.accept_new_input,
-            removed_input=options.accept_removed_input,
-        ),
         environment=_environment(),
-        quarantined=source.quarantined,
-        spread=spread,
-    )
-    with output.begin(request) as out:
-        if out.complete:
-            assert out.record is not None
-            record = out.record
-            scored_rows = 0
-            profile = {}
-        else:
-            items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
-            scored_rows = sum(chunk.rows for chunk in out.pending)
-            planned = time.perf_counter()
-            chunks = start_chunks(out, items, settings, spec, engine, choice.threads)
-            made = _score(out, chunks, max_error_rate=options.max_error_rate)
-            scored = time.perf_counter()
-            provenance = _provenance(settings, engine, choice, made, seconds=scored - began, rows=scored_rows)
-            record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
-            profile = _profile(made, began, planned, scored)
-    seconds = time.perf_counter() - began
-    return Scored(
-        path=output.path,
-        rows_in=out.plan.rows,
-        rows_out=record["rows"],
-        rows_failed=record["failed"],
-        seconds=seconds,
-        rows_per_s=scored_rows / seconds,
-        record=record,
-        quarantined=tuple(source.quarantined),
-        profile=profile,
-        **read_failures(out.committed_in, record, out.plan)._asdict(),
+        options=options,
+        spread=runner.spread,
     )
 
+    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
+        return start_chunks(out, items, settings, spec, engine, choice.threads)
 
-def _score(out: Write, chunks: Generator[ScoredChunk, None, None], *, max_error_rate: float) -> list[ScoredChunk]:
-    """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
-    made: list[ScoredChunk] = []
-    examples: list[str] = []
-    total = out.plan.rows
-    rows = sum(part.rows for part in out.done)
-    failed = sum(part.failed for part in out.done)
-    before, ahead = rows, InFlight(out.staging / "journal").rows
-    with (
-        announce_interrupt(KEPT),
-        closing(chunks),
-        progress("predict", total, "rows", done=before, ahead=ahead) as advance,
-    ):
-        check_error_rate(failed, rows, total, max_error_rate, examples)  # of a run before this one
-        for chunk in chunks:
-            made.append(chunk)
-            rows += chunk.part.rows
-            failed += chunk.part.failed
-            examples = (examples + list(chunk.examples))[:3]
-            advance(chunk.part.rows)
-            check_error_rate(failed, rows, total, max_error_rate, examples)
-    return made
+    def provenance(made: list[ScoredChunk], rows: int, seconds: float) -> dict[str, Any]:
+        return _provenance(settings, engine, choice, made, seconds=seconds, rows=rows)
+
+    finished = run_job(job, start, provenance, began=began)
+    return Scored(**finished.outcome._asdict(), profile=_profile(finished))
 
 
 def _provenance(
@@ -356,13 +287,15 @@ def _provenance(
     }
 
 
-def _profile(made: Sequence[ScoredChunk], began: float, planned: float, scored: float) -> dict[str, float]:
+def _profile(finished: Finished[ScoredChunk]) -> dict[str, float]:
     """Return the seconds of each step, in order; "other rows" includes starting child processes."""
-    names = dict.fromkeys(step for chunk in made for step in chunk.startup)
-    steps = {name: max(chunk.startup.get(name, 0.0) for chunk in made) for name in names}
-    rest = max(0.0, scored - planned - sum(steps.values()))
-    now = time.perf_counter()
-    return {"plan": planned - began, **steps, "other rows": rest, "commit": now - scored}
+    if not finished.seconds:
+        return {}
+    names = dict.fromkeys(step for chunk in finished.made for step in chunk.startup)
+    steps = {name: max(chunk.startup.get(name, 0.0) for chunk in finished.made) for name in names}
+    seconds = finished.seconds
+    rest = max(0.0, seconds["run"] - sum(steps.values()))
+    return {"plan": seconds["plan"], **steps, "other rows": rest, "commit": seconds["commit"]}
 
 
 def _environment() -> dict[str, str]:

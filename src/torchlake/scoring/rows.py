@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import plugins
+from torchlake.chunk_jobs.read_ahead import Workspace
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.errors import TableError, UsageError
@@ -24,7 +25,6 @@ from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty, without_rows
-from torchlake.tables.output.parts import PartFolder
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
@@ -58,10 +58,8 @@ class ScoringSettings:
     "None unless the task is text generation."
     gpus_per_process: int = 1
     "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
-    staging: str = ""
-    "Folder for the logs of attempts (chunk job only)."
-    parts: PartFolder | None = None
-    "Where parts are written (chunk job only)."
+    workspace: Workspace | None = None
+    "Where a chunk job writes; None for frames."
 
 
 def runtime_name(runtime: Runtime) -> str:

@@ -57,6 +57,14 @@ def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(serialized)))
 
 
+def recorded_arrow_schema(record: dict[str, Any]) -> pa.Schema:
+    """The schema of a record that has one: those of tables and object stores always do."""
+    schema = recorded_schema(record)
+    if not isinstance(schema, pa.Schema):
+        raise TableError("this commit record has no schema; it was written by an earlier version")
+    return schema
+
+
 def committed_files(output: str | Path) -> list[Path]:
     """The Parquet files of a finished output, in row order. Raises UnsafeError for names that lead out of it."""
     folder = output_path(output)

@@ -29,11 +29,11 @@ from torchlake.tables.output import staging
 from torchlake.tables.output.commit import WriteTransaction, write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
 from torchlake.tables.output.parts import Part, part_name
-from torchlake.tables.output.verify import verify
 from torchlake.tables.plan import Plan
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, committed_files, read_commit
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 JOB = """
 import os, sys

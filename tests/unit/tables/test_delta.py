@@ -20,10 +20,10 @@ from torchlake.errors import TableError, Unavailable
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.parts import part_name
-from torchlake.tables.output.verify import verify
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 WITH_VECTORS = {"delta.enableDeletionVectors": "true"}

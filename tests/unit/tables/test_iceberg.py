@@ -27,10 +27,10 @@ from torchlake.errors import TableError, Unavailable
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.parts import part_name
-from torchlake.tables.output.verify import verify
 from torchlake.tables.plan import plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 NAME = "iceberg:lake.films.reviews"
 POSITIONS = pa.schema(

@@ -16,12 +16,12 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges
 from torchlake.tables.output.parts import part_name
-from torchlake.tables.output.verify import verify
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 
 def planned(source: Any, *, chunk_rows: int | None = None, columns: tuple[str, ...] = ("id",), **options: Any) -> Plan:

@@ -19,10 +19,10 @@ from torchlake.errors import TableError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.parts import part_name
-from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, PLAN
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 
 def make(tmp_path: Path, key: str | None = None) -> Path:

@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchlake import plugins
+from torchlake import atomic_io, plugins
 from torchlake.config.redaction import redacted
-from torchlake.errors import UsageError
+from torchlake.errors import TableError, UsageError
 from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.output.compatibility import planned_inputs, recorded_fingerprint
-from torchlake.tables.record import URL_AS_PATH, local_output
+from torchlake.tables.record import PLAN, URL_AS_PATH, local_output, output_path, read_commit, recorded_arrow_schema
 from torchlake.tables.sinks._interface import SinkOptions, Target
+from torchlake.tables.sinks._records import read_record
 from torchlake.tables.sinks._state import temporary_folder
 from torchlake.tables.sinks._write import Earlier, TableWrite, WriteRequest, earlier_write, table_transaction
 from torchlake.tables.storage.urls import is_url
@@ -121,6 +122,52 @@ def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
     sink, text = sink_of(output, options.format), output_text(output)
     target = sink.open_target(text, options) if hasattr(sink, "open_target") else None
     return Output(text=text, sink=sink, options=options, target=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The rows of one commit of an output."""
+
+    record: dict[str, Any]
+    plan: dict[str, Any]
+    "As JSON."
+    folder: str
+    "The path or URL that the parts in the record are in."
+    live: frozenset[str] | None
+    "Of a table, the names of its parts that are rows now; None if all of them must be, and nothing else."
+
+
+class CommittedRows(NamedTuple):
+    """What torchlake committed to an output."""
+
+    commits: list[Committed]
+    notes: list[str]
+
+
+def committed(output: str | Path) -> CommittedRows:
+    """What torchlake committed to an output. Raises TableError when that is nothing."""
+    place = output_of(output)
+    if place.target is None:
+        folder = output_path(output)
+        own = Committed(
+            record=read_commit(folder), plan=atomic_io.read_json(folder / PLAN), folder=str(folder), live=None
+        )
+        return CommittedRows([own], [])
+    target, notes, found = place.target, [], []
+    snapshot = target.snapshot()
+    for name in target.commits(snapshot):
+        record, plan = read_record(target, name), read_record(target, name, plan=True)
+        if record is None or plan is None:
+            continue
+        live = frozenset(target.live(snapshot, record))
+        if live or not record["parts"]:
+            parts = target.part_folder(name, recorded_arrow_schema(record)).location
+            found.append(Committed(record=record, plan=plan, folder=parts, live=live))
+        else:
+            notes.append(f"commit {name[:16]}: none of its files is in the table any more.")
+    if not found and not notes:
+        raise TableError(f"{output}: torchlake has committed nothing there, or its records were deleted.")
+    return CommittedRows(found, notes)
 
 
 def open_output(output: str | Path) -> Any:

@@ -121,6 +121,9 @@ class Target(Protocol):
     def is_whole(self, snapshot: Any, record: Mapping[str, Any]) -> bool:
         """Whether the rows of a recorded commit are all of the target's rows."""
 
+    def live(self, snapshot: Any, record: Mapping[str, Any]) -> set[str]:
+        """The names of the parts of a recorded commit that are rows of the target now."""
+
     def position(self, snapshot: Any, name: str) -> int | None:
         """How far a source was read; None before the first time."""
 

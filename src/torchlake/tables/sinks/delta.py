@@ -132,6 +132,12 @@ class DeltaTarget:
         files = {f"{APP}-{record['commit'][:16]}/{part['name']}" for part in record["parts"]}
         return snapshot.table is not None and files == set(_paths(snapshot.table))
 
+    def live(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> set[str]:
+        """The parts that the log still lists."""
+        folder = f"{APP}-{record['commit'][:16]}/"
+        paths = _paths(snapshot.table) if snapshot.table is not None else []
+        return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
+
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
         """The version of the transaction that keeps a position."""
         if snapshot.table is None:

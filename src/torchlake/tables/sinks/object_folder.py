@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.tables.output.parts import PartFolder
-from torchlake.tables.record import COMMIT, is_record, recorded_schema
+from torchlake.tables.record import COMMIT, is_record, recorded_arrow_schema
 from torchlake.tables.sinks._interface import STATE, Change, Conflict, SinkOptions
 from torchlake.tables.sinks._records import stored_commits
 from torchlake.tables.storage.folders import folder_at
@@ -98,6 +98,10 @@ class FolderTarget:
         sizes = folder_at(f"{self.root}/{PARTS}").sizes()
         return all(sizes.get(part["name"]) == part["bytes"] for part in record["parts"])
 
+    def live(self, snapshot: FolderSnapshot, record: Mapping[str, Any]) -> set[str]:
+        """All parts of the record."""
+        return {part["name"] for part in record["parts"]}
+
     def position(self, snapshot: FolderSnapshot, name: str) -> int | None:
         """The position in the record."""
         record = snapshot.record or {}
@@ -156,6 +160,5 @@ def open_dataset(output: str) -> Any:
         raise OutputError(f"{output}: nothing is committed there.")
     filesystem, path = filesystem_of(f"{target.root}/{PARTS}")
     files = [f"{path}/{part['name']}" for part in record["parts"]]
-    schema = recorded_schema(record)
-    assert isinstance(schema, pa.Schema), "records in object stores have a schema"
-    return ds.dataset(files, schema=schema, format="parquet", filesystem=PyFileSystem(FSSpecHandler(filesystem)))
+    schema, handler = recorded_arrow_schema(record), FSSpecHandler(filesystem)
+    return ds.dataset(files, schema=schema, format="parquet", filesystem=PyFileSystem(handler))
