@@ -87,6 +87,22 @@ def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: boo
         )
 
 
+def short(field: pa.Field) -> pa.Field:
+    """The field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
+    kind = field.type
+    if pa.types.is_large_string(kind):
+        kind = pa.string()
+    elif pa.types.is_large_binary(kind):
+        kind = pa.binary()
+    elif pa.types.is_large_list(kind):
+        kind = pa.list_(short(kind.value_field))
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([short(one) for one in kind])
+    elif pa.types.is_map(kind):
+        kind = pa.map_(short(kind.key_field), short(kind.item_field))
+    return field.with_type(kind)
+
+
 def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
     """The rows' schema with the types of the table where those hold every value: float to double, int to long."""
 

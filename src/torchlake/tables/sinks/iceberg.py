@@ -32,7 +32,7 @@ from torchlake.tables.sinks._iceberg_tables import (
 )
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions
 from torchlake.tables.sinks._records import FOLDER, stored_commits
-from torchlake.tables.sinks._schemas import check_fit, iceberg_schema, widened
+from torchlake.tables.sinks._schemas import check_fit, iceberg_schema, short, widened
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.catalogs import TableName, catalog_errors, first_line, opened_catalog, parse_name
 from torchlake.tables.storage.folders import folder_at
@@ -120,7 +120,7 @@ class IcebergTarget:
         from pyiceberg.io.pyarrow import schema_to_pyarrow
 
         known = schema_to_pyarrow(self.table.schema())
-        fields = [known.field(one.name) if one.name in known.names else one for one in _stored(schema)]
+        fields = [short(known.field(one.name)) if one.name in known.names else one for one in _stored(schema)]
         location = local_path(_data_folder(self.table, commit))
         return PartFolder(location=location, schema=pa.schema(fields), statistics=True)
 
@@ -150,7 +150,7 @@ class IcebergTarget:
             )
         if self.options.partition_by and self.options.partition_by != columns:
             raise UsageError(f"{self.shown}: is partitioned by {list(columns) or 'nothing'}; leave partition_by out.")
-        there = schema_to_pyarrow(table.schema(), include_field_ids=False)
+        there = pa.schema([short(one) for one in schema_to_pyarrow(table.schema(), include_field_ids=False)])
         check_fit(self.shown, widened(rows, there), there, add_columns=self.options.add_columns)
 
     def has(self, snapshot: IcebergSnapshot, commit: str) -> bool:
