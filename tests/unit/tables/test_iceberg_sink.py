@@ -293,7 +293,6 @@ def test_every_type_is_written_with_bounds_and_field_ids(lake: SqlCatalog, tmp_p
         "large > 9223372036854775807": 1,
     }.items():
         assert table.scan(row_filter=condition).to_arrow().num_rows == count, condition
-    assert sorted(table.inspect.files()["readable_metrics"].to_pylist()[0]) == sorted(table.schema().column_names)
 
 
 def test_partitions_of_several_types(lake: SqlCatalog, tmp_path: Path) -> None:
