@@ -27,10 +27,13 @@ import iceberg_rest
 from iceberg_rest import Fault
 from sink_jobs import job, source_rows, write_source
 from torchlake.errors import OutputError, StorageError, TableError, UsageError
-from torchlake.tables.output.parts import Part
+from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.output.parts import Part, part_name
 from torchlake.tables.sinks import iceberg
-from torchlake.tables.sinks._find import open_output, output_of
+from torchlake.tables.sinks._find import output_of
 from torchlake.tables.sinks._interface import Change, Conflict, sink_options
+from torchlake.tables.sinks._reading import open as open_output
+from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify
 
@@ -328,7 +331,7 @@ def test_what_cannot_be_written_to_is_refused_before_any_row(lake: SqlCatalog, s
     with pytest.raises(UsageError, match="rows cannot be partitioned by 'n', which is double"):
         pq.write_table(pq.read_table(source).append_column("n", pa.array([0.5] * 7)), source)
         job(source, NAME, partition_by=["n"])
-    with pytest.raises(UsageError, match="mode replace-where is for Delta tables"):
+    with pytest.raises(UsageError, match="mode replace-where replaces the rows with the same key: give a key"):
         job(source, NAME, mode="replace-where")
     with pytest.raises(TableError, match="the catalog 'none' cannot be read"):
         job(source, "iceberg:none.db.t")
@@ -380,3 +383,33 @@ def test_the_library_is_never_asked_to_try_again(
     assert job(source, NAME, mode="append") == 4
     assert len(calls) == 3  # ours, the other one, ours
     assert ids(lake) == [*range(7), 999]
+
+
+def scored(output: str, rows: pa.Table, folder: Path, **options: Any) -> None:
+    """Write rows with the key `id`."""
+    source = write_source(folder / "keyed.parquet", rows)
+    place = output_of(output, sink_options(options))
+    plan = plan_chunks(open_table(source), columns=rows.schema.names, chunk_rows=100)
+    with place.begin(WriteRequest(plan=plan, fingerprint={"version": 1}, schema=rows.schema, key="id")) as write:
+        (chunk,) = write.pending
+        write.commit([write.parts.write(part_name(plan, chunk, write.job.fingerprint), rows, chunk=0)], {})
+
+
+@pytest.mark.parametrize("partition_by", [(), ("p",)])
+def test_rows_are_replaced_by_key_in_one_snapshot(
+    lake: SqlCatalog, tmp_path: Path, partition_by: tuple[str, ...]
+) -> None:
+    scored(NAME, source_rows(6), tmp_path, partition_by=partition_by)
+    lake.load_table("db.t").append(source_rows(3, first=50))
+    new = pa.table({"id": [1, 51, 99], "t": ["new"] * 3, "p": ["p0", None, "p1"]})
+    scored(NAME, new, tmp_path, mode="replace-where")
+    table = lake.load_table("db.t")
+    before = [*source_rows(6).to_pylist(), *source_rows(3, first=50).to_pylist()]
+    expected = [row for row in before if row["id"] not in (1, 51)] + new.to_pylist()
+    for found in (rows(table), open_output(NAME).to_table()):
+        assert found.sort_by("id").to_pylist() == sorted(expected, key=lambda row: row["id"])
+    assert len(table.snapshots()) == 3
+    with table.update_schema() as update:
+        update.rename_column("t", "text")
+    with pytest.raises(OutputError, match="a column that was named 't', so rows cannot be replaced in it"):
+        scored(NAME, new.rename_columns(["id", "text", "p"]), tmp_path, mode="replace-where")

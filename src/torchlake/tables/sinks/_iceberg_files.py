@@ -13,7 +13,12 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.errors import OutputError
+from torchlake.tables.output.grouping import partition_text
 from torchlake.tables.output.parts import Part
+from torchlake.tables.sinks._rewrite import LiveFile
+from torchlake.tables.sinks._schemas import short
+from torchlake.tables.sources.files import local_path
+from torchlake.tables.storage.urls import filesystem_of, is_url
 
 _ENOUGH_DIGITS = Context(prec=76)
 
@@ -23,7 +28,7 @@ def data_file(table: Any, path: str, part: Part) -> Any:
     from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 
     schema, found = table.schema(), json.loads(part.statistics)
-    ids = {name: schema.find_field(name).field_id for name in found["nullCount"]}
+    ids = {one.name: one.field_id for one in schema.fields if one.name in found["nullCount"]}
     return DataFile.from_args(
         content=DataFileContent.DATA,
         file_path=path,
@@ -32,7 +37,7 @@ def data_file(table: Any, path: str, part: Part) -> Any:
         record_count=part.rows,
         file_size_in_bytes=part.bytes,
         value_counts=dict.fromkeys(ids.values(), found["numRecords"]),
-        null_value_counts={ids[name]: count for name, count in found["nullCount"].items()},
+        null_value_counts={ids[name]: found["nullCount"][name] for name in ids},
         lower_bounds=_bounds(schema, found["minValues"], lowest=True),
         upper_bounds=_bounds(schema, found["maxValues"], lowest=False),
         spec_id=table.metadata.default_spec_id,
@@ -44,8 +49,10 @@ def _bounds(schema: Any, values: Mapping[str, Any], *, lowest: bool) -> dict[int
     from pyiceberg.conversions import to_bytes
 
     found = {}
-    for name, value in values.items():
-        field = schema.find_field(name)
+    for field in schema.fields:
+        value = values.get(field.name)
+        if value is None:
+            continue
         if value == 0 and isinstance(value, float):
             value = -0.0 if lowest else 0.0  # Iceberg orders them
         found[field.field_id] = to_bytes(field.field_type, _parsed(field.field_type, value))
@@ -130,48 +137,74 @@ def was_rolled_back(table: Any, snapshots: list[Any]) -> bool:
     return table.current_snapshot() is None
 
 
+def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
+    """The files of the current snapshot. Raises OutputError if rows cannot be replaced in them."""
+    kinds = schema_to_arrow(table)
+    others = {one.spec_id for one in live_files(table)} - {table.metadata.default_spec_id}
+    problem = "files of earlier partitions" if others else _unlike_its_files(table)
+    if problem:
+        raise OutputError(
+            f"{shown}: the table has {problem}, so rows cannot be replaced in it. Have it compacted first "
+            "(rewrite_data_files)."
+        )
+    return [
+        LiveFile(
+            path=file.file_path,
+            file=local_path(file.file_path),
+            bytes=file.file_size_in_bytes,
+            partition=tuple((name, partition_text(value)) for name, value in _partition_values(table, file, kinds)),
+        )
+        for file in live_files(table)
+    ]
+
+
 def dataset(table: Any, shown: str) -> Any:
     """The rows of the current snapshot as a pyarrow dataset. Raises OutputError for rows that only Iceberg can find."""
     import pyarrow.dataset as ds
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
-    from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-    from torchlake.tables.sources.files import local_path
-    from torchlake.tables.storage.urls import filesystem_of, is_url
-
-    problem = "deleted rows" if has_deletes(table) else _changed_column(table)
+    problem = _unlike_its_files(table)
     if problem:
         raise OutputError(
             f"{shown}: the table has {problem}, which a pyarrow dataset does not show. Read it with pyiceberg, DuckDB "
             "(iceberg_scan) or Spark, or score it by its name."
         )
-    schema = schema_to_pyarrow(table.schema(), include_field_ids=False)
-    kind, fragments, specs = ds.ParquetFileFormat(), [], table.specs()
+    schema, kind, fragments = schema_to_arrow(table), ds.ParquetFileFormat(), []
     filesystem: Any = LocalFileSystem()
     for file in live_files(table):
-        path = local_path(file.file_path)
+        path, known = local_path(file.file_path), ds.scalar(True)
         if is_url(path):
             opened, path = filesystem_of(path)
             filesystem = PyFileSystem(FSSpecHandler(opened))
-        known = ds.scalar(True)
-        for place, field in enumerate(specs[file.spec_id].fields):
-            column = schema.field(table.schema().find_column_name(field.source_id))
-            if is_identity(field):
-                known &= _equals(ds.field(column.name), file.partition[place], column.type)
+        for name, value in _partition_values(table, file, schema):
+            column = ds.field(name)
+            known &= column.is_null() if value is None else column == pa.scalar(value, schema.field(name).type)
         fragments.append(kind.make_fragment(path, filesystem, known))
     return ds.FileSystemDataset(fragments, schema, kind, filesystem)
 
 
-def _equals(column: Any, value: Any, kind: pa.DataType) -> Any:
-    if value is None:
-        return column.is_null()
-    number = pa.types.is_date(kind) or pa.types.is_timestamp(kind)  # manifests have days and microseconds
-    scalar = pa.scalar(value, pa.int32() if pa.types.is_date(kind) else pa.int64()).cast(kind) if number else value
-    return column == pa.scalar(scalar, kind) if not number else column == scalar
+def schema_to_arrow(table: Any, *, ids: bool = False) -> pa.Schema:
+    """The table's columns, with strings and lists as parts have them; with `ids`, and their field ids."""
+    from pyiceberg.io.pyarrow import schema_to_pyarrow
+
+    return pa.schema([short(one) for one in schema_to_pyarrow(table.schema(), include_field_ids=ids)])
 
 
-def _changed_column(table: Any) -> str:
-    """A column that older files have by another name or type; empty if there is none."""
+def _partition_values(table: Any, file: Any, schema: pa.Schema) -> Iterator[tuple[str, Any]]:
+    """The columns that have one value in all rows of a file, with it."""
+    for place, field in enumerate(table.specs()[file.spec_id].fields):
+        if is_identity(field):
+            name, value = table.schema().find_column_name(field.source_id), file.partition[place]
+            kind = schema.field(name).type
+            if value is not None and (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):  # a number in manifests
+                value = pa.scalar(value, pa.int32() if pa.types.is_date(kind) else pa.int64()).cast(kind).as_py()
+            yield name, value
+
+
+def _unlike_its_files(table: Any) -> str:
+    """What a reader of the files alone would not know; empty if there is nothing."""
+    if has_deletes(table):
+        return "deleted rows"
     now = {field.name: field for field in table.schema().fields}
     for schema in table.schemas().values():
         for field in schema.fields:

@@ -37,6 +37,7 @@ from torchlake.tables.output.parts import Part, PartFolder, part_name, part_of_e
 from torchlake.tables.plan import Chunk, InputFile, Plan, plan_from_json, plan_to_json
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions, Target
 from torchlake.tables.sinks._records import read_record, write_record
+from torchlake.tables.sinks._rewrite import keys_in, without_keys
 from torchlake.tables.sinks._state import JobState, state_of
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.spread import Spread, in_process
@@ -125,14 +126,13 @@ class TableWrite:
             self.job, files, schema, provenance, quarantined=self.request.quarantined, removed=self.removed
         )
         record |= {"commit": self.id, "mode": self.options.mode, "output": self.target.shown}
+        record |= {"positions": dict(self.request.positions)} if self.request.positions else {}
         change = Change(
             id=self.id,
             files=files,
             schema=schema,
             mode=self.options.mode,
             record=record,
-            key=self.request.key,
-            deleted_keys=self.request.deleted_keys,
             positions=self.request.positions,
         )
         failpoint("commit.ready")
@@ -154,11 +154,12 @@ class TableWrite:
         problem: Exception | None = None
         for attempt in range(ATTEMPTS):
             snapshot = self.target.snapshot()
+            change = self._replacing(snapshot, change)
             with self.state.exclusive():
                 if self.target.has(snapshot, self.id):
                     return
-                self.target.check(snapshot, change.schema, change.key)
-                _check_positions(self.target, snapshot, change.positions)
+                self.target.check(snapshot, change.schema, self.request.key)
+                _check_positions(self.target, snapshot, self.options, change.positions)
                 write_record(self.target, self.id, change.record, plan_to_json(self.plan))
                 failpoint("commit.before_publish")
                 try:
@@ -173,6 +174,19 @@ class TableWrite:
             "command again: finished work is kept."
         ) from problem
 
+    def _replacing(self, snapshot: Any, change: Change) -> Change:
+        """The change with the files of this version that have replaced rows, if rows are replaced."""
+        key, deleted = self.request.key, self.request.deleted_keys
+        if change.mode != "replace-where":
+            return change
+        assert key is not None, "replace-where has a key"
+        values = keys_in(self.parts, change.files, key)
+        chunks = [*values.chunks, *([deleted.cast(values.type)] if deleted is not None else [])]
+        live = self.target.live_files(snapshot)
+        merged = pa.chunked_array(chunks, values.type).combine_chunks()
+        removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
+        return replace(change, removed=removed, kept=kept)
+
 
 def commit_id(job: JobSpec, basis: str = "") -> str:
     """The id of a job's commit: the same for the same rows. `basis` tells repeated overwrites apart."""
@@ -186,6 +200,8 @@ class Earlier(NamedTuple):
     "Its settings; empty if there was none."
     inputs: Sequence[InputFile]
     "Its files: `plan_chunks` reuses the sha256 of unchanged ones."
+    positions: Mapping[str, int] = {}
+    "Of an interrupted write, how far it reads its sources."
 
 
 def earlier_write(target: Target) -> Earlier:
@@ -194,7 +210,7 @@ def earlier_write(target: Target) -> Earlier:
         return Earlier({}, ())
     stored = state_of(target.root).read_plan()
     if stored is not None:
-        return Earlier(stored["fingerprint"], plan_from_json(stored).inputs)
+        return Earlier(stored["fingerprint"], plan_from_json(stored).inputs, stored.get("positions", {}))
     name = target.latest(target.snapshot())
     record = None if name is None else read_record(target, name)
     plan = None if name is None else read_record(target, name, plan=True)
@@ -225,7 +241,7 @@ def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: Job
     if finished is not None:
         return made(job=job, id=finished["commit"], state=state_of(target.root), complete=True, record=finished)
     target.check(snapshot, request.schema, request.key)
-    _check_positions(target, snapshot, request.positions)
+    _check_positions(target, snapshot, options, request.positions)
     target.prepare(request.schema)
     state = state_of(target.root)
     try:
@@ -316,6 +332,7 @@ def _store_plan(write: TableWrite) -> None:
         "environments": list(write.job.environments),
         "commit": write.id,
         "mode": write.options.mode,
+        "positions": dict(write.request.positions),
     }
     write.state.write_plan(content)
     location = write.parts.location
@@ -359,8 +376,10 @@ def _read_staged(one: tuple[PartFolder, str, Chunk]) -> Part | None:
     return folder.find(name, chunk.index, chunk.rows)
 
 
-def _check_positions(target: Target, snapshot: Any, positions: Mapping[str, int]) -> None:
-    """Raise FingerprintError if another writer has already committed as much of a source."""
+def _check_positions(target: Target, snapshot: Any, options: SinkOptions, positions: Mapping[str, int]) -> None:
+    """Raise FingerprintError if another writer has already added as much of a source; an overwrite starts again."""
+    if options.mode == "overwrite":
+        return
     for name, position in positions.items():
         reached = target.position(snapshot, name)
         if reached is not None and reached >= position:

@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 
 from torchlake.errors import MissingExtra, OutputError, StorageError, UsageError
+from torchlake.tables.output.grouping import partition_text
 from torchlake.tables.output.parts import Part, PartFolder
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions
 from torchlake.tables.sinks._records import stored_commits
+from torchlake.tables.sinks._rewrite import LiveFile
 from torchlake.tables.sinks._schemas import check_fit, delta_schema
 from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path
@@ -97,6 +100,11 @@ class DeltaTarget:
                     f"{self.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
                     f"(columns: {', '.join(schema.names)})."
                 )
+        if self.options.mode == "replace-where" and (key is None or key in self.partition_by):
+            raise UsageError(
+                f"{self.shown}: mode replace-where replaces the rows with the same key: give a key, and not a "
+                "partition column."
+            )
         table = snapshot.table
         if table is None:
             return
@@ -138,6 +146,25 @@ class DeltaTarget:
         paths = _paths(snapshot.table) if snapshot.table is not None else []
         return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
 
+    def live_files(self, snapshot: DeltaSnapshot) -> list[LiveFile]:
+        """The files of this version. Raises OutputError for deletion vectors, which a removal would have to name."""
+        if snapshot.table is None or not snapshot.table.file_uris():
+            return []
+        if "deletionVectors" in (snapshot.table.protocol().reader_features or ()) and len(
+            pa.table(snapshot.table.deletion_vectors())
+        ):
+            raise OutputError(
+                f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Have them applied "
+                "first (REORG TABLE ... APPLY (PURGE))."
+            )
+        found = []
+        for action in pa.table(snapshot.table.get_add_actions()).to_pylist():
+            values = {name: partition_text(value) for name, value in (action.get("partition") or {}).items()}
+            path = unquote(action["path"])
+            file = path if is_url(path) or path.startswith("/") else f"{self.root.rstrip('/')}/{path}"
+            found.append(LiveFile(path=path, file=file, bytes=action["size_bytes"], partition=tuple(values.items())))
+        return found
+
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
         """The version of the transaction that keeps a position."""
         if snapshot.table is None:
@@ -170,7 +197,7 @@ class DeltaTarget:
                 raise Conflict(f"{self.shown}: columns were added")
             apps = [Transaction(f"{APP}-{change.id}", 1), *(Transaction(*one) for one in change.positions.items())]
             table.create_write_transaction(
-                [self._added(part, change.id) for part in change.files],
+                [*(self._added(part, change.id) for part in (*change.files, *change.kept)), *_removed(change)],
                 "overwrite" if change.mode == "overwrite" else "append",
                 schema,
                 partition_by=[*self.partition_by] or None,
@@ -265,6 +292,13 @@ def _refuse_other_files(root: Path) -> None:
             f"{root}: is not a Delta table, and holds other files ({', '.join(sorted(others)[:3])}). Give another "
             "output."
         )
+
+
+def _removed(change: Change) -> Sequence[Any]:
+    from deltalake.transaction import RemoveAction
+
+    now = int(time.time() * 1000)
+    return [RemoveAction(path, True, now) for path in change.removed]
 
 
 def _paths(table: Any) -> Sequence[str]:

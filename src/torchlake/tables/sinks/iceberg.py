@@ -32,7 +32,8 @@ from torchlake.tables.sinks._iceberg_tables import (
 )
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions
 from torchlake.tables.sinks._records import FOLDER, stored_commits
-from torchlake.tables.sinks._schemas import check_fit, iceberg_schema, short, widened
+from torchlake.tables.sinks._rewrite import LiveFile
+from torchlake.tables.sinks._schemas import check_fit, iceberg_schema, widened
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.catalogs import TableName, catalog_errors, first_line, opened_catalog, parse_name
 from torchlake.tables.storage.folders import folder_at
@@ -117,17 +118,13 @@ class IcebergTarget:
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """A folder of this commit and this table, below the table's data."""
-        from pyiceberg.io.pyarrow import schema_to_pyarrow
-
-        known = schema_to_pyarrow(self.table.schema())
-        fields = [short(known.field(one.name)) if one.name in known.names else one for one in _stored(schema)]
+        known = files.schema_to_arrow(self.table, ids=True)
+        fields = [known.field(one.name) if one.name in known.names else one for one in _stored(schema)]
         location = local_path(_data_folder(self.table, commit))
         return PartFolder(location=location, schema=pa.schema(fields), statistics=True)
 
     def check(self, snapshot: IcebergSnapshot, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError if the table holds rows that are not to be replaced, or has other columns."""
-        from pyiceberg.io.pyarrow import schema_to_pyarrow
-
         rows, table = _stored(schema), snapshot.table
         if table is not None:
             _check_features(self.shown, table)
@@ -141,6 +138,11 @@ class IcebergTarget:
             kind = rows.field(name).type
             if pa.types.is_nested(kind) or pa.types.is_floating(kind) or pa.types.is_binary(kind):
                 raise UsageError(f"{self.shown}: rows cannot be partitioned by {name!r}, which is {kind}.")
+        if self.options.mode == "replace-where" and (key is None or key in columns):
+            raise UsageError(
+                f"{self.shown}: mode replace-where replaces the rows with the same key: give a key, and not a "
+                "partition column."
+            )
         if table is None:
             return
         if self.options.mode == "create" and files.has_rows(table):
@@ -150,7 +152,7 @@ class IcebergTarget:
             )
         if self.options.partition_by and self.options.partition_by != columns:
             raise UsageError(f"{self.shown}: is partitioned by {list(columns) or 'nothing'}; leave partition_by out.")
-        there = pa.schema([short(one) for one in schema_to_pyarrow(table.schema(), include_field_ids=False)])
+        there = files.schema_to_arrow(table)
         check_fit(self.shown, widened(rows, there), there, add_columns=self.options.add_columns)
 
     def has(self, snapshot: IcebergSnapshot, commit: str) -> bool:
@@ -183,9 +185,13 @@ class IcebergTarget:
         """The parts that the current snapshot still lists."""
         if snapshot.table is None:
             return set()
-        folder = f"{_data_folder(snapshot.table, record['commit'])}/"
-        paths = (one.file_path for one in files.live_files(snapshot.table))
-        return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
+        folder = _data_folder(snapshot.table, record["commit"])
+        paths = {one.file_path for one in files.live_files(snapshot.table)}
+        return {part["name"] for part in record["parts"] if f"{folder}/{part['name']}" in paths}
+
+    def live_files(self, snapshot: IcebergSnapshot) -> list[LiveFile]:
+        """The files of this snapshot. Raises OutputError if they are not all that a reader needs."""
+        return [] if snapshot.table is None else files.replaceable_files(snapshot.table, self.shown)
 
     def position(self, snapshot: IcebergSnapshot, name: str) -> int | None:
         """The number in the property of this name."""
@@ -205,17 +211,11 @@ class IcebergTarget:
         if previous is not None and previous != change.id:
             folder_at(_root(table)).write(_mark(table, previous), b"", site="commit.mark")
         positions = {f"{POSITION}{name}": str(number) for name, number in change.positions.items()}
-        folder = _data_folder(table, change.id)
         with opened_catalog(self.name) as catalog:
             attempt, transaction = single_attempt(catalog, table)
             try:
                 transaction.set_properties({COMMIT: change.id, **positions})
-                update = transaction.update_snapshot(snapshot_properties={COMMIT: change.id})
-                with update.overwrite() if change.mode == "overwrite" else update.fast_append() as producer:
-                    for part in change.files:
-                        producer.append_data_file(files.data_file(table, f"{folder}/{part.name}", part))
-                    for file in files.live_files(table) if change.mode == "overwrite" else ():
-                        producer.delete_data_file(file)
+                _stage(table, change, transaction.update_snapshot(snapshot_properties={COMMIT: change.id}))
             except OSError as error:
                 raise StorageError(f"{self.shown}: {first_line(error)}. Run the same command again.") from error
             try:
@@ -253,8 +253,6 @@ def open_target(output: str, options: SinkOptions) -> IcebergTarget:
         raise UsageError(f"{output}: a metadata file cannot be written to; give iceberg:catalog.namespace.table.")
     if name.ref is not None:
         raise UsageError(f"{output}: a snapshot cannot be written to; give the table without @{name.ref}.")
-    if options.mode == "replace-where":
-        raise UsageError(f"{output}: mode replace-where is for Delta tables; pyiceberg cannot write row-level deletes.")
     with catalog_errors(name), opened_catalog(name) as catalog:
         namespace = name.table.rpartition(".")[0]
         if not namespace or not catalog.namespace_exists(namespace):
@@ -293,6 +291,18 @@ def _data_folder(table: Any, commit: str) -> str:
     data = table.properties.get("write.data.path") or f"{table.location().rstrip('/')}/data"
     name = atomic_io.fingerprint([commit, str(table.metadata.table_uuid)])[:16]
     return f"{data.rstrip('/')}/torchlake-{name}"
+
+
+def _stage(table: Any, change: Change, update: Any) -> None:
+    """Write the manifests of a snapshot with the change."""
+    folder, removed = _data_folder(table, change.id), {*change.removed}
+    replaces = change.mode in ("overwrite", "replace-where")
+    with update.overwrite() if replaces else update.fast_append() as producer:
+        for part in (*change.files, *change.kept):
+            producer.append_data_file(files.data_file(table, f"{folder}/{part.name}", part))
+        for file in files.live_files(table) if replaces else ():
+            if change.mode == "overwrite" or file.file_path in removed:
+                producer.delete_data_file(file)
 
 
 def _commit_of(snapshot: Any) -> str | None:

@@ -17,14 +17,13 @@ import pyarrow as pa
 
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.tables.output.parts import PartFolder
-from torchlake.tables.record import COMMIT, is_record, recorded_arrow_schema
+from torchlake.tables.record import COMMIT, PARTS, is_record, recorded_arrow_schema
 from torchlake.tables.sinks._interface import STATE, Change, Conflict, SinkOptions
 from torchlake.tables.sinks._records import stored_commits
+from torchlake.tables.sinks._rewrite import LiveFile
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.objects import Found, ObjectFolder
 from torchlake.tables.storage.urls import check_url, is_url
-
-PARTS = f"{STATE}/parts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +100,10 @@ class FolderTarget:
     def live(self, snapshot: FolderSnapshot, record: Mapping[str, Any]) -> set[str]:
         """All parts of the record."""
         return {part["name"] for part in record["parts"]}
+
+    def live_files(self, snapshot: FolderSnapshot) -> list[LiveFile]:
+        """Not called: a folder is written as a whole."""
+        raise UsageError(f"{self.shown}: rows of a Parquet folder cannot be replaced.")
 
     def position(self, snapshot: FolderSnapshot, name: str) -> int | None:
         """The position in the record."""
