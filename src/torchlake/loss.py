@@ -17,7 +17,7 @@ from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.errors import ConfigError
 
 if TYPE_CHECKING:  # the job's model imports pydantic, and scoring imports this module
-    from torchlake.config.job import TrainConfig
+    from torchlake.config.sections.train import TrainConfig
 
 CHUNK_BYTES = 2**30
 """Logits in fp32 above which a language model's loss is computed in chunks, and those of a chunk.

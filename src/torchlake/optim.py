@@ -15,7 +15,7 @@ import torch
 import torch.utils.deterministic
 from torch import nn
 
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.processes import hardware
 
 

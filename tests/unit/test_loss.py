@@ -9,7 +9,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
 
 import tiny
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.loss import UNWEIGHTED, Objective, find_objective
 from torchlake.tasks import text_classification as task
 

@@ -20,8 +20,9 @@ from typing import Unpack
 import numpy as np
 
 from torchlake import plugins
-from torchlake.config.job import Fraction, Job, load_job
-from torchlake.config.strategy_options import LoraOptions
+from torchlake.config.job import Job, load_job
+from torchlake.config.sections.data import Fraction
+from torchlake.config.sections.strategies import LoraOptions
 from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.load import model_folder

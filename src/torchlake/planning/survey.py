@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from torchlake import plugins
 from torchlake.config.job import Job
-from torchlake.config.strategy_options import LoraOptions
+from torchlake.config.sections.strategies import LoraOptions
 from torchlake.config.task_spec import LabelColumn, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.bins import pack_whole

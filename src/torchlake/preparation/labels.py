@@ -6,7 +6,7 @@ Cost: one pass over the column. Does not import torch.
 from collections.abc import Sequence
 from types import ModuleType
 
-from torchlake.config.job import DataConfig
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import Label, LabelColumn
 from torchlake.errors import DataError
 from torchlake.tables.chunks import plan_chunks

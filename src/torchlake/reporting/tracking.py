@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.job import Job, TrackConfig, flat
+from torchlake.config.job import Job, flat
 from torchlake.config.redaction import redacted
+from torchlake.config.sections.track import TrackConfig
 from torchlake.errors import Interrupted, MissingExtra
 from torchlake.models import folders
 from torchlake.runs import metrics_log

@@ -1,15 +1,18 @@
 """The types of a job's sections as mappings, as Python callers pass them.
 
 A type checker and an editor know from these the keys of `train(data={...}, train={...})`. They have the fields of the
-models in `job.py`, which check the values and describe each field; a test compares the two.
+models in `config/sections/`, which check the values and describe each field; a test compares the two.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from torchlake.config.job import CsvConfig, DataConfig, ModelConfig, TrackConfig, TrainConfig
-from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
+from torchlake.config.sections.data import CsvConfig, DataConfig
+from torchlake.config.sections.model import ModelConfig
+from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
+from torchlake.config.sections.track import TrackConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.tables.sources.streams import Input
 
 

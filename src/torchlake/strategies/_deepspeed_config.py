@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError
 
 AUTO = "auto"

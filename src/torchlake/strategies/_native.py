@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchlake import optim
 from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Piece, Pieces, Shards, Tensors
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.optim import ComputeWeights
 

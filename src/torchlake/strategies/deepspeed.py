@@ -30,7 +30,7 @@ from torch import nn
 from torchlake import optim
 from torchlake.checkpoints.format import OPTIMIZER
 from torchlake.checkpoints.shards import Pieces, Shards
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import ConfigError, DataError
 from torchlake.strategies import _deepspeed_config, _native, _weights

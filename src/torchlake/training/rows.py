@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from torchlake import distributed, plugins
-from torchlake.config.job import Job, TrainConfig
+from torchlake.config.job import Job
+from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching, bins, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.models.load import TaskSpec

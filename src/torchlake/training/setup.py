@@ -19,7 +19,8 @@ from torch import nn
 from torchlake import atomic_io, distributed, optim, plugins
 from torchlake.checkpoints import format
 from torchlake.checkpoints.store import STATE
-from torchlake.config.job import Job, TrainConfig
+from torchlake.config.job import Job
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError, ran_out_of_memory
 from torchlake.models import probes

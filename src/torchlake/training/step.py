@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from torchlake import distributed, optim
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Reading
 from torchlake.errors import Diverged
 from torchlake.failpoints import failpoint

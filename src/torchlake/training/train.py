@@ -73,7 +73,7 @@ def train(
     """Fine-tune a model as described by `job` (a job file or a Job), by sections, or by both.
 
     Sections are the mappings `data`, `model`, `train` and `track` (`runs/arguments.py` has their keys), or models of
-    `config/job.py`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
+    `config/sections/`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
     or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
     `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data), or streams as in
     `predict`; they are stored in the run folder first, Spark and Ray frames by their own engine, once per run. `run` is

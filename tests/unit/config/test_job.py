@@ -8,7 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from torchlake import plugins
-from torchlake.config.job import DataConfig, Job, ModelConfig, TrainConfig, job_to_yaml, load_job
+from torchlake.config.job import Job, job_to_yaml, load_job
+from torchlake.config.sections.data import DataConfig
+from torchlake.config.sections.model import ModelConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.config.types import Every, parse_every, parse_seconds
 from torchlake.config.yaml import MAX_BYTES, read_yaml
 from torchlake.errors import ConfigError, UnsafeError

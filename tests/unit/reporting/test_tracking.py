@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 import torchlake as tl
 import training_runs as runs
 from torchlake.cli import commands, main
-from torchlake.config.job import TrackConfig, load_job
+from torchlake.config.job import load_job
+from torchlake.config.sections.track import TrackConfig
 from torchlake.errors import MissingExtra
 from torchlake.models.folders import model_hash
 from torchlake.reporting import tracking

@@ -13,7 +13,7 @@ import torch
 import tiny
 import training_runs as runs
 from torchlake import plugins
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, DataError
 from torchlake.strategies import _deepspeed_config as config
 

@@ -13,7 +13,7 @@ import families
 import tiny
 from sweeps import sweep
 from torchlake import distributed, optim, plugins
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models import load, probes
 from torchlake.strategies import fsdp

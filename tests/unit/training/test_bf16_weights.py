@@ -10,7 +10,7 @@ import families
 import training_runs as runs
 from sweeps import sweep
 from torchlake import optim, plugins
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.optim import ComputeWeights
 from torchlake.training import setup
 

@@ -15,7 +15,7 @@ import tiny
 import training_runs as runs
 from sweeps import sweep
 from torchlake import optim
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching
 from torchlake.data.loading import TokenTable
 from torchlake.distributed import Group

@@ -17,7 +17,7 @@ import tiny
 import training_runs as runs
 from torchlake import optim
 from torchlake.config import job as config
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
 from torchlake.models import load
 from torchlake.training import train as training

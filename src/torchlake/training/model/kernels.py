@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import masking_utils
 
 from torchlake import optim
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
 from torchlake.models import probes
 from torchlake.models.load import layers

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlake.config.strategy_options import LoraOptions
+from torchlake.config.sections.strategies import LoraOptions
 from torchlake.errors import ConfigError, MissingExtra
 from torchlake.models.load import layers
 
