@@ -6,6 +6,7 @@ TYPES = {
     "Fraction": "`{fraction: number > 0, < 1}`",
 }
 KINDS = {
+    "train.betas": "two numbers ≥ 0, < 1",
     "train.checkpoint_every": "interval",
     "train.validate_every": "interval",
     "engine.name": "plug-ins engines",

@@ -177,22 +177,33 @@ def untied(state: Tensors) -> dict[str, torch.Tensor]:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The optimizer's tensors as "<parameter>|<field>"; `names` are its parameters, in the order of its groups."""
-    state = optimizer.state_dict()["state"]
-    return {f"{names[index]}|{field}": tensor for index, fields in state.items() for field, tensor in fields.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors: dict[str, torch.Tensor] = {}
+    shared: set[int] = set()
+    for name, parameter in zip(names, parameters, strict=True):
+        for field, value in optimizer.state.get(parameter, {}).items():
+            if value is None:  # sgd without momentum
+                continue
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            # bitsandbytes keeps one table of codes for all; a file of safetensors holds each tensor once.
+            tensors[f"{name}|{field}"] = tensor.clone() if id(tensor) in shared else tensor
+            shared.add(id(tensor))
+    return tensors
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
     """Load what `optimizer_tensors` gave, each rank its part. Raises DataError for another model's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for key in stored.shapes:
         name, _, field = key.rpartition("|")
         if name not in indices:
             raise DataError(f"{OPTIMIZER}*.safetensors: the model has no parameter {name!r}")
         index = indices[name]
         tensor = stored.read_like(key, parameters[index]) if stored.shapes[key] else stored.read(key)
-        state.setdefault(index, {})[field] = tensor
+        # A count that is no tensor in the optimizer is stored as a whole number.
+        state.setdefault(index, {})[field] = tensor.item() if tensor.dtype is torch.int64 else tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 

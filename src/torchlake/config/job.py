@@ -68,7 +68,8 @@ def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sec
     would create an object.
     """
     if isinstance(path, Job):
-        merged: dict[str, Any] = {name: section.model_dump(mode="json") for name, section in path}
+        # Without the defaults, which may give way to another setting.
+        merged: dict[str, Any] = path.model_dump(mode="json", exclude_unset=True)
         for name, section in sections.items():
             plain = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
             merged[name] = {**merged.get(name, {}), **plain}
@@ -115,7 +116,7 @@ def with_values(job: Job, values: Mapping[str, Any], origins: Mapping[str, str])
 
     origins: for error messages, where the value of each name came from.
     """
-    plain: dict[str, Any] = job.model_dump(mode="json")
+    plain: dict[str, Any] = job.model_dump(mode="json", exclude_unset=True)
     places: dict[Location, str] = {}
     for name, value in values.items():
         _set_value(plain, places, tuple(name.split(".")), value, origins[name])

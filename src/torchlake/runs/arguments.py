@@ -97,9 +97,16 @@ class TrainSection(TypedDict, total=False):
     epochs: int
     batch_size: int
     learning_rate: float
+    optimizer: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion"]
+    betas: Sequence[float] | None
+    momentum: float | None
     weight_decay: float
-    warmup: float
-    schedule: Literal["linear", "cosine", "constant"]
+    layer_decay: float | None
+    schedule: Literal["linear", "cosine", "constant", "wsd"]
+    min_learning_rate: float
+    warmup: float | None
+    warmup_steps: int | None
+    cooldown: float | None
     class_weights: Literal["balanced"] | Mapping[Any, float] | None
     label_smoothing: float
     clip_norm: float | None

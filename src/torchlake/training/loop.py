@@ -24,17 +24,19 @@ from typing import Any
 
 import torch
 
-from torchlake import distributed, optim, plugins
+from torchlake import distributed, plugins
 from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import Draft
 from torchlake.config.types import Every
 from torchlake.errors import Interrupted
 from torchlake.loss import find_objective
+from torchlake.optim import schedule
+from torchlake.optim.precision import arithmetic
 from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
 from torchlake.training import saving
-from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
+from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
 from torchlake.training.setup import make_train_state
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
@@ -66,7 +68,7 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
     }
     with (
         distributed.process_group(train.collective_timeout, **joining) as group,
-        optim.arithmetic(train, group.device),
+        arithmetic(train, group.device),
     ):
         summary, write_model = _run(group, settings, stop_requested)
     if group.rank != 0:
@@ -82,10 +84,12 @@ def _run(
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Train; returns the summary and a function that writes the model folder. Neither refers to the process group."""
     training, validation = load_rows(settings, group)
+    train = settings.job.train
+    schedule.check(total_steps(train, steps_per_epoch(training, train, settings.spec)), train)
     state, progress = make_train_state(settings, group)
-    state.objective = find_objective(settings.job.train, settings.spec, training.table.targets, training.numbers)
+    state.objective = find_objective(train, settings.spec, training.table.targets, training.numbers)
     if group.device.type in TRIED_ON:
-        try_largest(state, largest_batch(training, state, settings), settings.job.train)
+        try_largest(state, largest_batch(training, state, settings), train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
         train_loop(settings, state, progress, training, validation, stop_requested, writer)
         writer.finish()
@@ -113,7 +117,7 @@ def train_loop(
     """Train from `progress`, which is updated in place, to the last step; the last checkpoint may still be writing."""
     train, group = settings.job.train, state.group
     per_epoch = steps_per_epoch(training, train, settings.spec)
-    total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
+    total = total_steps(train, per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
     saved_step = -1 if settings.checkpoint is None else progress.step
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")

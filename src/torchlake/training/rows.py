@@ -114,3 +114,8 @@ def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: Task
 def steps_per_epoch(training: Rows, train: TrainConfig, spec: TaskSpec) -> int:
     """Optimizer steps of one pass over the rows, the short last one included; equal in all epochs."""
     return math.ceil(len(pack_rows(training, spec).numbers) / train.batch_size)
+
+
+def total_steps(train: TrainConfig, per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)

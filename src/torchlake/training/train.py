@@ -25,6 +25,7 @@ from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, proc
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.load import check_folder, model_folder
+from torchlake.optim import optimizers
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import find_task_spec
@@ -73,8 +74,9 @@ def train(
     """Fine-tune a model as described by `job` (a job file or a Job), by sections, or by both.
 
     Sections are the mappings `data`, `model`, `train` and `track` (`runs/arguments.py` has their keys), or models of
-    `config/sections/`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
-    or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
+    `config/sections/`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an
+    engine, or its name: "spark" has the options of the job's section `engine`, and by default runs on the active
+    session.
     `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data), or streams as in
     `predict`; they are stored in the run folder first, Spark and Ray frames by their own engine, once per run. `run` is
     the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds
@@ -93,6 +95,7 @@ def train(
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
     tracking.check(wanted.track)
+    optimizers.check_installed(wanted.train)
     if wanted.model.lora is not None:
         lora.check_installed()
     engine = _engine_of(wanted, engine)

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions
 from torchlake.config.task_spec import label_name
@@ -33,6 +42,16 @@ Checkpointing = Annotated[
 ]
 
 
+def _two_numbers(value: Any) -> Any:
+    if value is not None and not (isinstance(value, list | tuple) and len(value) == 2):
+        raise ValueError(f"{value!r} are no two numbers; write [0.9, 0.95]")
+    return value
+
+
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_two_numbers)]
+
+
 class TrainConfig(BaseModel):
     """The settings of a training run."""
 
@@ -43,13 +62,28 @@ class TrainConfig(BaseModel):
     batch_size: Int = Field(default=64, ge=1)
     """Rows of one optimizer step, over all ranks; for text generation, blocks of `model.max_length` tokens."""
     learning_rate: Float = Field(default=1e-4, gt=0)
-    """AdamW's learning rate at the peak of the schedule."""
+    """The learning rate at the peak of the schedule."""
+    optimizer: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion"] = "adamw"
+    """What updates the weights: torch's optimizers, lion of lion-pytorch, adamw with 8-bit moments of bitsandbytes."""
+    betas: Betas | None = None
+    """Decay rates of the moments of adamw and lion, such as [0.9, 0.95]; null: [0.9, 0.999], of lion [0.9, 0.99]."""
+    momentum: Float | None = Field(default=None, ge=0, lt=1)
+    """Momentum of sgd; null: 0.9."""
     weight_decay: Float = Field(default=0.01, ge=0)
-    """AdamW's weight decay, on matrices only, not on biases and norms."""
-    warmup: Float = Field(default=0.1, ge=0, lt=1)
-    """Share of all steps over which the learning rate rises from 0."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate falls after the warm-up."""
+    """Weight decay, on matrices only, not on biases and norms; for sgd it is added to the gradient."""
+    layer_decay: Float | None = Field(default=None, gt=0, le=1)
+    """Factor of the learning rate from each layer to the one before it, such as 0.9: the head has learning_rate, the
+    embeddings the least; null: the same rate everywhere."""
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
+    """How the learning rate falls after the warm-up; wsd: at the end only, over the cooldown."""
+    min_learning_rate: Float = Field(default=0.0, ge=0)
+    """What the learning rate falls to."""
+    warmup: Float | None = Field(default=0.1, ge=0, lt=1)
+    """Share of all steps over which the learning rate rises from 0; null: see warmup_steps."""
+    warmup_steps: Int | None = Field(default=None, ge=1, validate_default=True)
+    """The same as a number of steps, in place of warmup."""
+    cooldown: Float | None = Field(default=None, gt=0, le=1)
+    """Share of all steps, the last ones, over which the learning rate of wsd falls; null: 0.1."""
     class_weights: ClassWeights | None = None
     """Weights of classes in the loss: balanced, or {label: weight} with 1 for other classes; null: none."""
     label_smoothing: Float = Field(default=0.0, ge=0, lt=1)
@@ -99,6 +133,59 @@ class TrainConfig(BaseModel):
     """Seconds ("10min") that a rank waits for others before the run counts as hung."""
     max_steps: Int | None = Field(default=None, ge=1)
     """Optimizer steps after which training stops; null: those of all epochs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_replace_the_share(cls, values: Any) -> Any:
+        # The default of warmup, unlike one that is written down, gives way to warmup_steps.
+        if isinstance(values, Mapping) and values.get("warmup_steps") is not None and "warmup" not in values:
+            return {**values, "warmup": None}
+        return values
+
+    @field_validator("betas")
+    @classmethod
+    def _optimizer_has_betas(cls, betas: Any, given: ValidationInfo) -> Any:
+        optimizer = given.data.get("optimizer")
+        if betas is not None and optimizer in ("sgd", "adafactor"):
+            raise ValueError(f"optimizer {optimizer} has no betas; leave it out")
+        return betas
+
+    @field_validator("momentum")
+    @classmethod
+    def _optimizer_has_momentum(cls, momentum: float | None, given: ValidationInfo) -> float | None:
+        optimizer = given.data.get("optimizer", "sgd")
+        if momentum is not None and optimizer != "sgd":
+            raise ValueError(f"is a setting of optimizer sgd, and the optimizer is {optimizer}; leave it out")
+        return momentum
+
+    @field_validator("min_learning_rate")
+    @classmethod
+    def _rate_falls(cls, lowest: float, given: ValidationInfo) -> float:
+        if lowest and given.data.get("schedule") == "constant":
+            raise ValueError("schedule constant stays at learning_rate; leave it out")
+        if lowest > given.data.get("learning_rate", lowest):
+            raise ValueError(f"{lowest} is above learning_rate, {given.data['learning_rate']}")
+        return lowest
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _one_warmup(cls, steps: int | None, given: ValidationInfo) -> int | None:
+        share = given.data.get("warmup", 0.0 if steps is None else None)
+        if steps is None and share is None:
+            raise ValueError("warmup and warmup_steps are both null; write warmup: 0 for none")
+        if steps is not None and share is not None:
+            raise ValueError(f"warmup ({share}) is set too; leave one of them out, or set it to null")
+        return steps
+
+    @field_validator("cooldown")
+    @classmethod
+    def _schedule_has_a_cooldown(cls, cooldown: float | None, given: ValidationInfo) -> float | None:
+        schedule, warmup = given.data.get("schedule", "wsd"), given.data.get("warmup") or 0.0
+        if cooldown is not None and schedule != "wsd":
+            raise ValueError(f"is a setting of schedule wsd, and the schedule is {schedule}; leave it out")
+        if cooldown is not None and warmup + cooldown > 1:
+            raise ValueError(f"warmup ({warmup}) and cooldown ({cooldown}) are more than all steps")
+        return cooldown
 
     @field_validator("validate_every")
     @classmethod

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import optim, plugins
+from torchlake import plugins
 from torchlake.checkpoints import format
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models import probes
+from torchlake.optim.optimizers import trainable_names
+from torchlake.optim.precision import find_precision
 from torchlake.training.model import kernels
 
 
@@ -50,11 +52,11 @@ def find_traits(
     probes.freeze(model, unreached)
     weights = model.state_dict()
     if job.model.lora is not None:
-        weights = {name: weights[name] for name in optim.trainable_names(model)}
+        weights = {name: weights[name] for name in trainable_names(model, train)}
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, rows, task.FORWARD)
     precision = kernels.usable_precision(train, model, row, task, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
-    chunked = task.PACKED and optim.find_precision(precision, device).dtype is not torch.float16
+    chunked = task.PACKED and find_precision(precision, device).dtype is not torch.float16
     if isolates and job.model.attention == "flash":
         isolates = kernels.passes_positions(base, torch.from_numpy(row)[None], task.FORWARD)
     return Traits(
