@@ -51,6 +51,13 @@ def check_installed(train: TrainConfig) -> None:
         )
 
 
+def moment_bytes(train: TrainConfig) -> float:
+    """Bytes per trained parameter that the optimizer keeps; adafactor's rows and columns count as nothing."""
+    if train.momentum == 0:
+        return 0.0
+    return {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 0.0, "lion": 4.0}[train.optimizer]
+
+
 def parameter_groups(
     module: nn.Module, train: TrainConfig, scales: Mapping[str, float] | None = None
 ) -> list[ParameterGroup]:

@@ -26,6 +26,7 @@ from torchlake.config.sections.strategies import LoraOptions
 from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.load import model_folder
+from torchlake.optim.optimizers import moment_bytes
 from torchlake.planning import workload
 from torchlake.planning.cluster import describe_cluster, device, operations, size, size_in_bytes
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime
@@ -225,6 +226,7 @@ def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
         weights=train.precision == "bf16_weights" or (train.precision == "auto" and gpu),
         checkpointing=train.activation_checkpointing is not False,
         selective=train.activation_checkpointing == "selective",
+        moment_bytes=moment_bytes(train),
         bucket_bytes=train.ddp.bucket_mib * 2**20,
         sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,
     )

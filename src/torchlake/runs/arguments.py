@@ -64,6 +64,7 @@ class ModelSection(TypedDict, total=False):
     max_length: int | None
     attention: Literal["auto", "sdpa", "flash", "flex", "eager"]
     lora: LoraOptions | LoraSection | None
+    freeze: Literal["embeddings", "body"] | int | Sequence[str] | None
 
 
 class DdpSection(TypedDict, total=False):

@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
@@ -26,6 +28,7 @@ from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.training.model import lora
 from torchlake.training.model.base import base_model
+from torchlake.training.model.traits import stores_all
 from torchlake.training.rows import RankSettings
 from torchlake.training.state import TrainProgress, TrainState
 
@@ -96,16 +99,31 @@ def model_exporter(
     store.delete_fetched()
     options = settings.job.model.lora
     write = partial(save_model_folder, config=state.config, tokenizer=state.tokenizer, spec=settings.spec)
-    if options is None:
+    if stores_all(settings.job):
         return partial(write, model_or_state=tensors, card=card)
 
+    def write_beside_frozen(folder: Path) -> None:
+        whole = dict(_initial_model(settings).state_dict())
+        for name, tensor in tensors.items():
+            whole[name].copy_(tensor)
+        write(folder, model_or_state=whole, card=card)
+
     def write_merged(folder: Path) -> None:
-        base = base_model(settings.job.model.base, settings.spec, plugins.load("tasks", settings.spec.task).AUTO_CLASS)
+        assert options is not None, "else it would have no adapters"
+        base = _initial_model(settings)
         with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
             merge_adapters = lora.merge_adapters(base, options, tensors, Path(scratch) / lora.ADAPTER)
             write(folder, model_or_state=merge_adapters, card=card, beside=Path(scratch) / lora.ADAPTER)
 
-    return write_merged
+    return write_beside_frozen if options is None else write_merged
+
+
+def _initial_model(settings: RankSettings) -> Any:
+    """The model that the run began with, heads that were drawn included."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(settings.job.train.seed)
+        auto_class = plugins.load("tasks", settings.spec.task).AUTO_CLASS
+        return base_model(settings.job.model.base, settings.spec, auto_class)
 
 
 @contextmanager

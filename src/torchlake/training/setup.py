@@ -27,12 +27,12 @@ from torchlake.errors import UsageError, ran_out_of_memory
 from torchlake.models import probes
 from torchlake.models.load import TaskSpec, layers, load_tokenizer, model_folder
 from torchlake.optim.optimizers import make_optimizer, trainable_names
+from torchlake.optim.parameters import freeze, layer_scales
 from torchlake.optim.precision import find_precision
 from torchlake.runs.speed import measure
 from torchlake.training.model import kernels, lora
 from torchlake.training.model.base import base_model
-from torchlake.training.model.parameters import layer_scales
-from torchlake.training.model.traits import Traits, find_traits
+from torchlake.training.model.traits import Traits, find_traits, stores_all
 from torchlake.training.rows import RankSettings
 from torchlake.training.state import TrainProgress, TrainState
 
@@ -103,6 +103,7 @@ def _build(job: Job, spec: TaskSpec, auto_class: str, *, empty: bool) -> tuple[A
     """The base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
     torch.manual_seed(job.train.seed)
     base = base_model(job.model.base, spec, auto_class, empty=empty)
+    freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base
     with torch.device("meta" if empty else "cpu"):
@@ -123,7 +124,7 @@ def _set_up(
     precision = find_precision(train.precision, group.device)
     if traits.after_head is not None:
         task.chunk_loss(base, traits.after_head, compiled=train.compile)
-    if precision.weights and job.model.lora is not None:
+    if precision.weights and not stores_all(job):
         kernels.convert_frozen(model, precision.dtype)
     kernels.recompute_activations(base, train.activation_checkpointing)
     kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)

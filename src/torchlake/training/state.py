@@ -75,7 +75,7 @@ class TrainState:
     names: list[str]
     "Names of the optimizer's parameters."
     stored: dict[str, torch.Tensor]
-    "The tensors of the model that a checkpoint stores (all, or the ones LoRA trains), on the meta device."
+    "The tensors that a checkpoint stores (all, or of a partly frozen model the trained ones), on the meta device."
     precision: Precision
     requested_tokens: int
     "train.micro_batch_tokens: tokens, padding included, that this rank may process at once."

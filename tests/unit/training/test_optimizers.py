@@ -21,9 +21,9 @@ from torchlake.errors import ConfigError, MissingExtra
 from torchlake.models.load import layers
 from torchlake.optim import optimizers
 from torchlake.optim.optimizers import check_installed, make_optimizer, set_learning_rate, trainable_names
+from torchlake.optim.parameters import depths, layer_scales
 from torchlake.optim.schedule import check, learning_rate, phases
 from torchlake.training.model.base import base_model
-from torchlake.training.model.parameters import depths, layer_scales
 
 OTHERS = ("adamw_8bit", "sgd", "adafactor", "lion")
 BETWEEN_STRATEGIES = 1e-4
