@@ -110,6 +110,7 @@ class TrainSection(TypedDict, total=False):
     cooldown: float | None
     class_weights: Literal["balanced"] | Mapping[Any, float] | None
     label_smoothing: float
+    focal_gamma: float
     clip_norm: float | None
     micro_batch_tokens: int
     precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"]

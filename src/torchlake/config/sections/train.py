@@ -88,6 +88,8 @@ class TrainConfig(BaseModel):
     """Weights of classes in the loss: balanced, or {label: weight} with 1 for other classes; null: none."""
     label_smoothing: Float = Field(default=0.0, ge=0, lt=1)
     """Share of each target that is spread evenly over all classes."""
+    focal_gamma: Float = Field(default=0.0, ge=0)
+    """Focal loss: each target's loss is multiplied by (1 - its probability) to this power, such as 2; 0: not."""
     clip_norm: Float | None = Field(default=1.0, gt=0)
     """Maximum norm of the global gradient; null: no clipping."""
     micro_batch_tokens: Int = Field(default=16384, ge=1)
@@ -176,6 +178,15 @@ class TrainConfig(BaseModel):
         if steps is not None and share is not None:
             raise ValueError(f"warmup ({share}) is set too; leave one of them out, or set it to null")
         return steps
+
+    @field_validator("focal_gamma")
+    @classmethod
+    def _hard_targets(cls, gamma: float, given: ValidationInfo) -> float:
+        if gamma and given.data.get("label_smoothing"):
+            raise ValueError(
+                "label_smoothing is set too, whose targets have no one probability; leave one out"
+            )
+        return gamma
 
     @field_validator("cooldown")
     @classmethod
