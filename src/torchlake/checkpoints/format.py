@@ -147,9 +147,11 @@ def best_path(store: CheckpointStore, step: int) -> Path:
     return store.fetch(f"{BEST}/{_name(step)}", MODEL)
 
 
-def step_path(store: CheckpointStore, step: int) -> Path:
-    """The folder of the model of checkpoint `step`, verified. Raises DataError as `best_path` does."""
-    return store.fetch(_name(step), MODEL)
+def step_path(store: CheckpointStore, step: int, kind: str = MODEL) -> Path:
+    """The folder of checkpoint `step` with its tensors of a kind, "" for all, verified. Raises DataError as `best_path`
+    does.
+    """
+    return store.fetch(_name(step), kind)
 
 
 def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
@@ -157,6 +159,12 @@ def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
     with open_tensors(path, MODEL) as shards:
         shards.check(like)
         return {name: shards.read(name) for name in like}
+
+
+def load_field(path: Path, field: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """A field of a checkpoint's optimizer for the parameters that have it. Raises DataError."""
+    with open_tensors(path, OPTIMIZER) as shards:
+        return {name: shards.read(f"{name}|{field}") for name in names if f"{name}|{field}" in shards.shapes}
 
 
 def load_into(path: Path, weights: Tensors) -> None:

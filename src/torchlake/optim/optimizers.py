@@ -52,10 +52,11 @@ def check_installed(train: TrainConfig) -> None:
 
 
 def moment_bytes(train: TrainConfig) -> float:
-    """Bytes per trained parameter that the optimizer keeps; adafactor's rows and columns count as nothing."""
-    if train.momentum == 0:
-        return 0.0
-    return {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 0.0, "lion": 4.0}[train.optimizer]
+    """Bytes per trained parameter that the optimizer keeps, with the average of the weights. What adafactor keeps is too
+    little to count.
+    """
+    moments = {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 0.0, "lion": 4.0}[train.optimizer]
+    return (0.0 if train.momentum == 0 else moments) + (0.0 if train.ema is None else 4.0)
 
 
 def parameter_groups(

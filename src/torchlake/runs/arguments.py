@@ -111,6 +111,7 @@ class TrainSection(TypedDict, total=False):
     class_weights: Literal["balanced"] | Mapping[Any, float] | None
     label_smoothing: float
     focal_gamma: float
+    ema: float | None
     clip_norm: float | None
     micro_batch_tokens: int
     precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"]

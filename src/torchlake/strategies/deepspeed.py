@@ -60,6 +60,8 @@ def refusal(train: TrainConfig) -> str | None:
         return f"train.optimizer={train.optimizer} cannot step on parts of tensors. Take adamw, lion or sgd"
     if train.momentum == 0:
         return "train.momentum=0: DeepSpeed needs an optimizer with a state"
+    if train.ema is not None:
+        return "train.ema: DeepSpeed has no place for averaged weights. Take fsdp or ddp"
     if train.compile and train.deepspeed.stage == 3:
         return "train.compile and stage 3 cannot be combined: its hooks split the compiled graph. Use stage 2, or fsdp"
     _deepspeed_config.check(train)

@@ -16,7 +16,7 @@ written). So all ranks stop, save and fail at the same step. Each reads it when 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from torchlake.checkpoints.store import Draft
 from torchlake.config.types import Every
 from torchlake.errors import Interrupted
 from torchlake.loss import find_objective
-from torchlake.optim import schedule
+from torchlake.optim import averages, schedule
 from torchlake.optim.precision import arithmetic
 from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
@@ -144,14 +144,15 @@ def train_loop(
                 read()
             not_validated = False
             if validation is not None and validate_now:
-                outcome = None if votes.stop else validate(state, validation, stop_requested)
+                outcome = (
+                    None if votes.stop else _validate(settings, state, progress, validation, stop_requested, writer)
+                )
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
                     write_line(
                         {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
                     )
-                    saving.save_if_best(settings, state, progress, outcome, writer)
                     show(0, outcome)
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
@@ -171,6 +172,24 @@ def train_loop(
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
             read()
             votes.pending = (launched, oldest)
+
+
+def _validate(
+    settings: RankSettings,
+    state: TrainState,
+    progress: TrainProgress,
+    rows: Rows,
+    stop_requested: Callable[[], bool],
+    writer: CheckpointWriter,
+) -> metrics_log.Line | None:
+    """Validate the model, or the average of its weights, and save it if it is the best so far; None: asked to stop."""
+    averaged = settings.job.train.ema is not None
+    with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
+        outcome = validate(state, rows, stop_requested)
+        if outcome is not None:
+            saving.save_if_best(settings, state, progress, outcome, writer)
+            writer.hold_updates()  # the exchange back is one
+    return outcome
 
 
 @dataclass

@@ -24,6 +24,7 @@ from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import save_model_folder
+from torchlake.optim import averages
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.training.model import lora
@@ -91,11 +92,13 @@ def model_exporter(
     """
     store = checkpoints(settings)
     if progress.best is None:
-        stored = format.step_path(store, progress.step)
+        stored = format.step_path(store, progress.step, format.MODEL if settings.job.train.ema is None else "")
     else:
         stored = format.best_path(store, progress.best["step"])
         log.info("the best model is that of step %d", progress.best["step"])
     tensors = format.load_model(stored, state.stored)
+    if progress.best is None and settings.job.train.ema is not None:
+        tensors |= format.load_field(stored, averages.AVERAGE, state.names)
     store.delete_fetched()
     options = settings.job.model.lora
     write = partial(save_model_folder, config=state.config, tokenizer=state.tokenizer, spec=settings.spec)

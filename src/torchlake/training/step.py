@@ -24,6 +24,7 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Reading
 from torchlake.errors import Diverged
 from torchlake.failpoints import failpoint
+from torchlake.optim import averages
 from torchlake.optim.optimizers import set_learning_rate
 from torchlake.optim.precision import step_seed
 from torchlake.optim.schedule import learning_rate
@@ -95,7 +96,10 @@ def train_step(
         counted = loss_sum if group.counts else torch.zeros_like(loss_sum)
         sums = distributed.sum_on_device(group, torch.cat([counted.double()[None], votes]), doing)
         norm = norm.to(group.device, torch.float64)
-        strategy.step(module, state.optimizer, (sums[0] + norm).isfinite())
+        finite = (sums[0] + norm).isfinite()
+        strategy.step(module, state.optimizer, finite)
+        if train.ema is not None:
+            averages.update(state.optimizer, train.ema, progress.step + 1, finite)
         numbers = distributed.start_reading(torch.cat([sums, norm[None]]))
     progress.step += 1
     line = {

@@ -90,6 +90,8 @@ class TrainConfig(BaseModel):
     """Share of each target that is spread evenly over all classes."""
     focal_gamma: Float = Field(default=0.0, ge=0)
     """Focal loss: each target's loss is multiplied by (1 - its probability) to this power, such as 2; 0: not."""
+    ema: Float | None = Field(default=None, gt=0, lt=1)
+    """Decay of a moving average of the weights, such as 0.999, for validations and the saved model; null: none."""
     clip_norm: Float | None = Field(default=1.0, gt=0)
     """Maximum norm of the global gradient; null: no clipping."""
     micro_batch_tokens: Int = Field(default=16384, ge=1)
@@ -183,9 +185,7 @@ class TrainConfig(BaseModel):
     @classmethod
     def _hard_targets(cls, gamma: float, given: ValidationInfo) -> float:
         if gamma and given.data.get("label_smoothing"):
-            raise ValueError(
-                "label_smoothing is set too, whose targets have no one probability; leave one out"
-            )
+            raise ValueError("label_smoothing is set too; leave one of them out")
         return gamma
 
     @field_validator("cooldown")
