@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
     from torchlake.tables.output.verify import Verification, verify
+    from torchlake.training.folds import Folds
     from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
     from torchlake.tuning.study import Trial
@@ -39,6 +40,7 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "Evaluation",
+    "Folds",
     "Job",
     "Local",
     "Metric",
@@ -73,6 +75,7 @@ _MODULES = {
     "Diagnosis": "reporting.doctor",
     "Engine": "engines",
     "Evaluation": "evaluation.evaluate",
+    "Folds": "training.folds",
     "Job": "config.job",
     "Local": "engines.local",
     "Metric": "metrics",

@@ -52,8 +52,8 @@ def check_installed(train: TrainConfig) -> None:
 
 
 def moment_bytes(train: TrainConfig) -> float:
-    """Bytes per trained parameter that the optimizer keeps, with the average of the weights. What adafactor keeps is too
-    little to count.
+    """Bytes per trained parameter that the optimizer keeps, and the average of the weights; what adafactor keeps is not
+    counted.
     """
     moments = {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 0.0, "lion": 4.0}[train.optimizer]
     return (0.0 if train.momentum == 0 else moments) + (0.0 if train.ema is None else 4.0)

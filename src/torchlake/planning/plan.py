@@ -21,7 +21,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.job import Job, load_job
-from torchlake.config.sections.data import Fraction
+from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
@@ -261,7 +261,10 @@ def _left_out(job: Job) -> tuple[str, ...]:
 def _training_rows(job: Job, table: TableSurvey) -> int:
     usable = max(1, round(table.rows * (1 - table.unusable / table.sampled)))
     share = job.data.validation
-    return usable - min(max(1, round(usable * share.fraction)), usable - 1) if isinstance(share, Fraction) else usable
+    if not isinstance(share, Fraction | Fold):
+        return usable
+    part = share.fraction if isinstance(share, Fraction) else 1 / share.folds
+    return usable - min(max(1, round(usable * part)), usable - 1)
 
 
 def _examples(job: Job, table: TableSurvey) -> int:

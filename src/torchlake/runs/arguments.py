@@ -22,6 +22,13 @@ class FractionSection(TypedDict):
     fraction: float
 
 
+class FoldSection(TypedDict):
+    """One of several equal parts of the training rows."""
+
+    fold: int
+    folds: int
+
+
 class CsvSection(TypedDict, total=False):
     """The mapping `data.csv`."""
 
@@ -34,7 +41,7 @@ class DataSection(TypedDict, total=False):
     """The section `data`. `train` and `validation` may also be frames."""
 
     train: Input
-    validation: Input | FractionSection | None
+    validation: Input | FractionSection | FoldSection | None
     text: str
     label: str
     problem: Literal["single_label", "multi_label", "regression"] | None
@@ -139,6 +146,7 @@ class TrackSection(TypedDict, total=False):
     """The section `track`."""
 
     mlflow: str | Path | None
+    wandb: str | None
     tensorboard: bool
 
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from torchlake import distributed, plugins
+from torchlake import atomic_io, distributed, plugins
 from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
-from torchlake.checkpoints.store import Draft
+from torchlake.checkpoints.store import STATE, Draft
 from torchlake.config.types import Every
 from torchlake.errors import Interrupted
 from torchlake.loss import find_objective
@@ -36,8 +36,8 @@ from torchlake.optim.precision import arithmetic
 from torchlake.progress import progress as progress_bar
 from torchlake.runs import metrics_log
 from torchlake.training import saving
+from torchlake.training.model.setup import make_train_state
 from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
-from torchlake.training.setup import make_train_state
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
 from torchlake.training.validation import validate
@@ -85,8 +85,11 @@ def _run(
     """Train; returns the summary and a function that writes the model folder. Neither refers to the process group."""
     training, validation = load_rows(settings, group)
     train = settings.job.train
-    schedule.check(total_steps(train, steps_per_epoch(training, train, settings.spec)), train)
+    total = total_steps(train, steps_per_epoch(training, train, settings.spec))
+    schedule.check(total, train)
     state, progress = make_train_state(settings, group)
+    if group.rank == 0:
+        _log_new_length(settings, progress, total)
     state.objective = find_objective(train, settings.spec, training.table.targets, training.numbers)
     if group.device.type in TRIED_ON:
         try_largest(state, largest_batch(training, state, settings), train)
@@ -102,7 +105,21 @@ def _run(
         "seconds": round(progress.seconds, 1),
     }
     write_model = saving.model_exporter(settings, state, progress, card) if group.rank == 0 else lambda folder: None
-    return {"total_steps": progress.step, "metrics": metrics}, write_model
+    stopped_by = "patience" if train.patience is not None and progress.stale >= train.patience else "steps"
+    return {"total_steps": progress.step, "metrics": metrics, "stopped_by": stopped_by}, write_model
+
+
+def _log_new_length(settings: RankSettings, progress: TrainProgress, total: int) -> None:
+    """Say what the learning rate does if the run was to be shorter when the checkpoint was written."""
+    stored = {} if settings.checkpoint is None else atomic_io.read_json(Path(settings.checkpoint) / STATE)
+    before, step, train = stored.get("total_steps", total), progress.step, settings.job.train
+    if before != total and step < total:
+        last, following = schedule.learning_rate(step - 1, before, train), schedule.learning_rate(step, total, train)
+        log.info(
+            "the run has %d steps now, it had %d: train.schedule=%s is computed for all of them, so the learning rate "
+            "goes from %.3g in step %d to %.3g in step %d",
+            *(total, before, train.schedule, last, step, following, step + 1),
+        )
 
 
 def train_loop(

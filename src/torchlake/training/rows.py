@@ -82,7 +82,7 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
         return Rows(tables[0], every[0]), None
     assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
     classes = tables[0].targets if spec.problem == "single_label" else None
-    kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed, classes)
+    kept, held_out = order.hold_out(len(tables[0]), share, settings.job.train.seed, classes)
     return Rows(tables[0], kept), pack_rows(Rows(tables[0], held_out), spec)
 
 

@@ -30,7 +30,7 @@ from torchlake.tables.output import lease
 from torchlake.training.model import lora
 from torchlake.training.model.base import base_model
 from torchlake.training.model.traits import stores_all
-from torchlake.training.rows import RankSettings
+from torchlake.training.rows import RankSettings, total_steps
 from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ def save(
             "batch": batch,
             "best": progress.best,
             "world_size": state.group.world_size,
+            "total_steps": total_steps(settings.job.train, per_epoch),
             "position": asdict(progress),
         },
     )

@@ -13,8 +13,7 @@ from torchlake import plugins
 from torchlake.config.sections.train import TrainConfig
 from torchlake.optim.precision import ComputeWeights, Precision, find_precision
 from torchlake.strategies import _native
-from torchlake.training import setup
-from torchlake.training.model import kernels, traits
+from torchlake.training.model import kernels, setup, traits
 
 BESIDE_FP32 = 0.06
 "A loss of these tiny models, as with autocast."

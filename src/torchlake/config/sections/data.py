@@ -10,6 +10,8 @@ from torchlake.tables.selection.grammar import parse
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, Fold) or (isinstance(value, Mapping) and not value.keys().isdisjoint(("fold", "folds"))):
+        return "<fold>"
     if isinstance(value, Mapping | Fraction):
         return "<fraction>"
     return "<paths>" if isinstance(value, list | tuple) else "<path>"
@@ -28,6 +30,24 @@ class Fraction(BaseModel):
     """Share of the rows, above 0 and below 1."""
 
 
+class Fold(BaseModel):
+    """One of several equal parts of the training rows, divided by the seed; the other parts are trained on."""
+
+    model_config = STRICT
+
+    folds: Int = Field(ge=2)
+    """Number of parts."""
+    fold: Int = Field(ge=1)
+    """Which of them, from 1."""
+
+    @field_validator("fold")
+    @classmethod
+    def _is_one_of_them(cls, fold: int, given: ValidationInfo) -> int:
+        if fold > given.data.get("folds", fold):
+            raise ValueError(f"there are {given.data['folds']} folds, given {fold}")
+        return fold
+
+
 class CsvConfig(BaseModel):
     """How CSV files are written."""
 
@@ -41,6 +61,10 @@ class CsvConfig(BaseModel):
     """Encoding of the text, such as latin-1, cp1252 or utf-16."""
 
 
+Share = Annotated[Fraction, Tag("<fraction>")] | Annotated[Fold, Tag("<fold>")]
+"A part of the training rows that is validated on."
+
+
 class DataConfig(BaseModel):
     """The training and validation tables, and their columns."""
 
@@ -48,10 +72,8 @@ class DataConfig(BaseModel):
 
     train: Annotated[OnePath | ManyPaths, Discriminator(_kind)]
     """Training table: a file, folder, glob or URL, or a list of them."""
-    validation: Annotated[OnePath | ManyPaths | Annotated[Fraction, Tag("<fraction>")], Discriminator(_kind)] | None = (
-        Fraction(fraction=0.1)
-    )
-    """Validation table, or {fraction: f} of the training rows; null: none."""
+    validation: Annotated[OnePath | ManyPaths | Share, Discriminator(_kind)] | None = Fraction(fraction=0.1)
+    """Validation table, or {fraction: f} of the training rows, or {fold: k, folds: n} of them; null: none."""
     text: Name = "text"
     """Column of the input."""
     label: Name = "label"

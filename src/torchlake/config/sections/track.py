@@ -12,5 +12,7 @@ class TrackConfig(BaseModel):
 
     mlflow: Name | None = None
     """MLflow store, sqlite:///FILE or a folder; null: no MLflow."""
+    wandb: Name | None = None
+    """Project of Weights & Biases, or ENTITY/PROJECT; WANDB_MODE=offline keeps the run in its folder. null: none."""
     tensorboard: Bool = False
     """Write event files to tensorboard/ in the run folder."""
