@@ -113,12 +113,13 @@ functions return: [Python results](python-results.md). What they raise: [exit co
 
 def results() -> list[Any]:
     """The classes of what the functions return."""
+    from torchlake.chunk_jobs.map import Mapped
     from torchlake.evaluation.evaluate import Evaluation
     from torchlake.optimization.optimize import Optimized
     from torchlake.scoring.predict import Scored
-    from torchlake.tables.output.verify import Verification
+    from torchlake.tables.verification.verify import Verification
     from torchlake.training.folds import Folds
     from torchlake.training.train import Run
     from torchlake.tuning.tune import Tuning
 
-    return [Run, Folds, Scored, Evaluation, Optimized, Tuning, Verification]
+    return [Run, Folds, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]

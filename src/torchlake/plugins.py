@@ -2,7 +2,7 @@
 
     engines/    where Python runs                   strategies/   how ranks share a model
     tasks/      what a model predicts               runtimes/     what executes a forward pass when scoring
-    tables/sources/   kinds of tables
+    tables/sources/   kinds of tables that are read     tables/sinks/   kinds of outputs
 
 Files whose names begin with an underscore are helpers, not plug-ins.
 """
@@ -17,13 +17,14 @@ from typing import Literal
 
 from torchlake.errors import MissingExtra, UsageError
 
-Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources"]
+Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources", "sinks"]
 ONE: dict[Kind, str] = {
     "engines": "engine",
     "strategies": "strategy",
     "tasks": "task",
     "runtimes": "runtime",
     "sources": "source",
+    "sinks": "sink",
 }
 
 
@@ -68,4 +69,4 @@ def load(kind: Kind, name: str) -> ModuleType:
 
 
 def _package(kind: Kind) -> str:
-    return "torchlake.tables.sources" if kind == "sources" else f"torchlake.{kind}"
+    return f"torchlake.tables.{kind}" if kind in ("sources", "sinks") else f"torchlake.{kind}"

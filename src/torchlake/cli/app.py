@@ -276,6 +276,17 @@ def verify(
     return lambda: commands.verify(output, make_engine(engine, processes, overrides, as_json=as_json))
 
 
+@_command("export runs/reviews/model reviews-onnx --format onnx")
+def export(
+    model: o.Model,
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="New folder, or an earlier export.")],
+    format: o.ExportFormat,
+    pooling: o.Pooling = None,
+) -> Work:
+    """Write a model as a folder that another tool loads: ONNX Runtime, OpenVINO or sentence-transformers."""
+    return lambda: commands.export(model, folder, format, pooling)
+
+
 @_command("report runs/reviews")
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],

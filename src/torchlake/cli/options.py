@@ -222,6 +222,18 @@ Runtimes = Annotated[
 ]
 SampleSize = Annotated[int | None, _selection("--rows", "N", "Rows of the table to measure on (default: 1000).", min=1)]
 
+# export
+ExportFormat = Annotated[
+    Literal["onnx", "openvino", "sentence-transformers"],
+    _output("--format", "FORMAT", "Layout: onnx, openvino or sentence-transformers."),
+]
+Pooling = Annotated[
+    Literal["mean", "cls", "max", "lasttoken"] | None,
+    _output(
+        "--pooling", "MODE", "From token states to one vector: mean, cls, max or lasttoken (default: the model's own)."
+    ),
+]
+
 # demo
 Folder = Annotated[str, _demo("--folder", "FOLDER", "Folder for all files (default: demo).")]
 Rows = Annotated[int, _demo("--rows", "N", "Rows of the generated table (default: 2400).", min=12, max=50_000)]

@@ -10,9 +10,11 @@ table, a second read of one column, and the probabilities of all rows in memory 
 import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Unpack
 
 import numpy as np
@@ -22,6 +24,7 @@ import pyarrow.parquet as pq
 
 from torchlake import plugins
 from torchlake.engines import Engine, as_engine
+from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.metrics import Metric, evaluate_metrics
@@ -29,8 +32,10 @@ from torchlake.models.load import Label, TaskSpec, load_spec
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
 from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.output.spool import spooled
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._find import pinned
@@ -38,6 +43,7 @@ from torchlake.tables.sources._options import ReadArguments, ReadOptions, read_o
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input
+from torchlake.tables.storage.spread import Spread
 from torchlake.tables.table import open_table
 
 PREFIX = "predicted_"
@@ -125,7 +131,7 @@ def evaluate(
         else:
             output = Path(folder, "scored")
             with spooled(table, output) as stored:
-                targets, reasons = _stored_targets(stored, spec, options)
+                targets, reasons = _stored_targets(stored, spec, options, (engine or Local()).spread)
                 predict(stored, output, **read)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, targets, reasons, spec)
@@ -156,32 +162,55 @@ def _frame_targets(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int,
     for column in spec.columns:
         if column not in frame.column_names:
             raise TableError(f"the frame has no column {column!r}; it has: {', '.join(frame.column_names)}")
-    return plugins.load("tasks", spec.task).encode_labels(frame[spec.label], spec), {}
+    return _task(spec).encode_labels(frame[spec.label], spec), {}
 
 
-def _stored_targets(table: StoredTable, spec: TaskSpec, options: ReadOptions) -> tuple[pa.Array, dict[int, str]]:
+def _stored_targets(
+    table: StoredTable, spec: TaskSpec, options: ReadOptions, spread: Spread
+) -> tuple[pa.Array, dict[int, str]]:
     """Return the encoded labels of all rows, in the table's order, and the reasons of unreadable ones."""
-    task = plugins.load("tasks", spec.task)
+    source = open_table(table, columns=spec.columns, options=options, spread=spread)
+    plan = plan_chunks(source, columns=(spec.label or "",), hashed=False, spread=spread)
+    bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
+    pieces: list[pa.Array] = []
+    reasons: dict[int, str] = {}
+    first = 0
+    parts = spread(partial(_targets, spec), bundles, size=plan.rows * READ_BYTES, name="read the labels")
+    with closing(parts):
+        for targets, unreadable in parts:
+            pieces.append(targets)
+            reasons |= {first + row: reason for row, reason in unreadable.items()}
+            first += len(targets)
+    return pa.concat_arrays(pieces) if pieces else pa.array([], _task(spec).target_type(spec)), reasons
+
+
+def _targets(spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Array, dict[int, str]]:
+    """The encoded labels of some chunks, and the reasons of their unreadable rows."""
     assert spec.label is not None, "a task without labels is measured on its texts"
-    source = open_table(table, columns=spec.columns, options=options)
     reader = ChunkReader((spec.label,))
     pieces: list[pa.Array] = []
     reasons: dict[int, str] = {}
     first = 0
-    for chunk in plan_chunks(source, columns=(spec.label,)).chunks:
-        rows, unreadable = reader.read(chunk)
-        try:
-            pieces.append(task.encode_labels(rows[spec.label], spec))
-        except DataError as error:
-            raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
-        reasons |= {first + row: reason for row, reason in unreadable.items()}
-        first += chunk.rows
-    reader.close()
-    return pa.concat_arrays(pieces) if pieces else pa.array([], task.target_type(spec)), reasons
+    try:
+        for chunk in chunks:
+            rows, unreadable = reader.read(chunk)
+            try:
+                pieces.append(_task(spec).encode_labels(rows[spec.label], spec))
+            except DataError as error:
+                raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
+            reasons |= {first + row: reason for row, reason in unreadable.items()}
+            first += chunk.rows
+    finally:
+        reader.close()
+    return pa.concat_arrays(pieces), reasons
+
+
+def _task(spec: TaskSpec) -> ModuleType:
+    return plugins.load("tasks", spec.task)
 
 
 def _read_scored(files: Sequence[Path], spec: TaskSpec) -> pa.Table:
-    names = [PREFIX + name for name in plugins.load("tasks", spec.task).probability_names(spec)]
+    names = [PREFIX + name for name in _task(spec).probability_names(spec)]
     tables = [pq.read_table(file, columns=[*names, "error"], page_checksum_verification=True) for file in files]
     if not tables:
         raise DataError("the table has no rows to evaluate on")
@@ -203,7 +232,7 @@ def _measure(scored: pa.Table, targets: pa.Array, reasons: dict[int, str], spec:
             f"no row of {len(targets):,} has both a label in {spec.label!r} and a prediction: "
             + (", ".join(f"{reason} {rows:,}" for reason, rows in errors.items()) or "the table is empty")
         )
-    names = [PREFIX + name for name in plugins.load("tasks", spec.task).probability_names(spec)]
+    names = [PREFIX + name for name in _task(spec).probability_names(spec)]
     probabilities = np.column_stack([scored[name].to_numpy() for name in names])[usable]
     wanted = targets.filter(pa.array(usable))
     if spec.problem == "multi_label":

@@ -46,9 +46,6 @@ def save_model_folder(
     """
     import transformers
 
-    folder = Path(folder)
-    atomic_io.remove(atomic_io.stale_temporaries(folder))
-    temporary = atomic_io.temporary_path(folder)
     model: Any = model_or_state
     state = None
     if isinstance(model_or_state, Mapping):
@@ -57,9 +54,7 @@ def save_model_folder(
         state = dict(model_or_state)
         with torch.device("meta"):
             model = getattr(transformers, (config.architectures or [""])[0])(config)
-    try:
-        failpoint(f"{site}.write")
-        temporary.mkdir(parents=True)
+    with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
             model.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
@@ -67,12 +62,27 @@ def save_model_folder(
         atomic_io.write_bytes(temporary / "README.md", model_card(spec, card).encode(), site=f"{site}.card")
         if beside is not None:
             shutil.copytree(beside, temporary / beside.name)
+
+
+@contextmanager
+def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
+    """Yield an empty folder that, with a manifest, atomically replaces `folder` when the block ends.
+
+    If the block raises, the incomplete folder is removed. Raises StorageError for an OSError.
+    """
+    folder = Path(folder)
+    atomic_io.remove(atomic_io.stale_temporaries(folder))
+    temporary = atomic_io.temporary_path(folder)
+    try:
+        failpoint(f"{site}.write")
+        temporary.mkdir(parents=True)
+        yield temporary
         written = [path for path in temporary.rglob("*") if path.is_file()]
         atomic_io.set_default_modes(written)
         for path in written:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        atomic_io.write_manifest(temporary, site=f"{site}.manifest", format=1)
+        atomic_io.write_manifest(temporary, site=f"{site}.manifest", **manifest)
         _put_in_place(temporary, folder, site)
     except OSError as error:
         raise atomic_io.storage_error(error, folder) from error

@@ -20,6 +20,7 @@ from typing import Unpack
 import numpy as np
 
 from torchlake import plugins
+from torchlake.config.amounts import operations, size_in_bytes
 from torchlake.config.job import Job, load_job
 from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.sections.strategies import LoraOptions
@@ -28,7 +29,7 @@ from torchlake.errors import UsageError
 from torchlake.models.load import model_folder
 from torchlake.optim.optimizers import moment_bytes
 from torchlake.planning import workload
-from torchlake.planning.cluster import describe_cluster, device, operations, size, size_in_bytes
+from torchlake.planning.cluster import describe_cluster, device, size
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime
 from torchlake.planning.survey import TableSurvey, survey_model, survey_table
 from torchlake.planning.workload import Padding, Workload

@@ -16,11 +16,12 @@ from torchlake.loss import check_objective
 from torchlake.models.load import head_spec, max_length
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.runs.folder import read_options_of
+from torchlake.tables.storage.spread import Spread, in_process
 
 log = logging.getLogger(__name__)
 
 
-def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
+def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool, spread: Spread = in_process) -> TaskSpec:
     """The model's task: derived from the label column, if the task has one, then stored in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and trained:
@@ -33,7 +34,7 @@ def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> Task
         raise ConfigError(f"data.learn: {job.model.task} learns labels, not what is said; leave it out")
     if task.PACKED and data.problem is not None:
         raise ConfigError(f"data.problem: {job.model.task} learns the text itself and reads no label; leave it out")
-    found = None if task.PACKED else read_labels(data, task, read_options_of(job, "train"))
+    found = None if task.PACKED else read_labels(data, task, read_options_of(job, "train"), spread=spread)
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
     spec = TaskSpec(

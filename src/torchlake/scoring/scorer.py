@@ -5,16 +5,15 @@
 For text generation the runtime returns token ids instead of logits, and a batch's budget includes the tokens that may
 be generated.
 
-A row never affects another one. A batch that raises is halved until the failing row is alone; a batch that does not fit
-into memory is halved too, and later batches start smaller; `poison_rows.py` finds rows that kill or hang the process.
+A row never affects another one: `chunk_jobs/isolation.py` halves a batch that raises until the failing row is alone,
+and `chunk_jobs/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
+later ones start smaller.
 Sorting costs one argsort per chunk and saves the padding.
 """
 
 import gc
 import logging
-import os
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,14 +21,14 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.chunk_jobs.isolation import run_isolated
+from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, length_batches, pad
-from torchlake.errors import Interrupted, StorageError, ran_out_of_memory
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import NON_FINITE, NOTHING
 from torchlake.runtimes import Forward
-from torchlake.scoring.poison_rows import Attempt
 from torchlake.scoring.rows import ScoringSettings, TextReader, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
@@ -125,38 +124,26 @@ class Scorer:
     def _run(
         self, work: Work, batch: np.ndarray, answers: np.ndarray, errors: dict[int, str], attempt: Attempt | None
     ) -> None:
-        """Fill `answers` (or `errors`) for the rows of one batch, halving it as often as it raises."""
-        pending = [batch]
-        while pending:
-            batch = pending.pop()
-            rows = work.rows[batch]
-            try:
-                input_ids, mask = pad(work.tokens, batch, self.tokenizer.pad_token_id)
-                began = time.perf_counter()
-                with nullcontext() if attempt is None else attempt.running("score", rows.tolist()):
-                    out = self.forward(input_ids, mask)
-                seconds = time.perf_counter() - began
-                self.seconds += seconds
-                self.startup.setdefault("first batch", seconds)
-                self.padded_tokens += input_ids.size
-            except (Interrupted, StorageError):
-                raise
-            except Exception as error:
-                if _device_is_lost(error):
-                    if attempt is not None:
-                        os._exit(1)  # no later call would work; the next process finds the row in the attempt log
-                    raise
-                if len(batch) > 1:
-                    pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
-                    if ran_out_of_memory(error):
-                        self.batch_tokens = max(1, min(self.batch_tokens, input_ids.size) // 2)
-                        log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
-                else:
-                    errors[int(rows[0])] = "out_of_memory" if ran_out_of_memory(error) else _describe(error)
-                continue
+        """Fill `answers` (or `errors`) for the rows of one batch."""
+
+        def forward(rows: np.ndarray) -> None:
+            input_ids, mask = pad(work.tokens, np.searchsorted(work.rows, rows), self.tokenizer.pad_token_id)
+            began = time.perf_counter()
+            out = self.forward(input_ids, mask)
+            seconds = time.perf_counter() - began
+            self.seconds += seconds
+            self.startup.setdefault("first batch", seconds)
+            self.padded_tokens += input_ids.size
             answers[rows] = out
             for row in rows[_non_finite(out)]:
                 errors[int(row)] = "non_finite: the model gave NaN or infinity"
+
+        def shrink(rows: np.ndarray) -> None:
+            longest = int(work.tokens.lengths[np.searchsorted(work.rows, rows)].max())
+            self.batch_tokens = max(1, min(self.batch_tokens, len(rows) * longest) // 2)
+            log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
+
+        run_isolated(work.rows[batch], forward, errors, attempt, out_of_memory=shrink)
 
     def _assemble(self, work: Work, answers: np.ndarray, errors: dict[int, str]) -> pa.Table:
         scored = np.setdiff1d(np.arange(work.count), np.fromiter(errors, dtype=np.int64, count=len(errors)))
@@ -213,12 +200,3 @@ def _non_finite(out: np.ndarray) -> np.ndarray:
     if np.issubdtype(out.dtype, np.integer):
         return np.asarray((out == NON_FINITE).any(axis=1))
     return np.asarray(~np.isfinite(out).all(axis=1))
-
-
-def _device_is_lost(error: Exception) -> bool:
-    """Return whether every later call on the device will fail too, whatever the row."""
-    return type(error).__name__ == "AcceleratorError" and not ran_out_of_memory(error)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]

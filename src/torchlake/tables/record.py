@@ -43,7 +43,7 @@ def read_commit(output: str | Path) -> dict[str, Any]:
     if not (folder / COMMIT).is_file():
         raise TableError(f"{output}: not a finished torchlake output ({COMMIT} is missing).")
     record: dict[str, Any] = atomic_io.read_json(folder / COMMIT)
-    if not _is_record(record):
+    if not is_record(record):
         raise TableError(f"{folder / COMMIT}: not a commit record of this version")
     return record
 
@@ -57,13 +57,22 @@ def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(serialized)))
 
 
+def recorded_arrow_schema(record: dict[str, Any]) -> pa.Schema:
+    """The schema of a record that has one: those of tables and object stores always do."""
+    schema = recorded_schema(record)
+    if not isinstance(schema, pa.Schema):
+        raise TableError("this commit record has no schema; it was written by an earlier version")
+    return schema
+
+
 def committed_files(output: str | Path) -> list[Path]:
     """The Parquet files of a finished output, in row order. Raises UnsafeError for names that lead out of it."""
     folder = output_path(output)
     return [atomic_io.safe_join(folder, part["name"]) for part in read_commit(folder)["parts"]]
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
+    """Whether a value has the fields of a commit record."""
     fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema"}
     part_fields = {"name", "chunk", "rows", "failed", "sha256", "bytes"}
     return (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,8 +28,7 @@ from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources._pruning import UNREAD, possible_files
-from torchlake.tables.sources.files import StoredTable, describe, local_path
-from torchlake.tables.sources.files import open_source as open_files
+from torchlake.tables.sources.files import StoredTable, describe, joined, local_path, open_each, open_source
 from torchlake.tables.storage.access import unavailable
 from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
@@ -42,7 +42,7 @@ class Table:
     source: str
     "As the user wrote it."
     files: tuple[str, ...]
-    "Absolute paths or URLs, sorted by name."
+    "Absolute paths or URLs: those of each input in the order given, sorted by name."
     names: tuple[str, ...]
     "Each file's path relative to the folder that was given; used in row ids."
     format: str
@@ -198,18 +198,19 @@ class _File(NamedTuple):
 
 
 def _open_sources(source: StoredTable) -> list[SourceTable]:
-    """The tables of `source`: files together, each other table by the source that recognizes it."""
-    given = [source] if isinstance(source, str | os.PathLike) else list(source)
-    loose: list[str | Path] = []
-    tables = []
-    for one in given:
-        kind = source_of(one)
-        if kind is None:
-            loose.append(one)
+    """The tables of `source` in the order given: neighboring loose files together, each other one by its source."""
+    if isinstance(source, str | os.PathLike):
+        kind = source_of(source)
+        return [_open_files(source) if kind is None else kind.open_source(source)]
+    given = [(one, source_of(one)) for one in source]
+    loose = [one for one, kind in given if kind is None]
+    opened = iter(open_each(loose) if loose or not given else ())
+    tables: list[SourceTable] = []
+    for is_loose, several in groupby(given, key=lambda one: one[1] is None):
+        if is_loose:
+            tables.append(joined(islice(opened, sum(1 for _ in several))))
         else:
-            tables.append(kind.open_source(one))
-    if loose or not given:
-        tables.insert(0, _open_files(loose if len(given) > 1 or not isinstance(source, str | Path) else source))
+            tables += [kind.open_source(one) for one, kind in several if kind is not None]
     return _with_own_names(tables) if len(tables) > 1 else tables
 
 
@@ -232,9 +233,9 @@ def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
     return renamed
 
 
-def _open_files(source: StoredTable) -> SourceTable:
+def _open_files(source: str | Path) -> SourceTable:
     """Loose files; of a committed output those in its record, whatever else is in the folder."""
-    if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
+    if not is_url(local_path(os.fspath(source))):
         folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
         try:
             is_output = (folder / COMMIT).is_file()
@@ -244,7 +245,7 @@ def _open_files(source: StoredTable) -> SourceTable:
             return SourceTable(
                 files=tuple(SourceFile(name=path.name, file=str(path)) for path in committed_files(folder))
             )
-    return open_files(source)
+    return open_source(source)
 
 
 def _inspected(

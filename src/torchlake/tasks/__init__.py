@@ -15,6 +15,8 @@ A task is a module with these names. B rows, C classes (1: regression), L tokens
 A task with labels (not PACKED) also has
 
     find_labels(arrays, problem, drop_bad=) -> LabelColumn      reads the label column; infers the problem if None
+    count_labels(arrays, problem, drop_bad=)                    reads a part of it; the result can be pickled
+    decide_labels(parts, problem) -> LabelColumn                the label column of which these are the parts
     target_type(spec) -> pa.DataType              type of encoded labels
     encode_labels(array, spec) -> pa.Array        labels as targets, nulls kept
     bad_labels(array, spec) -> {row: reason}      rows with an invalid label

@@ -17,7 +17,7 @@ from torchlake.loss import UNWEIGHTED, Objective, focal_loss
 from torchlake.metrics import DIRECTIONS, validation_metrics
 from torchlake.models.load import Problem, TaskSpec
 from torchlake.tables.arrays import from_numpy
-from torchlake.tasks._label_column import find_labels
+from torchlake.tasks._label_column import count_labels, decide_labels, find_labels
 from torchlake.tasks._labels import bad_labels, encode_labels, label_array, label_type, target_type
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ __all__ = [
     "FORWARD",
     "PACKED",
     "bad_labels",
+    "count_labels",
+    "decide_labels",
     "divisor",
     "encode_labels",
     "find_labels",

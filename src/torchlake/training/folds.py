@@ -72,7 +72,7 @@ def train_folds(
     with _lease(folder):
         wanted = _claim(folder, wanted, folds)
         for path, frame in frames.items():
-            training.store_frame(frame, path, training.engine_of_job(wanted, engine))
+            training.store_frame(frame, path, training.job_engine(wanted, engine))
         wanted = run_folder.pinned_job(folder, wanted, begun=(folder / run_folder.FOLDS).exists())
         atomic_io.write_json(
             folder / run_folder.FOLDS, {"job": wanted.model_dump(mode="json"), "folds": folds}, site="folds.settings"
