@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
+    from torchlake.tables.sinks._reading import open
     from torchlake.tables.verification.verify import Verification, verify
     from torchlake.training.folds import Folds
     from torchlake.training.launch import launch
@@ -67,6 +68,7 @@ __all__ = [
     "load",
     "log_model",
     "map",
+    "open",
     "optimize",
     "plan",
     "predict",
@@ -104,6 +106,7 @@ _MODULES = {
     "load": "scoring.in_process",
     "log_model": "exporting.mlflow_model",
     "map": "chunk_jobs.map",
+    "open": "tables.sinks._reading",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",

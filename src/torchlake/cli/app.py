@@ -149,7 +149,7 @@ def plan(
 def predict(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Where the scored rows go: a folder, URL or table.")],
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.Text = None,
@@ -166,6 +166,12 @@ def predict(
     prefix: o.Prefix = None,
     max_error_rate: o.MaxErrorRate = None,
     overwrite: o.Overwrite = False,
+    format: o.Format = None,
+    mode: o.WriteMode = None,
+    incremental: o.Incremental = False,
+    partition_by: o.PartitionBy = None,
+    add_columns: o.AddColumns = False,
+    target_file_size: o.TargetFileSize = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,
@@ -283,7 +289,7 @@ def export(
     format: o.ExportFormat,
     pooling: o.Pooling = None,
 ) -> Work:
-    """Write a model as a folder that another tool loads: ONNX Runtime, OpenVINO or sentence-transformers."""
+    """Write a model for another tool. Layouts of ONNX Runtime, OpenVINO and sentence-transformers."""
     return lambda: commands.export(model, folder, format, pooling)
 
 
@@ -353,7 +359,7 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
     }
     if "csv" in given:
         given["csv"] = dict(_pair(text) for text in given["csv"])
-    lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
+    lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
 
 

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchlake import atomic_io, plugins
+from torchlake import plugins
 from torchlake.config.redaction import redacted
-from torchlake.errors import TableError, UsageError
+from torchlake.errors import UsageError
 from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.output.compatibility import planned_inputs, recorded_fingerprint
-from torchlake.tables.record import PLAN, URL_AS_PATH, local_output, output_path, read_commit, recorded_arrow_schema
+from torchlake.tables.record import URL_AS_PATH, local_output
 from torchlake.tables.sinks._interface import SinkOptions, Target
 from torchlake.tables.sinks._records import read_record
 from torchlake.tables.sinks._state import state_of
@@ -87,6 +87,12 @@ class Output:
             return Earlier(recorded_fingerprint(self.text), planned_inputs(self.text))
         return earlier_write(self.target)
 
+    def latest_record(self) -> dict[str, Any]:
+        """The record of torchlake's last commit to a table; empty if there is none."""
+        assert self.target is not None, "of a table"
+        name = self.target.latest(self.target.snapshot())
+        return {} if name is None else read_record(self.target, name) or {}
+
     @contextmanager
     def begin(self, request: WriteRequest) -> Iterator[Write]:
         """Write the result of a plan, exactly once; see `write_transaction`."""
@@ -119,60 +125,3 @@ def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
     sink, text = sink_of(output, options.format), output_text(output)
     target = sink.open_target(text, options) if hasattr(sink, "open_target") else None
     return Output(text=text, sink=sink, options=options, target=target)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """The rows of one commit of an output."""
-
-    record: dict[str, Any]
-    plan: dict[str, Any]
-    "As JSON."
-    folder: str
-    "The path or URL that the parts in the record are in."
-    live: frozenset[str] | None
-    "Of a table, the names of its parts that are rows now; None if all of them must be, and nothing else."
-
-
-class CommittedRows(NamedTuple):
-    """What torchlake committed to an output."""
-
-    commits: list[Committed]
-    notes: list[str]
-
-
-def committed(output: str | Path) -> CommittedRows:
-    """What torchlake committed to an output. Raises TableError when that is nothing."""
-    place = output_of(output)
-    if place.target is None:
-        folder = output_path(output)
-        own = Committed(
-            record=read_commit(folder), plan=atomic_io.read_json(folder / PLAN), folder=str(folder), live=None
-        )
-        return CommittedRows([own], [])
-    target, notes, found = place.target, [], []
-    snapshot = target.snapshot()
-    for name in target.commits(snapshot):
-        record, plan = read_record(target, name), read_record(target, name, plan=True)
-        if record is None or plan is None:
-            continue
-        live = frozenset(target.live(snapshot, record))
-        if live or not record["parts"]:
-            parts = target.part_folder(name, recorded_arrow_schema(record)).location
-            found.append(Committed(record=record, plan=plan, folder=parts, live=live))
-        else:
-            notes.append(f"commit {name[:16]}: none of its files is in the table any more.")
-    if not found and not notes:
-        raise TableError(f"{output}: torchlake has committed nothing there, or its records were deleted.")
-    return CommittedRows(found, notes)
-
-
-def open_output(output: str | Path) -> Any:
-    """The committed rows of an output as a `pyarrow.dataset.Dataset`, and no others.
-
-        tl.open("scored/").to_table(filter=pc.field("label") == "good")
-
-    `output` is a Parquet folder, local or in an object store, a Delta table or an Iceberg table's name. Raises
-    TableError or OutputError when nothing is committed there.
-    """
-    return sink_of(output).open_dataset(output_text(output))
