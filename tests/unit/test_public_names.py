@@ -13,6 +13,7 @@ PUBLIC = {
     "Diagnosis",
     "Engine",
     "Evaluation",
+    "Folds",
     "Job",
     "Local",
     "Mapped",
