@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
+    from torchlake.tables.sinks._reading import open
     from torchlake.tables.verification.verify import Verification, verify
+    from torchlake.training.folds import Folds
     from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
     from torchlake.tuning.study import Trial
@@ -42,6 +44,7 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "Evaluation",
+    "Folds",
     "Job",
     "Local",
     "Mapped",
@@ -65,6 +68,7 @@ __all__ = [
     "load",
     "log_model",
     "map",
+    "open",
     "optimize",
     "plan",
     "predict",
@@ -80,6 +84,7 @@ _MODULES = {
     "Diagnosis": "reporting.doctor",
     "Engine": "engines",
     "Evaluation": "evaluation.evaluate",
+    "Folds": "training.folds",
     "Job": "config.job",
     "Local": "engines.local",
     "Mapped": "chunk_jobs.map",
@@ -101,6 +106,7 @@ _MODULES = {
     "load": "scoring.in_process",
     "log_model": "exporting.mlflow_model",
     "map": "chunk_jobs.map",
+    "open": "tables.sinks._reading",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",

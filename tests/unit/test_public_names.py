@@ -36,6 +36,7 @@ PUBLIC = {
     "load",
     "log_model",
     "map",
+    "open",
     "optimize",
     "plan",
     "predict",

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -76,6 +76,10 @@ class Job:
     "Library versions."
     options: OutputOptions
     spread: Spread
+    positions: Mapping[str, int] = field(default_factory=dict)
+    "How far each source is read, for increments."
+    deleted_keys: pa.Array | None = None
+    "Keys whose rows are removed from the output."
 
 
 class Outcome(NamedTuple):
@@ -159,6 +163,8 @@ def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: floa
         environment=job.environment,
         quarantined=job.source.quarantined,
         spread=job.spread,
+        positions=job.positions,
+        deleted_keys=job.deleted_keys,
     )
     with job.output.begin(request) as out:
         made: list[R] = []

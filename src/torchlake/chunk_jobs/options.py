@@ -27,6 +27,7 @@ class JobArguments(TypedDict, total=False):
     partition_by: str | Sequence[str]
     add_columns: bool
     target_file_size: int | str | None
+    incremental: bool
     csv: Mapping[str, str] | None
     where: str | None
     sample: float | None
@@ -46,6 +47,7 @@ class OutputOptions:
     accept_new_input: bool = False
     accept_removed_input: bool = False
     on_bad_file: Literal["error", "quarantine"] = "error"
+    incremental: bool = False
     read: ReadOptions = field(default_factory=ReadOptions)
     sink: SinkOptions = field(default_factory=SinkOptions)
 
@@ -58,6 +60,10 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
     sink = sink_options({one.name: given[one.name] for one in fields(SinkOptions) if one.name in given})
     if options.get("overwrite") and sink.mode not in ("create", "overwrite"):
         raise UsageError(f"overwrite replaces the output, and mode {sink.mode} adds to it; give one of them.")
+    if options.get("incremental") and (options.get("overwrite") or sink.mode in ("overwrite", "replace-where")):
+        raise UsageError("incremental adds what is new, so mode is create or append, and overwrite is left out.")
+    if options.get("incremental") and read.asked.keys() & {"sample", "limit"}:
+        raise UsageError("incremental reads every new row: leave out sample and limit.")
     if options.get("overwrite"):
         sink = replace(sink, mode="overwrite")
     return OutputOptions(**options, read=read, sink=sink)

@@ -8,12 +8,22 @@ missing. A frame becomes a frame of the same kind, without files or a plan.
 import platform
 import time
 import warnings
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from torchlake.chunk_jobs.increments import (
+    Increment,
+    file_increment,
+    followed,
+    full_position,
+    increments,
+    new_files,
+    position_name,
+)
 from torchlake.chunk_jobs.job import Finished, Job, open_input, plan_input, run_job
 from torchlake.chunk_jobs.options import OutputOptions
 from torchlake.config.task_spec import TaskSpec
@@ -41,6 +51,7 @@ from torchlake.tables.plan import Chunk
 from torchlake.tables.sinks._find import Output, Write, output_of
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
+from torchlake.tables.table import open_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +152,10 @@ def predict(
     replaces those with the same `key`. `partition_by` names the partition columns of a new table, `add_columns` adds
     columns that a table lacks. `target_file_size` ("256MiB") writes files with the rows of several chunks.
 
+    `incremental` scores only what is new since the last call with this output, a Delta or Iceberg table, and adds it:
+    the versions of a Delta table since then, or new files. It does nothing if nothing is new. Rows of a Delta table
+    with a change data feed that were changed or deleted are followed by `key`.
+
     Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
     unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
     are new or have changed, `accept_removed_input` drops the rows of files that are gone.
@@ -191,8 +206,57 @@ def predict(
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
+    call = _Call(settings=settings, spec=spec, engine=engine, choice=choice, options=output_options)
+    if output_options.incremental:
+        return _predict_new(table, place, call)
     with spooled(table, place.place) as table:
-        return _predict_table(table, place, settings, spec, engine, choice, output_options)
+        scored = _predict_table(table, place, call)
+    assert scored is not None, "only an increment may have nothing to read"
+    return scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What a call is asked to do with every row."""
+
+    settings: ScoringSettings
+    spec: TaskSpec
+    engine: Engine | None
+    choice: RuntimeChoice
+    options: OutputOptions
+
+
+def _predict_new(table: Any, output: Output, call: _Call) -> Scored:
+    """Score the rows that are new since the last call, with a commit for what an interrupted one had begun."""
+    began = time.perf_counter()
+    source = followed(table)
+    if source is None:
+        found: Iterator[Increment] = repeat(file_increment(table, output), 2)
+    else:
+        rows = open_table(source.at(source.position), columns=(call.settings.text,))
+        settings = checked_input(call.settings, call.spec, rows.schema, rows.source)
+        name = position_name(source.name, fingerprint_of(settings, call.spec))
+        found = increments(source, output, name, settings.key)
+    done = []
+    for one in found:
+        with spooled(one.table, one.output.place) as stored:
+            scored = _predict_table(stored, one.output, call, one)
+        done += [] if scored is None else [scored]
+    if done:
+        total = {name: sum(getattr(one, name) for one in done) for name in ("rows_in", "rows_out", "rows_failed")}
+        return replace(done[-1], **total, seconds=time.perf_counter() - began)
+    return Scored(
+        path=output.path,
+        rows_in=0,
+        rows_out=0,
+        rows_failed=0,
+        seconds=time.perf_counter() - began,
+        rows_per_s=0.0,
+        record=output.latest_record(),
+        errors={},
+        profile={},
+        example=None,
+    )
 
 
 def _predict_frame(
@@ -219,15 +283,11 @@ def _predict_frame(
 
 
 def _predict_table(
-    table: str | Path | Sequence[str | Path],
-    output: Output,
-    settings: ScoringSettings,
-    spec: TaskSpec,
-    engine: Engine | None,
-    choice: RuntimeChoice,
-    options: OutputOptions,
-) -> Scored:
+    table: str | Path | Sequence[str | Path], output: Output, call: _Call, increment: Increment | None = None
+) -> Scored | None:
+    """Score a table, or an increment of one; None if that has no new file."""
     began = time.perf_counter()
+    settings, spec, engine, options = call.settings, call.spec, call.engine, call.options
     columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
     runner = engine or Local()
     source = open_input(table, output, columns, options, runner.spread)
@@ -235,6 +295,13 @@ def _predict_table(
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
     plan = plan_input(source, output, columns, options, schema=schema, key=settings.key, engine=runner)
+    fingerprint = fingerprint_of(settings, spec)
+    positions = increment.positions if increment else full_position(plan, output, fingerprint)
+    if positions is None:
+        new = new_files(plan, output, fingerprint)
+        if new is None:
+            return None
+        plan, positions = new
     make_export(settings, runner)
     job = Job(
         name="predict",
@@ -242,18 +309,20 @@ def _predict_table(
         source=source,
         plan=plan,
         schema=schema,
-        fingerprint=fingerprint_of(settings, spec),
+        fingerprint=fingerprint,
         key=settings.key,
         environment=_environment(),
         options=options,
         spread=runner.spread,
+        positions=positions,
+        deleted_keys=increment.deleted_keys if increment else None,
     )
 
     def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
-        return start_chunks(out, items, settings, spec, engine, choice.threads)
+        return start_chunks(out, items, settings, spec, engine, call.choice.threads)
 
     def provenance(made: list[ScoredChunk], rows: int, seconds: float) -> dict[str, Any]:
-        return _provenance(settings, engine, choice, made, seconds=seconds, rows=rows)
+        return _provenance(settings, engine, call.choice, made, seconds=seconds, rows=rows)
 
     finished = run_job(job, start, provenance, began=began)
     return Scored(**finished.outcome._asdict(), profile=_profile(finished))

@@ -1,6 +1,7 @@
 """The commit record of a finished output, `_torchlake/commit.json`: it alone determines which files are part of it."""
 
 import base64
+import json
 import os
 import re
 from pathlib import Path
@@ -10,12 +11,15 @@ import pyarrow as pa
 
 from torchlake import atomic_io
 from torchlake.config.redaction import redacted
-from torchlake.errors import TableError, UsageError
+from torchlake.errors import TableError, Unavailable, UnsafeError, UsageError
 from torchlake.tables.sources.files import local_path
+from torchlake.tables.storage.access import open_binary, unavailable
 from torchlake.tables.storage.urls import is_url
 
 FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"
+PARTS = f"{FOLDER}/parts"
+"Of an output in an object store."
 PLAN = f"{FOLDER}/plan.json"
 URL_AS_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 "A URL after conversion to a `Path`, which removes one slash."
@@ -69,6 +73,40 @@ def committed_files(output: str | Path) -> list[Path]:
     """The Parquet files of a finished output, in row order. Raises UnsafeError for names that lead out of it."""
     folder = output_path(output)
     return [atomic_io.safe_join(folder, part["name"]) for part in read_commit(folder)["parts"]]
+
+
+def output_parts(place: str) -> list[tuple[str, str]] | None:
+    """The names and files of the parts of an output, in row order; None if there is no output at that path or URL.
+
+    Raises UnsafeError for names that lead out of it.
+    """
+    if is_url(place):
+        return _stored_parts(place)
+    folder = Path(os.path.abspath(os.path.expanduser(place)))
+    try:
+        is_output = (folder / COMMIT).is_file()
+    except OSError as error:
+        raise unavailable(place, error) from error
+    return [(path.name, str(path)) for path in committed_files(folder)] if is_output else None
+
+
+def _stored_parts(url: str) -> list[tuple[str, str]] | None:
+    """`output_parts` in an object store. Cost: one request."""
+    last = url.rstrip("/").rpartition("/")[2]
+    if "*" in url or "?" in url or os.path.splitext(last)[1] or "::" in url:  # a glob or a file
+        return None
+    try:
+        with open_binary(f"{url.rstrip('/')}/{COMMIT}") as source:
+            record = json.loads(source.read())
+    except (Unavailable, ValueError):
+        return None
+    if not is_record(record):
+        raise TableError(f"{redacted(url)}/{COMMIT}: not a commit record of this version")
+    names = [part["name"] for part in record["parts"]]
+    for name in names:
+        if "/" in name or name.startswith("."):
+            raise UnsafeError(f"{redacted(url)}: the name {name!r} leads out of the folder; refused")
+    return [(name, f"{url.rstrip('/')}/{PARTS}/{name}") for name in names]
 
 
 def is_record(value: Any) -> bool:

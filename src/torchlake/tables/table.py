@@ -20,7 +20,7 @@ from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.formats.streams import Dialect
-from torchlake.tables.record import COMMIT, committed_files
+from torchlake.tables.record import output_parts
 from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
 from torchlake.tables.selection.grammar import parse
@@ -29,7 +29,6 @@ from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources._pruning import UNREAD, possible_files
 from torchlake.tables.sources.files import StoredTable, describe, joined, local_path, open_each, open_source
-from torchlake.tables.storage.access import unavailable
 from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import Version, settled_version_of
@@ -235,17 +234,10 @@ def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
 
 def _open_files(source: str | Path) -> SourceTable:
     """Loose files; of a committed output those in its record, whatever else is in the folder."""
-    if not is_url(local_path(os.fspath(source))):
-        folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
-        try:
-            is_output = (folder / COMMIT).is_file()
-        except OSError as error:
-            raise unavailable(os.fspath(source), error) from error
-        if is_output:
-            return SourceTable(
-                files=tuple(SourceFile(name=path.name, file=str(path)) for path in committed_files(folder))
-            )
-    return open_source(source)
+    parts = output_parts(local_path(os.fspath(source)))
+    if parts is None:
+        return open_source(source)
+    return SourceTable(files=tuple(SourceFile(name=name, file=file) for name, file in parts))
 
 
 def _inspected(

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchlake import atomic_io, plugins
+from torchlake import plugins
 from torchlake.config.redaction import redacted
-from torchlake.errors import TableError, UsageError
+from torchlake.errors import UsageError
 from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.output.compatibility import planned_inputs, recorded_fingerprint
-from torchlake.tables.record import PLAN, URL_AS_PATH, local_output, output_path, read_commit, recorded_arrow_schema
+from torchlake.tables.record import URL_AS_PATH, local_output
 from torchlake.tables.sinks._interface import SinkOptions, Target
 from torchlake.tables.sinks._records import read_record
-from torchlake.tables.sinks._state import state_of
+from torchlake.tables.sinks._state import temporary_folder
 from torchlake.tables.sinks._write import Earlier, TableWrite, WriteRequest, earlier_write, table_transaction
 from torchlake.tables.storage.urls import is_url
 
@@ -65,12 +65,13 @@ class Output:
         """A local path that stands for the output: rows that are stored first are put beside it."""
         if self.target is None:
             return local_output(self.text)
-        return Path(self.target.root) if not is_url(self.target.root) else state_of(self.target.root).folder
+        root = self.target.root
+        return Path(root) if root and not is_url(root) else temporary_folder(root or self.text)
 
     @property
     def shared_folder(self) -> Path | None:
-        """A folder that the processes of an engine reach; None for an output in an object store."""
-        if self.target is not None and is_url(self.target.root):
+        """A folder that the processes of an engine reach; None for an output that is not in a local folder (yet)."""
+        if self.target is not None and (not self.target.root or is_url(self.target.root)):
             return None
         folder = self.place.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +88,12 @@ class Output:
             return Earlier(recorded_fingerprint(self.text), planned_inputs(self.text))
         return earlier_write(self.target)
 
+    def latest_record(self) -> dict[str, Any]:
+        """The record of torchlake's last commit to a table; empty if there is none."""
+        assert self.target is not None, "of a table"
+        name = self.target.latest(self.target.snapshot())
+        return {} if name is None else read_record(self.target, name) or {}
+
     @contextmanager
     def begin(self, request: WriteRequest) -> Iterator[Write]:
         """Write the result of a plan, exactly once; see `write_transaction`."""
@@ -100,6 +107,8 @@ class Output:
     def refuse_input(self, files: Sequence[str]) -> None:
         """Raise UsageError if an input file lies in the output, which would replace it or add to it."""
         root = str(self.place) if self.target is None else self.target.root
+        if not root:
+            return
         inside = f"{root.rstrip('/')}/" if is_url(root) else f"{os.path.realpath(root)}/"
         for file in files:
             if (file if is_url(file) else os.path.realpath(file)).startswith(inside):
@@ -119,60 +128,3 @@ def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
     sink, text = sink_of(output, options.format), output_text(output)
     target = sink.open_target(text, options) if hasattr(sink, "open_target") else None
     return Output(text=text, sink=sink, options=options, target=target)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """The rows of one commit of an output."""
-
-    record: dict[str, Any]
-    plan: dict[str, Any]
-    "As JSON."
-    folder: str
-    "The path or URL that the parts in the record are in."
-    live: frozenset[str] | None
-    "Of a table, the names of its parts that are rows now; None if all of them must be, and nothing else."
-
-
-class CommittedRows(NamedTuple):
-    """What torchlake committed to an output."""
-
-    commits: list[Committed]
-    notes: list[str]
-
-
-def committed(output: str | Path) -> CommittedRows:
-    """What torchlake committed to an output. Raises TableError when that is nothing."""
-    place = output_of(output)
-    if place.target is None:
-        folder = output_path(output)
-        own = Committed(
-            record=read_commit(folder), plan=atomic_io.read_json(folder / PLAN), folder=str(folder), live=None
-        )
-        return CommittedRows([own], [])
-    target, notes, found = place.target, [], []
-    snapshot = target.snapshot()
-    for name in target.commits(snapshot):
-        record, plan = read_record(target, name), read_record(target, name, plan=True)
-        if record is None or plan is None:
-            continue
-        live = frozenset(target.live(snapshot, record))
-        if live or not record["parts"]:
-            parts = target.part_folder(name, recorded_arrow_schema(record)).location
-            found.append(Committed(record=record, plan=plan, folder=parts, live=live))
-        else:
-            notes.append(f"commit {name[:16]}: none of its files is in the table any more.")
-    if not found and not notes:
-        raise TableError(f"{output}: torchlake has committed nothing there, or its records were deleted.")
-    return CommittedRows(found, notes)
-
-
-def open_output(output: str | Path) -> Any:
-    """The committed rows of an output as a `pyarrow.dataset.Dataset`, and no others.
-
-        tl.open("scored/").to_table(filter=pc.field("label") == "good")
-
-    `output` is a Parquet folder, local or in an object store, a Delta table or an Iceberg table's name. Raises
-    TableError or OutputError when nothing is committed there.
-    """
-    return sink_of(output).open_dataset(output_text(output))

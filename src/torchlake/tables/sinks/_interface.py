@@ -20,6 +20,7 @@ import pyarrow as pa
 from torchlake.config.amounts import size_in_bytes
 from torchlake.errors import UsageError
 from torchlake.tables.output.parts import Part, PartFolder
+from torchlake.tables.sinks._rewrite import LiveFile
 
 Mode = Literal["create", "append", "overwrite", "replace-where"]
 MODES: tuple[Mode, ...] = ("create", "append", "overwrite", "replace-where")
@@ -71,12 +72,14 @@ class Change:
     mode: Mode
     record: Mapping[str, Any]
     "The commit record."
-    key: str | None = None
-    "Rows of the table with one of these values of this column are replaced (replace-where)."
-    deleted_keys: pa.Array | None = None
-    "Further values of the key whose rows are removed."
+    removed: Sequence[str] = ()
+    "Files of the table whose rows are replaced, as the table names them (replace-where)."
+    kept: Sequence[Part] = ()
+    "New files with those rows of the removed ones that stay."
     positions: Mapping[str, int] = field(default_factory=dict)
     "By name, how far a source was read; they only grow."
+    discarded: Sequence[str] = ()
+    "The ids of interrupted writes that this one replaces."
 
 
 class Snapshot(Protocol):
@@ -92,13 +95,16 @@ class Target(Protocol):
     shown: str
     "Its name in messages and records."
     root: str
-    "The absolute path or URL of its folder."
+    "The absolute path or URL of its folder; empty if only `prepare` finds it."
     partition_by: tuple[str, ...]
     reusable: bool
     "Whether parts of an earlier commit are kept by a later one (a folder), or rows are only added (a table)."
 
     def snapshot(self) -> Any:
         """The newest version, read again at each call."""
+
+    def prepare(self, schema: pa.Schema) -> None:
+        """Create what has to be there before the first part of such rows is written; `check` has passed."""
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """Where the workers of this commit write their parts."""
@@ -120,6 +126,9 @@ class Target(Protocol):
 
     def live(self, snapshot: Any, record: Mapping[str, Any]) -> set[str]:
         """The names of the parts of a recorded commit that are rows of the target now."""
+
+    def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
+        """The files of a table. Raises OutputError if rows cannot be replaced in it."""
 
     def position(self, snapshot: Any, name: str) -> int | None:
         """How far a source was read; None before the first time."""

@@ -12,16 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 
 from torchlake.errors import MissingExtra, OutputError, StorageError, UsageError
+from torchlake.tables.output.grouping import partition_text
 from torchlake.tables.output.parts import Part, PartFolder
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions
 from torchlake.tables.sinks._records import stored_commits
+from torchlake.tables.sinks._rewrite import LiveFile
 from torchlake.tables.sinks._schemas import check_fit, delta_schema
 from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path
+from torchlake.tables.storage.objects import RETRIES, RETRY_S
 from torchlake.tables.storage.urls import is_url, object_store_options
 
 APP = "torchlake"
@@ -79,6 +83,9 @@ class DeltaTarget:
                 "again once its storage answers."
             ) from error
 
+    def prepare(self, schema: pa.Schema) -> None:
+        """Nothing: a table is created at its first commit."""
+
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """A folder of this commit, in the table."""
         return PartFolder(
@@ -94,6 +101,14 @@ class DeltaTarget:
                     f"{self.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
                     f"(columns: {', '.join(schema.names)})."
                 )
+            kind = schema.field(name).type
+            if pa.types.is_nested(kind) or pa.types.is_binary(kind):
+                raise UsageError(f"{self.shown}: cannot be partitioned by {name!r}, whose values are {kind}.")
+        if self.options.mode == "replace-where" and (key is None or key in self.partition_by):
+            raise UsageError(
+                f"{self.shown}: mode replace-where replaces the rows with the same key: give a key, and not a "
+                "partition column."
+            )
         table = snapshot.table
         if table is None:
             return
@@ -135,6 +150,25 @@ class DeltaTarget:
         paths = _paths(snapshot.table) if snapshot.table is not None else []
         return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
 
+    def live_files(self, snapshot: DeltaSnapshot) -> list[LiveFile]:
+        """The files of this version. Raises OutputError for deletion vectors, which a removal would have to name."""
+        if snapshot.table is None or not snapshot.table.file_uris():
+            return []
+        if "deletionVectors" in (snapshot.table.protocol().reader_features or ()) and len(
+            pa.table(snapshot.table.deletion_vectors())
+        ):
+            raise OutputError(
+                f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Have them applied "
+                "first (REORG TABLE ... APPLY (PURGE))."
+            )
+        found = []
+        for action in pa.table(snapshot.table.get_add_actions()).to_pylist():
+            values = {name: partition_text(value) for name, value in (action.get("partition") or {}).items()}
+            path = unquote(action["path"])
+            file = path if is_url(path) or path.startswith("/") else f"{self.root.rstrip('/')}/{path}"
+            found.append(LiveFile(path=path, file=file, bytes=action["size_bytes"], partition=tuple(values.items())))
+        return found
+
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
         """The version of the transaction that keeps a position."""
         if snapshot.table is None:
@@ -167,7 +201,7 @@ class DeltaTarget:
                 raise Conflict(f"{self.shown}: columns were added")
             apps = [Transaction(f"{APP}-{change.id}", 1), *(Transaction(*one) for one in change.positions.items())]
             table.create_write_transaction(
-                [self._added(part, change.id) for part in change.files],
+                [*(self._added(part, change.id) for part in (*change.files, *change.kept)), *_removed(change)],
                 "overwrite" if change.mode == "overwrite" else "append",
                 schema,
                 partition_by=[*self.partition_by] or None,
@@ -183,7 +217,10 @@ class DeltaTarget:
     @property
     def _storage(self) -> dict[str, str] | None:
         options = object_store_options(self.root)
-        return None if options is None else {**options, "aws_conditional_put": "etag"}
+        if options is None:
+            return None
+        retries = {"max_retries": str(RETRIES), "retry_timeout": f"{RETRY_S:.0f}s"}
+        return {**options, **retries, "aws_conditional_put": "etag"}
 
     def _added(self, part: Part, commit: str) -> Any:
         from deltalake.transaction import AddAction
@@ -246,12 +283,31 @@ def open_dataset(output: str) -> Any:
     if table is None:
         raise OutputError(f"{output}: there is no Delta table yet.")
     try:
-        return table.to_pyarrow_dataset()
+        return _without_statistics(table)
     except DeltaError as error:
         raise OutputError(
             f"{output}: cannot be opened as a pyarrow dataset: {str(error).splitlines()[0]}. Read it with DuckDB "
             "(delta_scan) or Spark."
         ) from error
+
+
+def _without_statistics(table: Any) -> Any:
+    """delta-rs' dataset, without its filters by statistics: it takes missing ones for null, and rows would be lost."""
+    import pyarrow.dataset as ds
+
+    dataset = table.to_pyarrow_dataset()
+    actions = pa.table(table.get_add_actions()).to_pylist() if table.file_uris() else []
+    partitions = {unquote(one["path"]): one.get("partition") or {} for one in actions}
+    fragments = []
+    for one in dataset.get_fragments():
+        chosen = ds.scalar(True)
+        for name, value in partitions[unquote(one.path)].items():
+            same = ds.field(name).is_null() if value is None else ds.field(name) == value
+            chosen = chosen & same
+        fragments.append(one.format.make_fragment(one.path, one.filesystem, partition_expression=chosen))
+    if not fragments:
+        return dataset
+    return ds.FileSystemDataset(fragments, dataset.schema, fragments[0].format, fragments[0].filesystem)
 
 
 def _refuse_other_files(root: Path) -> None:
@@ -262,6 +318,13 @@ def _refuse_other_files(root: Path) -> None:
             f"{root}: is not a Delta table, and holds other files ({', '.join(sorted(others)[:3])}). Give another "
             "output."
         )
+
+
+def _removed(change: Change) -> Sequence[Any]:
+    from deltalake.transaction import RemoveAction
+
+    now = int(time.time() * 1000)
+    return [RemoveAction(path, True, now) for path in change.removed]
 
 
 def _paths(table: Any) -> Sequence[str]:
