@@ -106,16 +106,35 @@ import torchlake as tl
 ```
 
 Names are imported on first use. `Runtime` is a module-level function like a runtime's `load`. What the
-functions return: [Python results](python-results.md). What they raise: [exit codes](exit-codes.md)."""
+functions return: [Python results](python-results.md). What they raise: [exit codes](exit-codes.md). Functions that
+use a finished model, or read and check tables: [Python API: models and tables](python-models.md)."""
+
+PYTHON_MODELS = """\
+The functions of the [Python API](python.md) that use a finished model, or read and check tables."""
+
+OF_MODELS = {
+    "evaluate",
+    "export",
+    "load",
+    "log_model",
+    "map",
+    "optimize",
+    "predict",
+    "ray_stages",
+    "spark_udf",
+    "verify",
+}
+"Commands and functions on the pages about models."
 
 
 def results() -> list[Any]:
     """The classes of what the functions return."""
+    from torchlake.chunk_jobs.map import Mapped
     from torchlake.evaluation.evaluate import Evaluation
     from torchlake.optimization.optimize import Optimized
     from torchlake.scoring.predict import Scored
-    from torchlake.tables.output.verify import Verification
+    from torchlake.tables.verification.verify import Verification
     from torchlake.training.train import Run
     from torchlake.tuning.tune import Tuning
 
-    return [Run, Scored, Evaluation, Optimized, Tuning, Verification]
+    return [Run, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]

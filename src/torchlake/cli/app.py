@@ -145,7 +145,7 @@ def plan(
 def predict(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Where the scored rows go: a folder, URL or table.")],
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.Text = None,
@@ -162,6 +162,12 @@ def predict(
     prefix: o.Prefix = None,
     max_error_rate: o.MaxErrorRate = None,
     overwrite: o.Overwrite = False,
+    format: o.Format = None,
+    mode: o.WriteMode = None,
+    incremental: o.Incremental = False,
+    partition_by: o.PartitionBy = None,
+    add_columns: o.AddColumns = False,
+    target_file_size: o.TargetFileSize = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,
@@ -272,6 +278,17 @@ def verify(
     return lambda: commands.verify(output, make_engine(engine, processes, overrides, as_json=as_json))
 
 
+@_command("export runs/reviews/model reviews-onnx --format onnx")
+def export(
+    model: o.Model,
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="New folder, or an earlier export.")],
+    format: o.ExportFormat,
+    pooling: o.Pooling = None,
+) -> Work:
+    """Write a model for another tool. Layouts of ONNX Runtime, OpenVINO and sentence-transformers."""
+    return lambda: commands.export(model, folder, format, pooling)
+
+
 @_command("report runs/reviews")
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
@@ -338,7 +355,7 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
     }
     if "csv" in given:
         given["csv"] = dict(_pair(text) for text in given["csv"])
-    lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
+    lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
 
 

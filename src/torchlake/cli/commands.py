@@ -27,6 +27,8 @@ from torchlake.errors import MissingExtra, TorchlakeError, UsageError
 
 if TYPE_CHECKING:
     from torchlake.engines import Engine
+    from torchlake.exporting.export import Format
+    from torchlake.exporting.sentence_transformers import Pooling
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +223,7 @@ def launch(
 
 def verify(output: str, engine: "Engine | None") -> Outcome:
     """Check a scored table; exit status 65 when a check fails."""
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
 
     done = verify(output, spread=None if engine is None else engine.spread)
     shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}
@@ -230,6 +232,15 @@ def verify(output: str, engine: "Engine | None") -> Outcome:
     values = {**{name: getattr(done, name) for name in names}, "ok": not done.problems}
     notes = [f"note: {note}" for note in done.notes]
     return Outcome(values=values, lines=[*fact_lines(shown), *notes, *verdict], exit_code=65 if done.problems else 0)
+
+
+def export(model: str, folder: str, format: "Format", pooling: "Pooling | None") -> Outcome:
+    """Write a model in another tool's layout."""
+    from torchlake.exporting.export import export
+
+    path = export(model, folder, format=format, pooling=pooling)
+    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return Outcome(values={"path": path, "files": files}, lines=[f"{path}: {', '.join(files)}"])
 
 
 def report(run: str) -> Outcome:
@@ -272,7 +283,7 @@ def demo(where: str, rows: int) -> Outcome:
     from torchlake.evaluation.evaluate import evaluate
     from torchlake.reporting.report import report
     from torchlake.scoring.predict import predict
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
     from torchlake.training.train import train
 
     job = load_job(

@@ -180,6 +180,24 @@ MaxErrorRate = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, _output("--overwrite", None, "Replace the output of another job.")]
+Format = Annotated[
+    Literal["parquet", "delta", "iceberg"] | None,
+    _output("--format", "parquet|delta|iceberg", "Format of a new output (default: parquet)."),
+]
+WriteMode = Annotated[
+    Literal["create", "append", "overwrite", "replace-where"] | None,
+    _output(
+        "--mode",
+        "create|append|overwrite|replace-where",
+        "Rows that a table has: none, kept, replaced, or those with the same --key (default: create).",
+    ),
+]
+Incremental = Annotated[bool, _output("--incremental", None, "Score what is new since the last call, and add it.")]
+PartitionBy = Annotated[list[str] | None, _output("--partition-by", "A,B", "Partition columns of a new table.")]
+AddColumns = Annotated[bool, _output("--add-columns", None, "Add columns that the table lacks.")]
+TargetFileSize = Annotated[
+    str | None, _output("--target-file-size", "SIZE", "Write files of about this size, such as 256MiB.")
+]
 
 Profile = Annotated[bool, _execution("--profile", None, "Show the seconds of each step since the start.")]
 
@@ -214,6 +232,18 @@ Runtimes = Annotated[
     _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run); repeatable."),
 ]
 SampleSize = Annotated[int | None, _selection("--rows", "N", "Rows of the table to measure on (default: 1000).", min=1)]
+
+# export
+ExportFormat = Annotated[
+    Literal["onnx", "openvino", "sentence-transformers"],
+    _output("--format", "FORMAT", "Layout: onnx, openvino or sentence-transformers."),
+]
+Pooling = Annotated[
+    Literal["mean", "cls", "max", "lasttoken"] | None,
+    _output(
+        "--pooling", "MODE", "From token states to one vector: mean, cls, max or lasttoken (default: the model's own)."
+    ),
+]
 
 # demo
 Folder = Annotated[str, _demo("--folder", "FOLDER", "Folder for all files (default: demo).")]

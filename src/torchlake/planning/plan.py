@@ -20,13 +20,14 @@ from typing import Unpack
 import numpy as np
 
 from torchlake import plugins
+from torchlake.config.amounts import operations, size_in_bytes
 from torchlake.config.job import Fraction, Job, load_job
 from torchlake.config.strategy_options import LoraOptions
 from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.load import model_folder
 from torchlake.planning import workload
-from torchlake.planning.cluster import describe_cluster, device, operations, size, size_in_bytes
+from torchlake.planning.cluster import describe_cluster, device, size
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime
 from torchlake.planning.survey import TableSurvey, survey_model, survey_table
 from torchlake.planning.workload import Padding, Workload

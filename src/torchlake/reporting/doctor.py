@@ -32,6 +32,7 @@ OPTIONAL: dict[str, str | None] = {
     "deltalake": "delta",
     "pyiceberg": "iceberg",
     "s3fs": "s3",
+    "obstore": "s3",
     "gcsfs": "gcs",
     "adlfs": "azure",
     "datasets": "hub",

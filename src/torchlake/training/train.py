@@ -103,7 +103,7 @@ def train(
     tracking.check(wanted.track)
     if wanted.model.lora is not None:
         lora.check_installed()
-    engine = _engine_of(wanted, engine)
+    engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
     for number in process_bounds(processes):
         choose_strategy(wanted, number)
@@ -114,17 +114,17 @@ def train(
             _store_frame(frame, path, engine)
         finished = run_folder.finished(folder)
         if finished is not None:
-            _refuse_changed_input(wanted, folder)
+            _refuse_changed_input(wanted, folder, engine)
             log.info("%s: already complete, %d steps", folder, finished["steps"])
             with tracking.tracked(wanted, folder):  # send what the trackers missed
                 pass
             return _as_run(folder, finished, steps=0, began=began, complete=True)
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
-        _check_columns(wanted, folder, trained=trained)
+        _check_columns(wanted, folder, engine, trained=trained)
         base = model_folder(wanted.model.base)
         _check_tensor_parallel(wanted, base, processes)
-        spec = find_task_spec(wanted, base, folder, trained=trained)
+        spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)
         metric = choose_metric(wanted, spec)
         prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
         _summarize(wanted, spec, prepared, folder)
@@ -160,7 +160,7 @@ def named_engine(engine: Engine | str | None) -> dict[str, Any]:
     return {"engine": {"name": engine}} if isinstance(engine, str) else {}
 
 
-def _engine_of(job: Job, engine: Engine | str | None) -> Engine:
+def job_engine(job: Job, engine: Engine | str | None) -> Engine:
     """The engine given as an object, else that of the job."""
     given = None if isinstance(engine, str) else as_engine(engine)
     return given or make_engine(job.engine.name, job.engine.processes, **job.engine.options)
@@ -253,14 +253,14 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
     )
 
 
-def _check_columns(job: Job, folder: Path, *, trained: bool) -> None:
+def _check_columns(job: Job, folder: Path, engine: Engine, *, trained: bool) -> None:
     """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
     data = job.data
     named = (*draft_spec(job).columns, data.key)
     for name, table in run_folder.stored_tables(job).items():
         try:
             columns = tuple(column for column in named if column is not None)
-            open_table(table, columns=columns, options=run_folder.read_options_of(job, name))
+            open_table(table, columns=columns, options=run_folder.read_options_of(job, name), spread=engine.spread)
         except TableError as error:
             kept = f" The training in {folder} continues with {table} only; train another in a new run folder (--run)."
             raise type(error)(f"data.{name}: {error}{kept if trained else ''}") from error
@@ -275,7 +275,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
         output.parent.mkdir(exist_ok=True)
         if job.data.key is not None and not trained:
             keyed = open_table(table, columns=(job.data.key,), options=options, spread=engine.spread)
-            plan = plan_chunks(keyed, columns=(job.data.key,), hashed=False)
+            plan = plan_chunks(keyed, columns=(job.data.key,), hashed=False, spread=engine.spread)
             check_key(keyed, plan, job.data.key, spread=engine.spread, scratch=output.parent)
         try:
             done = prepare(
@@ -311,15 +311,16 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
         log.info("%s", line)
 
 
-def _refuse_changed_input(job: Job, folder: Path) -> None:
+def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:
     """Raise FingerprintError when a table of a finished run has changed; a deleted table is accepted."""
     for name, table in run_folder.stored_tables(job).items():
         planned = {one.name: one for one in planned_inputs(folder / "prepared" / name)}
         try:
-            now = open_table(table, options=run_folder.read_options_of(job, name))
+            now = open_table(table, options=run_folder.read_options_of(job, name), spread=engine.spread)
             paths, unchanged = dict(zip(now.names, now.files, strict=True)), ContentChecker()
             if now.options.selection.asked:
-                paths = {one.name: one.path for one in plan_chunks(now, columns=(), hashed=False).inputs}
+                plan = plan_chunks(now, columns=(), hashed=False, spread=engine.spread)
+                paths = {one.name: one.path for one in plan.inputs}
             changed = sorted(planned.keys() ^ paths.keys()) or [
                 one.path
                 for one in planned.values()

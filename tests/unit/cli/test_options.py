@@ -86,6 +86,7 @@ OPTIONS = {
     | ROWS,
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
     "verify": frozenset({"--processes", "--engine", "--set"}),
+    "export": frozenset({"--format", "--pooling"}),
     "report": frozenset(set()),
     "doctor": frozenset(set()),
     "demo": frozenset({"--folder", "--rows"}),
@@ -101,6 +102,7 @@ ARGUMENTS = {
     "plan": ["job"],
     "launch": ["target", "arguments"],
     "verify": ["output"],
+    "export": ["model", "folder"],
     "report": ["run"],
 }
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
