@@ -23,6 +23,7 @@ PUBLIC = {
     "Run",
     "Scored",
     "Spark",
+    "Task",
     "TorchlakeError",
     "Trial",
     "Tuning",

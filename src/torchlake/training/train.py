@@ -93,8 +93,7 @@ def train(
     all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
-    if task is not None:
-        overrides = (*overrides, f"model.task={plugins.give(task)}")
+    overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
