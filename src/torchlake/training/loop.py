@@ -15,10 +15,12 @@ written). So all ranks stop, save and fail at the same step. Each reads it when 
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,7 @@ def train_loop(
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = total_steps(train, per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
-    following = next(batches, None)
+    upcoming = deque(islice(batches, 1))
     saved_step = -1 if settings.checkpoint is None else progress.step
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
@@ -189,12 +191,10 @@ def train_loop(
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            upcoming, following = following, next(batches, None)
-            if upcoming is None:
-                raise AssertionError("there is a batch for each step")
-            launched = train_step(state, *upcoming, progress, train, total, votes.flags)
-            if following is not None:
-                state.collate_ahead(following[1])
+            epoch, rows = upcoming.popleft()
+            launched = train_step(state, epoch, rows, progress, train, total, votes.flags)
+            upcoming.extend(islice(batches, 1))
+            state.collate_ahead([rows for _, rows in upcoming])
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
             read()
             votes.pending = (launched, oldest)

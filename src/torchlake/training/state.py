@@ -6,7 +6,7 @@ both.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -148,14 +148,14 @@ class TrainState:
         self.data_seconds += time.perf_counter() - began
         return self._compute(batch, packed=packed), targets, batch
 
-    def collate_ahead(self, rows: Rows) -> None:
-        """Begin to make the micro-batches of the next step in a thread, if that takes the task long."""
+    def collate_ahead(self, steps: Sequence[Rows]) -> None:
+        """Begin to make the micro-batches of the next steps in a thread, if that takes the task long."""
         if not self.task.collates_ahead:
             return
         if self.collating is None:
             self.collating = ThreadPoolExecutor(1, thread_name_prefix="collate")
-        numbers = [rows.numbers[positions] for positions in self.micro_batches(rows)[0]]
-        self.collated = {_key(rows, each): self.collating.submit(self._batch, rows, each) for each in numbers}
+        wanted = [(rows, rows.numbers[positions]) for rows in steps for positions in self.micro_batches(rows)[0]]
+        self.collated = {_key(*each): self.collating.submit(self._batch, *each) for each in wanted}
 
     def _ready_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
         ready = self.collated.pop(_key(rows, numbers), None)

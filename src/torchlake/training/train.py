@@ -133,8 +133,7 @@ def train(
 
         given: dict[str, Any] = {"overrides": overrides, "task": task, "on_step": on_step, "sections": sections}
         return train_folds(job, folds, run=run, engine=engine, **given)
-    if task is not None:
-        overrides = (*overrides, f"model.task={plugins.give(task)}")
+    overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
