@@ -111,7 +111,7 @@ def test_a_job_that_is_killed_anywhere_goes_on(
     options = VARIANTS[variant]
     every = sites(output.at("all"), source, **options)
     assert len(every) > 15
-    for site in chosen(every, request, 11):
+    for site in chosen(every, request, 13):
         there = output.at(site)
         assert there.run(source, armed=f"{site}:kill9", **options) is None, site
         assert there.ids() in ([], ALL), site
@@ -133,7 +133,7 @@ def test_a_writer_that_wakes_after_its_successor_committed_changes_nothing(
     if VARIANTS[variant] not in variants(output):
         pytest.skip("no partitions")
     options = VARIANTS[variant]
-    for site in chosen(sites(output.at("all"), source, **options), request, 13):
+    for site in chosen(sites(output.at("all"), source, **options), request, 17):
         there = output.at(site)
         sleeper = there.start(source, armed=f"{site}:stop", lease_s=SHORT_S, **options)
         assert sleeper.stopped(), site
@@ -155,7 +155,7 @@ def test_a_writer_that_wakes_after_others_replaced_its_rows_changes_nothing(
     output: Output, source: Path, request: pytest.FixtureRequest, sweep: str
 ) -> None:
     """The successors finish the same job, replace its rows by others, and these by the first ones."""
-    for site in chosen(sites(output.at("all"), source, **GROUPED), request, 13):
+    for site in chosen(sites(output.at("all"), source, **GROUPED), request, 19):
         there = output.at(site)
         again = partial(there.takes_over, source, mode="overwrite")
         assert there.computed(source, version=1) == 4
