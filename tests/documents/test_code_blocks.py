@@ -39,7 +39,7 @@ ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
 ON_S3 = {"docs/how-to/object-storage.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
-SCORED = {"docs/how-to/outputs.md", "docs/how-to/queries.md", "docs/how-to/scoring.md", "docs/how-to/selecting.md"}
+SCORED = {f"docs/how-to/{name}.md" for name in ("export", "outputs", "queries", "scoring", "selecting")}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."
@@ -115,6 +115,7 @@ def local_pages() -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
 
 
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # by MLflow
 @pytest.mark.parametrize("name", local_pages())
 def test_the_blocks_of_a_page_run(name: str, folder: Path, tiny_model: Path, tiny_gpt2: Path) -> None:
     if name in WITHOUT_JOB:

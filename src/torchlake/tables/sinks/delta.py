@@ -80,6 +80,9 @@ class DeltaTarget:
         except (DeltaError, OSError, ValueError) as error:
             raise storage_failure(self.shown, f"the Delta table cannot be opened: {error}") from error
 
+    def prepare(self, schema: pa.Schema) -> None:
+        """Nothing: a table is created at its first commit."""
+
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """A folder of this commit, in the table."""
         return PartFolder(
