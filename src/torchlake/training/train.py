@@ -12,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Unpack, overload
-
-import numpy as np
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
@@ -28,7 +25,7 @@ from torchlake.models.load import check_folder, model_folder
 from torchlake.optim import optimizers
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
-from torchlake.preparation.problem import find_task_spec
+from torchlake.preparation.problem import draft_spec, find_task_spec
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.arguments import Sections
@@ -39,8 +36,10 @@ from torchlake.tables.sources import streams
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
+from torchlake.tasks import Task
 from torchlake.training import restarts
 from torchlake.training.model import lora
+from torchlake.training.rows import OnStep
 
 if TYPE_CHECKING:
     from torchlake.training.folds import Folds
@@ -73,6 +72,8 @@ def train(
     run: str | Path | None = None,
     engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
     folds: None = None,
     **sections: Unpack[Sections],
 ) -> Run: ...
@@ -85,6 +86,8 @@ def train(
     run: str | Path | None = None,
     engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
     folds: int,
     **sections: Unpack[Sections],
 ) -> "Folds": ...
@@ -96,6 +99,8 @@ def train(
     run: str | Path | None = None,
     engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
     folds: int | None = None,
     **sections: Unpack[Sections],
 ) -> "Run | Folds":
@@ -111,6 +116,11 @@ def train(
     continues it. With `folds=5` it trains five times, each time validating on another fifth of the rows, in fold_1 to
     fold_5 below the run folder, and returns `Folds`: the mean and the standard deviation of the metrics.
 
+    `task` is a task of yours, an instance of a subclass of `torchlake.Task`; it takes the place of `model.task`. Give
+    it again to resume, and to `predict` and `evaluate`. `on_step` is called in rank 0's process with the numbers of
+    each step and validation (the lines of metrics.jsonl); if it returns True, the run stops after a checkpoint, and the
+    same call continues it.
+
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
     trains in it, Interrupted when stopped (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
@@ -121,7 +131,10 @@ def train(
     if folds is not None:
         from torchlake.training.folds import train_folds
 
-        return train_folds(job, folds, run=run, engine=engine, overrides=overrides, sections=sections)
+        given: dict[str, Any] = {"overrides": overrides, "task": task, "on_step": on_step, "sections": sections}
+        return train_folds(job, folds, run=run, engine=engine, **given)
+    if task is not None:
+        overrides = (*overrides, f"model.task={plugins.give(task)}")
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
@@ -160,6 +173,7 @@ def train(
             "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
             "metric": metric,
             "lease": lease,
+            "on_step": on_step,
         }
         identity = run_folder.run_identity(wanted, spec, folder)
         with tracking.tracked(wanted, folder):
@@ -268,25 +282,11 @@ def choose_metric(job: Job, spec: TaskSpec) -> str:
     if job.data.validation is None and (wanted is not None or job.train.patience is not None):
         raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
     if wanted is None:
-        return str(task.DEFAULT_METRIC[spec.problem])
-    choices = ["loss", *_metric_names(task, spec)]
+        return str(task.default_metric.get(spec.problem, "loss"))
+    choices = ["loss", *task.metric_names(spec)]
     if wanted not in choices:
         raise ConfigError(f"train.metric: there is no {wanted!r} for {spec.problem}; choose from {', '.join(choices)}")
     return wanted
-
-
-def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
-    """The names of the task's metrics, found by computing them on two rows."""
-    if task.PACKED:
-        return list(task.loss_metrics(1.0))
-    classes = max(1, len(spec.labels))
-    targets = {
-        "single_label": np.array([0, 1]),
-        "multi_label": np.eye(2, classes, dtype=np.float32),
-        "regression": np.array([0.0, 1.0], dtype=np.float32),
-    }
-    scores = np.eye(2, classes, dtype=np.float32)
-    return list(task.metrics(scores, targets[spec.problem], spec))
 
 
 def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:
@@ -303,7 +303,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 def _check_columns(job: Job, folder: Path, engine: Engine, *, trained: bool) -> None:
     """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
     data = job.data
-    named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
+    named = (*draft_spec(job).columns, data.key)
     for name, table in run_folder.stored_tables(job).items():
         try:
             columns = tuple(column for column in named if column is not None)

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchlake.training.model.base import base_model
 
 import families
 import tiny
@@ -16,7 +17,6 @@ from sweeps import sweep
 from torchlake.errors import ConfigError
 from torchlake.models.load import layers
 from torchlake.optim.parameters import freeze, frozen_names, untrained_layers
-from torchlake.training.model.base import base_model
 
 FAMILIES = {
     "bert": ("bert.embeddings.", "bert.encoder.layer.{}.", {"bert.pooler.dense", "classifier"}),

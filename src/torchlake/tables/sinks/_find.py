@@ -36,7 +36,7 @@ def sink_of(output: str | Path, format: str | None = None) -> ModuleType:
     """
     text = output_text(output)
     kinds = [plugins.load("sinks", name) for name in _order()]
-    found = next((kind for kind in kinds if kind.recognizes(text, format)), None)
+    found: ModuleType | None = next((kind for kind in kinds if kind.recognizes(text, format)), None)
     if found is None:
         raise UsageError(
             f"{redacted(text)}: cannot be written as {format}. Iceberg tables have a name in a catalog "
