@@ -9,6 +9,7 @@ parent, so the Hub refuses it if another one was made since; the record in the r
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class HubTarget:
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """A folder of this commit."""
-        return PartFolder(location=f"{self.root}/data/{commit[:16]}")
+        return PartFolder(location=f"{self.root}/{self.folder}data/{commit[:16]}")
 
     def check(self, snapshot: HubSnapshot, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError for a folder with other rows."""
@@ -110,7 +111,7 @@ class HubTarget:
 
     def commits(self, snapshot: HubSnapshot) -> list[str]:
         """The commit of the record alone: earlier ones were replaced."""
-        return [] if snapshot.record is None else [str(snapshot.record["commit"])]
+        return [name for name in (self.latest(snapshot),) if name is not None]
 
     def is_whole(self, snapshot: HubSnapshot, record: Mapping[str, Any]) -> bool:
         """Whether the rows are those of the record, each file with its size."""
@@ -126,13 +127,8 @@ class HubTarget:
                 here = Path(self.root) / self.folder / name
                 if not (here.is_file() and here.stat().st_size == size):
                     with self._errors():
-                        hf_hub_download(
-                            self.repo,
-                            f"{self.folder}{name}",
-                            repo_type="dataset",
-                            revision=snapshot.version,
-                            local_dir=self.root,
-                        )
+                        where: Any = {"repo_type": "dataset", "revision": snapshot.version, "local_dir": self.root}
+                        hf_hub_download(self.repo, f"{self.folder}{name}", **where)
                 found.add(name.rpartition("/")[2])
         return found
 
@@ -150,10 +146,9 @@ class HubTarget:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
         from huggingface_hub.errors import HfHubHTTPError
 
-        local, where = LocalFolder(Path(self.root)), f"data/{change.id[:16]}"
-        files: dict[str, Any] = {f"{where}/{one.name}": f"{self.root}/{where}/{one.name}" for one in change.files}
-        plan = local.content(f"{FOLDER}/{change.id}.plan.json")
-        files |= {RECORD: json.dumps(change.record, indent=1).encode(), PLAN: plan}
+        parts, plan = self.part_folder(change.id, change.schema).location, f"{FOLDER}/{change.id}.plan.json"
+        files: dict[str, Any] = {f"data/{change.id[:16]}/{one.name}": f"{parts}/{one.name}" for one in change.files}
+        files |= {RECORD: json.dumps(change.record, indent=1).encode(), PLAN: (Path(self.root) / plan).read_bytes()}
         added = [CommitOperationAdd(f"{self.folder}{name}", content) for name, content in files.items()]
         gone = [CommitOperationDelete(f"{self.folder}{name}") for name in _rows(snapshot) if name not in files]
         with self._errors():
@@ -181,6 +176,7 @@ class HubTarget:
             raise CommitUnknown(_first_line(error)) from error
         if not set(files) <= set(self.snapshot().sizes):
             raise OutputError(f"{self.shown}: the Hub left out files of the commit. Does a .gitignore name them?")
+        shutil.rmtree(parts, ignore_errors=True)
 
     def _content(self, name: str, version: str) -> bytes:
         from huggingface_hub import hf_hub_download
@@ -223,11 +219,12 @@ def open_target(output: str, options: SinkOptions) -> HubTarget:
         raise UsageError(
             f"{redacted(output)}: write a dataset as hf://datasets/OWNER/NAME, with /FOLDER after it or none."
         )
-    if options.mode in ("append", "replace-where") or options.partition_by or options.add_columns:
+    if options.mode in ("append", "replace-where"):
         raise UsageError(
-            f"{output}: a dataset on the Hub is written as a whole: modes append and replace-where, partition_by and "
-            "add_columns are for Delta and Iceberg tables."
+            f"{output}: a dataset is written as a whole, so mode {options.mode} is for Delta and Iceberg tables."
         )
+    if options.partition_by or options.add_columns:
+        raise UsageError(f"{output}: partition_by and add_columns are for Delta and Iceberg tables.")
     revision, folder = match["revision"] or constants.DEFAULT_REVISION, match["folder"] or ""
     root = Path(constants.HF_HOME) / "torchlake" / atomic_io.fingerprint([constants.ENDPOINT, output.rstrip("/")])[:16]
     return HubTarget(
