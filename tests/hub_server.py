@@ -227,6 +227,18 @@ def serving() -> Iterator[str]:
         process.communicate()
 
 
+def client_settings(address: str, home: str) -> dict[str, Any]:
+    """The values of `huggingface_hub.constants`, which it reads from the environment when it is imported."""
+    return {
+        "ENDPOINT": address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "HF_HOME": home,
+        "HF_HUB_CACHE": f"{home}/hub",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+    }
+
+
 def set_faults(address: str, *faults: tuple[int, str]) -> None:
     """Answer the next commits with these statuses; `made` or not."""
     query = ",".join(f"{status}-{made}" for status, made in faults)

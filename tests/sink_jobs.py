@@ -24,6 +24,7 @@ import pyiceberg.io.pyarrow
 import s3fs
 from pyiceberg.utils.config import Config
 
+import hub_server
 from exactly_once import state_of, until
 from torchlake import plugins
 from torchlake.errors import TorchlakeError
@@ -94,12 +95,8 @@ def read_variables() -> None:
     pyiceberg.catalog._ENV_CONFIG = Config()
     address, home = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_HOME")
     if address is not None and home is not None:
-        hub = huggingface_hub.constants
-        hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = (
-            address,
-            f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-        )
-        hub.HF_HOME, hub.HF_HUB_CACHE, hub.HF_HUB_OFFLINE, hub.HF_HUB_DISABLE_XET = home, f"{home}/hub", False, True
+        for name, value in hub_server.client_settings(address, home).items():
+            setattr(huggingface_hub.constants, name, value)
 
 
 def serve() -> None:

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 import hub_server
-from hub_server import set_faults
+from hub_server import client_settings, set_faults
 from sink_jobs import job, source_rows, write_source
 from torchlake.errors import OutputError, StorageError, UsageError
 from torchlake.tables.sinks._reading import open as open_output
@@ -33,14 +33,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def hub(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the Hub; each test has a repository of its own, `repo`."""
-    for name, value in {
-        "ENDPOINT": server,
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_CACHE": str(tmp_path / "home/hub"),
-        "HUGGINGFACE_CO_URL_TEMPLATE": server + "/{repo_id}/resolve/{revision}/{filename}",
-    }.items():
+    for name, value in client_settings(server, str(tmp_path / "home")).items():
         monkeypatch.setattr(constants, name, value)
     return server
 
