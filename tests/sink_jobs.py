@@ -24,7 +24,7 @@ import pyiceberg.io.pyarrow
 import s3fs
 from pyiceberg.utils.config import Config
 
-import hub_server
+import hub_repositories
 from exactly_once import state_of, until
 from torchlake import plugins
 from torchlake.errors import TorchlakeError
@@ -95,7 +95,7 @@ def read_variables() -> None:
     pyiceberg.catalog._ENV_CONFIG = Config()
     address, home = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_HOME")
     if address is not None and home is not None:
-        for name, value in hub_server.client_settings(address, home).items():
+        for name, value in hub_repositories.client_settings(address, home).items():
             setattr(huggingface_hub.constants, name, value)
 
 

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import NoSuchTableError
 
-import hub_server
+import hub_repositories
 from s3_server import BUCKET, S3Server
 
 DELTA_OPTIONS = {"aws_conditional_put": "etag", "AWS_ALLOW_HTTP": "true"}
@@ -174,7 +174,7 @@ def append_iceberg(place: Place, rows: pa.Table, *, on_s3: bool = False) -> None
 @functools.cache
 def hub_address() -> str:
     """The address of a server for all tests of this process."""
-    server = hub_server.serving()
+    server = hub_repositories.serving()
     address = server.__enter__()
     atexit.register(server.__exit__, None, None, None)
     return address

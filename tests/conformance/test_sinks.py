@@ -1,8 +1,5 @@
 """The promise of a sink: what every file in `tables/sinks/` keeps, whatever kills, stops or races a writer."""
 
-import json
-import os
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

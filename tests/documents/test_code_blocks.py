@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-import hub_server
+import hub_repositories
 import s3_server
 import tiny
 from code_blocks import ROOT, Block, check_block, read_blocks, run_block
@@ -146,8 +146,8 @@ def test_the_blocks_run_on_s3(name: str, folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", sorted(ON_HUB))
 def test_the_blocks_run_on_the_hub(name: str, folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(tiny_model, folder / "runs" / "reviews" / "model")
-    with hub_server.serving() as address:
-        for setting, value in hub_server.client_settings(address, str(folder / "home")).items():
+    with hub_repositories.serving() as address:
+        for setting, value in hub_repositories.client_settings(address, str(folder / "home")).items():
             monkeypatch.setattr(constants, setting, value)
         run_page(name)
 

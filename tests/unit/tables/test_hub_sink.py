@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-import hub_server
-from hub_server import client_settings, set_faults
+import hub_repositories
+from hub_repositories import client_settings, set_faults
 from sink_jobs import job, source_rows, write_source
 from torchlake.errors import OutputError, StorageError, UsageError
 from torchlake.tables.sinks._reading import open as open_output
@@ -26,7 +26,7 @@ NAME = "hf://datasets/me/scored"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with hub_server.serving() as address:
+    with hub_repositories.serving() as address:
         yield address
 
 
