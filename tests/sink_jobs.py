@@ -26,6 +26,7 @@ from pyiceberg.utils.config import Config
 
 import hub_repositories
 from exactly_once import state_of, until
+from sink_kinds import Place, SinkKind
 from torchlake import plugins
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
@@ -34,7 +35,7 @@ from torchlake.tables.output import lease
 from torchlake.tables.output.compatibility import AllowedChanges
 from torchlake.tables.output.parts import part_name
 from torchlake.tables.reading import ChunkReader, row_ids
-from torchlake.tables.sinks import _write
+from torchlake.tables.sinks import delta
 from torchlake.tables.sinks._find import output_of
 from torchlake.tables.sinks._interface import sink_options
 from torchlake.tables.sinks._write import WriteRequest
@@ -102,8 +103,7 @@ def read_variables() -> None:
 def serve() -> None:
     """Fork a writer for each line of stdin; its pid goes to stdout, how it ends into a file of that name."""
     lease.LOCK_WAIT_S = 0.2  # a stopped writer may hold the lock; no test waits half a minute to hear of it
-    _write.ATTEMPTS = 12
-    objects.RETRIES = 3
+    objects.RETRIES = delta.RETRIES = 3
     for kind in ("sinks", "sources"):
         for name in plugins.names(kind):
             plugins.load(kind, name)
@@ -168,6 +168,55 @@ class Writers:
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """One output of a kind, in a place of its own."""
+
+    kind: SinkKind
+    place: Place
+    writers: Writers
+
+    def start(self, source: Path, *, armed: str = "", log: Path | None = None, **options: Any) -> Writer:
+        """A writer of every row of `source`, in a process of its own."""
+        variables = {**self.place.server.environment, **self.kind.environment(self.place), **self.place.variables}
+        variables |= {"TORCHLAKE_FAILPOINT": armed} if armed else {}
+        variables |= {"TORCHLAKE_FAILPOINT_LOG": str(log)} if log else {}
+        given = {**self.kind.options, **options}
+        return self.writers.start(
+            self.place.folder, variables, source=str(source), output=self.kind.output(self.place), **given
+        )
+
+    def run(self, source: Path, **options: Any) -> dict[str, Any] | None:
+        """What a writer says; None if it was killed."""
+        return self.start(source, **options).end()
+
+    def computed(self, source: Path, **options: Any) -> int:
+        """How many chunks a writer that succeeds computes."""
+        said = self.run(source, **options)
+        assert said is not None
+        assert "computed" in said, said
+        return int(said["computed"])
+
+    def takes_over(self, source: Path, **options: Any) -> dict[str, Any]:
+        """What the first writer says that does not find the output locked by a lease that is about to end."""
+        while True:
+            said = self.run(source, **options)
+            assert said is not None
+            if "Locked: " not in said.get("error", "") or "locked for" in said["error"]:
+                return said
+
+    def ids(self) -> list[int]:
+        """The ids of all committed rows, sorted."""
+        rows = self.kind.read(self.place)
+        return [] if rows is None or not rows.num_rows else sorted(rows["id"].to_pylist())
+
+    def at(self, name: str) -> "Output":
+        """Another output of the same kind."""
+        folder = self.place.folder / name
+        folder.mkdir()
+        return Output(kind=self.kind, writers=self.writers, place=Place(folder=folder, server=self.place.server))
 
 
 def source_rows(count: int, *, first: int = 0) -> pa.Table:

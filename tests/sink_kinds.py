@@ -12,6 +12,8 @@ import sqlite3
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,40 @@ class SinkKind:
     "A writer that is suspended in the middle of a commit holds a lock of this machine: others wait for it."
     refused: frozenset[str] = frozenset()
     "Types that it cannot hold."
+
+
+TYPES: dict[str, pa.Array] = {
+    str(array.type): array
+    for array in (
+        pa.array([True, None, False]),
+        *(pa.array([-(2 ** (bits - 1)), None, 2 ** (bits - 1) - 1], f"int{bits}") for bits in (8, 16, 32, 64)),
+        *(pa.array([0, None, 2**bits - 1], f"uint{bits}") for bits in (8, 16, 32, 64)),
+        pa.array([1.5, None, -65504.0], pa.float16()),
+        pa.array([1.5, None, float("inf")], pa.float32()),
+        pa.array([-0.0, None, 5e-324], pa.float64()),
+        pa.array(["", None, "é\n\x00\U0010ffff"], pa.string()),
+        pa.array(["", None, "x" * 100], pa.large_string()),
+        pa.array([b"", None, b"\xff\x00"], pa.binary()),
+        pa.array([b"ab", None, b"\xff\x00"], pa.binary(2)),
+        pa.array([date(1, 1, 1), None, date(9999, 12, 31)]),
+        pa.array([time(0), None, time(23, 59, 59, 999_999)], pa.time64("us")),
+        pa.array([datetime(1, 1, 1), None, datetime(9999, 12, 31, 23, 59, 59, 999_999)], pa.timestamp("us")),
+        pa.array([datetime(1900, 1, 1, tzinfo=UTC), None, datetime(2999, 1, 1, tzinfo=UTC)], pa.timestamp("us", "UTC")),
+        pa.array([0, None, 1_700_000_000], pa.timestamp("s")),
+        pa.array([1000, None, -1000], pa.timestamp("ns")),
+        pa.array([timedelta(0), None, timedelta(days=-1)], pa.duration("us")),
+        pa.array([Decimal("-99999.99"), None, Decimal("0.01")], pa.decimal128(7, 2)),
+        pa.array([Decimal(10) ** 37, None, Decimal(-1)], pa.decimal128(38, 0)),
+        pa.array([[1, None], None, []], pa.list_(pa.int64())),
+        pa.array([[0.5, 1.0], [5e-40, 2.0], [0.0, -1.0]], pa.list_(pa.float32(), 2)),
+        pa.array([[{"a": [1]}], None, []], pa.list_(pa.struct({"a": pa.list_(pa.int32())}))),
+        pa.array([{"a": 1, "b": None}, None, {"a": None, "b": "x"}], pa.struct({"a": pa.int64(), "b": pa.string()})),
+        pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
+        pa.array(["a", None, "a"]).dictionary_encode(),
+        pa.nulls(3),
+    )
+}
+"A column of each type: the extreme values, and a null."
 
 
 def read_folder(place: Place) -> pa.Table | None:
@@ -209,7 +245,7 @@ KINDS = {
         partitions=True,
         empty_is_null=True,
         fenced=True,
-        refused=frozenset({"time64[us]", "duration[us]"}),
+        refused=frozenset({"time64[us]", "duration[us]", "null"}),
     ),
     "delta_on_s3": SinkKind(
         sink="delta",
@@ -219,7 +255,7 @@ KINDS = {
         append=lambda place, rows: append_delta(place.url, place, rows),
         partitions=True,
         empty_is_null=True,
-        refused=frozenset({"time64[us]", "duration[us]"}),
+        refused=frozenset({"time64[us]", "duration[us]", "null"}),
     ),
     "iceberg": SinkKind(
         sink="iceberg",
@@ -229,7 +265,7 @@ KINDS = {
         environment=lake_environment,
         partitions=True,
         fenced=True,
-        refused=frozenset({"duration[us]"}),
+        refused=frozenset({"duration[us]", "null"}),
     ),
     "iceberg_on_s3": SinkKind(
         sink="iceberg",
@@ -238,7 +274,7 @@ KINDS = {
         append=partial(append_iceberg, on_s3=True),
         environment=partial(lake_environment, on_s3=True),
         partitions=True,
-        refused=frozenset({"duration[us]"}),
+        refused=frozenset({"duration[us]", "null"}),
     ),
     "hub": SinkKind(
         sink="hub",

@@ -152,6 +152,7 @@ def attempt(
     ranks: int = 1,
     local: bool = False,
     overrides: tuple[str, ...] = (),
+    folds: int | None = None,
     **environment: str,
 ) -> Attempt:
     """`tl.train` with so many ranks in a fresh process, on the engine above or (`local`, slow) on the local one.
@@ -166,7 +167,7 @@ def attempt(
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
-    arguments = (str(run), sections, sigterm_at, stub, ranks, local, overrides, variables, str(out))
+    arguments = (str(run), sections, sigterm_at, stub, ranks, local, overrides, folds, variables, str(out))
     process = _context().Process(target=_train, args=arguments)
     process.start()
     process.join(DEADLINE_S)
@@ -246,6 +247,7 @@ def _train(
     ranks: int,
     local: bool,
     overrides: tuple[str, ...],
+    folds: int | None,
     variables: dict[str, str],
     out: str,
 ) -> None:
@@ -258,13 +260,15 @@ def _train(
         stub()
     engine = tl.Local(processes=ranks) if local else Inline(ranks)
     try:
-        done = tl.train(run=run, engine=engine, overrides=overrides, **sections)
+        done = tl.train(run=run, engine=engine, overrides=overrides, folds=folds, **sections)  # type: ignore[call-overload]
     except TorchlakeError as error:
         Path(out).write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         os._exit(error.exit_code)
     except BaseException:
         Path(out).write_text(json.dumps({"error": traceback.format_exc()}))
         os._exit(70)
+    if folds is not None:
+        os._exit(0)
     told = {"steps": done.steps, "metrics": done.metrics, "complete": done.complete}
     Path(out).write_text(json.dumps(told))
 

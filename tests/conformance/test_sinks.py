@@ -1,7 +1,10 @@
 """The promise of a sink: what every file in `tables/sinks/` keeps, whatever kills, stops or races a writer."""
 
+import re
+import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ import pytest
 
 import s3_server
 from s3_server import S3Server
-from sink_jobs import Writer, Writers, source_rows, write_source
-from sink_kinds import KINDS, Place, SinkKind
+from sink_jobs import Output, Writers, source_rows, write_source
+from sink_kinds import KINDS, TYPES, Place
 from torchlake import plugins
 
 ROWS = 7
@@ -36,55 +39,6 @@ def writers() -> Iterator[Writers]:
     writers = Writers()
     yield writers
     writers.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """One output of a kind, in a place of its own."""
-
-    kind: SinkKind
-    place: Place
-    writers: Writers
-
-    def start(self, source: Path, *, armed: str = "", log: Path | None = None, **options: Any) -> Writer:
-        """A writer of every row of `source`, in a process of its own."""
-        variables = {**self.place.server.environment, **self.kind.environment(self.place), **self.place.variables}
-        variables |= {"TORCHLAKE_FAILPOINT": armed} if armed else {}
-        variables |= {"TORCHLAKE_FAILPOINT_LOG": str(log)} if log else {}
-        given = {**self.kind.options, **options}
-        return self.writers.start(
-            self.place.folder, variables, source=str(source), output=self.kind.output(self.place), **given
-        )
-
-    def run(self, source: Path, **options: Any) -> dict[str, Any] | None:
-        """What a writer says; None if it was killed."""
-        return self.start(source, **options).end()
-
-    def computed(self, source: Path, **options: Any) -> int:
-        """How many chunks a writer that succeeds computes."""
-        said = self.run(source, **options)
-        assert said is not None
-        assert "computed" in said, said
-        return int(said["computed"])
-
-    def takes_over(self, source: Path, **options: Any) -> dict[str, Any]:
-        """What the first writer says that does not find the output locked by a lease that is about to end."""
-        while True:
-            said = self.run(source, **options)
-            assert said is not None
-            if "Locked: " not in said.get("error", "") or "locked for" in said["error"]:
-                return said
-
-    def ids(self) -> list[int]:
-        """The ids of all committed rows, sorted."""
-        rows = self.kind.read(self.place)
-        return [] if rows is None or not rows.num_rows else sorted(rows["id"].to_pylist())
-
-    def at(self, name: str) -> "Output":
-        """Another output of the same kind."""
-        folder = self.place.folder / name
-        folder.mkdir()
-        return Output(kind=self.kind, writers=self.writers, place=Place(folder=folder, server=self.place.server))
 
 
 @pytest.fixture(params=KINDS)
@@ -226,7 +180,7 @@ def test_a_writer_that_wakes_after_others_replaced_its_rows_changes_nothing(
 @pytest.mark.parametrize("count", [2, 3])
 def test_writers_that_start_together_write_each_row_once(output: Output, source: Path, count: int) -> None:
     several = [output.start(source, armed="test.planned:1:stop") for _ in range(count)]
-    assert all([writer.stopped() for writer in several])
+    assert all(writer.stopped() for writer in several)
     for writer in several:
         writer.go_on()
     said = [writer.end() for writer in several]
@@ -260,7 +214,7 @@ def test_writers_that_commit_together_write_each_row_once(output: Output, source
 
 def test_writers_of_different_rows_add_all_of_them(table: Output, source: Path, more: Path) -> None:
     several = {one: table.start(one, armed="test.planned:1:stop", mode="append") for one in (source, more)}
-    assert all([writer.stopped() for writer in several.values()])
+    assert all(writer.stopped() for writer in several.values())
     for writer in several.values():
         writer.go_on()
     for one, writer in several.items():
@@ -361,3 +315,50 @@ def test_partitions_of_any_value(output: Output, tmp_path: Path) -> None:
     assert found is not None
     by_id = {row["id"]: row["p"] for row in found.to_pylist()}
     assert by_id == {one: value or (None if output.kind.empty_is_null else value) for one, value in enumerate(values)}
+
+
+def values(column: Any) -> list[Any]:
+    """A column as Python values, whatever library made it: floats by their bits, decimals as whole numbers if they are,
+    times of a zone as UTC."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        if isinstance(value, float):
+            return struct.pack("d", value)
+        if isinstance(value, datetime):
+            return value.astimezone(UTC).isoformat() if value.tzinfo else value.isoformat()
+        return int(value) if isinstance(value, Decimal) and value == int(value) else value
+
+    return [plain(one) for one in column.to_pylist()]
+
+
+def test_a_type_is_carried_through_or_refused_before_any_row(output: Output, tmp_path: Path) -> None:
+    for name, column in TYPES.items():
+        there = output.at(re.sub(r"\W+", "-", name).strip("-"))
+        rows = source_rows(3).append_column("x", column)
+        source = write_source(there.place.folder / "in.parquet", rows)
+        read = pq.read_table(source)
+        said = there.run(source, log=there.place.folder / "log") or {}
+        if name in output.kind.refused:
+            assert said.get("error", "").startswith("TableError: "), (name, said)
+            assert "the column 'x' is " in said["error"]
+            assert "test.read" not in (there.place.folder / "log").read_text()
+            assert there.ids() == []
+            continue
+        assert said == {"computed": 2}, (name, said)
+        found = there.kind.read(there.place)
+        assert found is not None
+        assert values(found.sort_by("id")["x"]) == values(read["x"]), name
+
+
+def test_a_value_that_the_format_cannot_hold_is_an_error(table: Output, tmp_path: Path) -> None:
+    """Tables have microseconds."""
+    source = write_source(
+        tmp_path / "in.parquet", source_rows(2).append_column("x", pa.array([1, 2], pa.timestamp("ns")))
+    )
+    said = table.run(source) or {}
+    assert "a value cannot be kept by the table's format" in said.get("error", ""), said
+    assert table.ids() == []

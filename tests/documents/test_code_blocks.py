@@ -31,6 +31,8 @@ NOT_RUN = {
     ("docs/tutorial.md", "python -m venv .venv"): "a test installs nothing",
     ("docs/how-to/hub.md", "hf repos create"): "the test's Hub makes a dataset when it is asked for",
     ("docs/how-to/object-storage.md", "export AWS_ACCESS_KEY_ID=..."): "placeholders; the test sets its own",
+    ("docs/how-to/object-storage.md", "torchlake predict runs/from_s3/model s3://lake/reviews_delta"): "its tables and "
+    "catalog: tests/unit/tables/test_object_stores.py reads such ones",
     ("docs/how-to/orchestrators.md", "# dags/reviews.py"): ORCHESTRATORS,
     ("docs/how-to/orchestrators.md", "# assets.py"): ORCHESTRATORS,
 }
@@ -41,7 +43,7 @@ ON_S3 = {"docs/how-to/object-storage.md"}
 ON_HUB = {"docs/how-to/hub.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
-SCORED = {"docs/how-to/queries.md", "docs/how-to/scoring.md", "docs/how-to/selecting.md"}
+SCORED = {f"docs/how-to/{name}.md" for name in ("export", "outputs", "queries", "scoring", "selecting")}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."
@@ -117,6 +119,7 @@ def local_pages() -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
 
 
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # by MLflow
 @pytest.mark.parametrize("name", local_pages())
 def test_the_blocks_of_a_page_run(name: str, folder: Path, tiny_model: Path, tiny_gpt2: Path) -> None:
     if name in WITHOUT_JOB:

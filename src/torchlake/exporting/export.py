@@ -44,7 +44,8 @@ def export(model: str | Path, folder: str | Path, *, format: Format, pooling: Po
     source, target = folders.model_folder(model), local_output(folder).absolute()
     check_folder(source)
     _check_replaceable(source, target)
-    writers = {**graphs.WRITERS, "sentence-transformers": partial(write_sentence_transformers, pooling=pooling)}
+    embedder = partial(write_sentence_transformers, pooling=pooling)
+    write = embedder if format == "sentence-transformers" else graphs.WRITERS[format]
     manifest = {
         "format": 1,
         "kind": KIND,
@@ -53,7 +54,7 @@ def export(model: str | Path, folder: str | Path, *, format: Format, pooling: Po
         "versions": {name: version(name) for name in ("torchlake", "torch", "transformers")},
     }
     with new_folder(target, site="exported", **manifest) as place:
-        writers[format](source, place)
+        write(source, place)
     return target
 
 

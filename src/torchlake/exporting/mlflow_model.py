@@ -4,6 +4,8 @@ MLflow stores the model folder as it is, and the name of this module, which load
 model. It needs torchlake where it is loaded.
 """
 
+import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 OPTIONS = "predict"
 "The entry of MLflow's model configuration with the options of `predict`."
+MLFLOW_WARNINGS = ("Any type hint is inferred", "An input example was not provided")
+"Of its own types, and of a check that the exact signature makes needless: it would load the model."
 
 
 def log_model(
@@ -66,17 +70,24 @@ def log_model(
     }
     settings, spec = _settings(model, options)
     check_folder(Path(settings.model))
-    from mlflow import pyfunc
+    # Read at import, as in `reporting/tracking.py`: no telemetry, and allow a folder as store.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    with warnings.catch_warnings():
+        for message in MLFLOW_WARNINGS:
+            warnings.filterwarnings("ignore", f".*{message}")
+        from mlflow import pyfunc
 
-    return pyfunc.log_model(
-        name=name,
-        loader_module=__name__,
-        data_path=settings.model,
-        model_config={OPTIONS: {**options, "text": settings.text}},
-        signature=_signature(settings, spec),
-        pip_requirements=[f"{library}=={_release(library)}" for library in ("torchlake", "torch", "transformers")],
-        registered_model_name=registered_model_name,
-    )
+        logged: ModelInfo = pyfunc.log_model(
+            name=name,
+            loader_module=__name__,
+            data_path=settings.model,
+            model_config={OPTIONS: {**options, "text": settings.text}},
+            signature=_signature(settings, spec),
+            pip_requirements=[f"{library}=={_release(library)}" for library in ("torchlake", "torch", "transformers")],
+            registered_model_name=registered_model_name,
+        )
+    return logged
 
 
 @dataclass(kw_only=True)
@@ -129,10 +140,10 @@ def _settings(model: str | Path, options: Mapping[str, Any]) -> tuple[ScoringSet
 def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
     """Return MLflow's schema of the text column and of the prediction columns."""
     from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, Schema
+    from mlflow.types import ColSpec, Schema, TensorSpec
 
     columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
-    outputs = [ColSpec(_type(column.type), column.name) for column in columns]
+    outputs: list[ColSpec | TensorSpec] = [ColSpec(_type(column.type), column.name) for column in columns]
     return ModelSignature(Schema([ColSpec("string", settings.text)]), Schema(outputs))
 
 

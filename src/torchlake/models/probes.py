@@ -18,7 +18,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, pad
 from torchlake.errors import DataError, ran_out_of_memory
 from torchlake.models.config import in_words
-from torchlake.optim import ComputeWeights
+from torchlake.optim.precision import ComputeWeights
 
 # Funnel computes no row of 4 tokens or fewer.
 TEXTS = ("some words of a row", "all of this is a row, and there are some more words in it than in the other one.")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.config.job import DataConfig
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import Label, LabelColumn
 from torchlake.errors import DataError
 from torchlake.tables.chunks import plan_chunks

@@ -8,7 +8,8 @@ import logging
 from pathlib import Path
 
 from torchlake import atomic_io, plugins
-from torchlake.config.job import DataConfig, Job
+from torchlake.config.job import Job
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import TASK_FILE, LabelColumn, TaskSpec, spec_from_json, spec_to_json
 from torchlake.errors import ConfigError
 from torchlake.loss import check_objective

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.loss import UNWEIGHTED, Objective, focal_loss
 from torchlake.metrics import DIRECTIONS, validation_metrics
 from torchlake.models.load import Problem, TaskSpec
 from torchlake.tables.arrays import from_numpy
@@ -91,6 +91,8 @@ def loss_sum(
 
     logits = logits.float()
     weights = None if objective.class_weights is None else logits.new_tensor(objective.class_weights)
+    if objective.focal_gamma:
+        return focal_loss(logits, targets if spec.problem == "single_label" else targets.float(), objective)
     if spec.problem == "single_label":
         return functional.cross_entropy(
             logits, targets, weights, label_smoothing=objective.label_smoothing, reduction="sum"

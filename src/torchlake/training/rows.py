@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from torchlake import distributed, plugins
-from torchlake.config.job import Job, TrainConfig
+from torchlake.config.job import Job
+from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching, bins, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.models.load import TaskSpec
@@ -81,7 +82,7 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
         return Rows(tables[0], every[0]), None
     assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
     classes = tables[0].targets if spec.problem == "single_label" else None
-    kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed, classes)
+    kept, held_out = order.hold_out(len(tables[0]), share, settings.job.train.seed, classes)
     return Rows(tables[0], kept), pack_rows(Rows(tables[0], held_out), spec)
 
 
@@ -113,3 +114,8 @@ def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: Task
 def steps_per_epoch(training: Rows, train: TrainConfig, spec: TaskSpec) -> int:
     """Optimizer steps of one pass over the rows, the short last one included; equal in all epochs."""
     return math.ceil(len(pack_rows(training, spec).numbers) / train.batch_size)
+
+
+def total_steps(train: TrainConfig, per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)

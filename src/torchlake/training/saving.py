@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
@@ -22,11 +24,13 @@ from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import save_model_folder
+from torchlake.optim import averages
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.training.model import lora
 from torchlake.training.model.base import base_model
-from torchlake.training.rows import RankSettings
+from torchlake.training.model.traits import stores_all
+from torchlake.training.rows import RankSettings, total_steps
 from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ def save(
             "batch": batch,
             "best": progress.best,
             "world_size": state.group.world_size,
+            "total_steps": total_steps(settings.job.train, per_epoch),
             "position": asdict(progress),
         },
     )
@@ -88,24 +93,41 @@ def model_exporter(
     """
     store = checkpoints(settings)
     if progress.best is None:
-        stored = format.step_path(store, progress.step)
+        stored = format.step_path(store, progress.step, format.MODEL if settings.job.train.ema is None else "")
     else:
         stored = format.best_path(store, progress.best["step"])
         log.info("the best model is that of step %d", progress.best["step"])
     tensors = format.load_model(stored, state.stored)
+    if progress.best is None and settings.job.train.ema is not None:
+        tensors |= format.load_field(stored, averages.AVERAGE, state.names)
     store.delete_fetched()
     options = settings.job.model.lora
     write = partial(save_model_folder, config=state.config, tokenizer=state.tokenizer, spec=settings.spec)
-    if options is None:
+    if stores_all(settings.job):
         return partial(write, model_or_state=tensors, card=card)
 
+    def write_beside_frozen(folder: Path) -> None:
+        whole = dict(_initial_model(settings).state_dict())
+        for name, tensor in tensors.items():
+            whole[name].copy_(tensor)
+        write(folder, model_or_state=whole, card=card)
+
     def write_merged(folder: Path) -> None:
-        base = base_model(settings.job.model.base, settings.spec, plugins.load("tasks", settings.spec.task).AUTO_CLASS)
+        assert options is not None, "else it would have no adapters"
+        base = _initial_model(settings)
         with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
             merge_adapters = lora.merge_adapters(base, options, tensors, Path(scratch) / lora.ADAPTER)
             write(folder, model_or_state=merge_adapters, card=card, beside=Path(scratch) / lora.ADAPTER)
 
-    return write_merged
+    return write_beside_frozen if options is None else write_merged
+
+
+def _initial_model(settings: RankSettings) -> Any:
+    """The model that the run began with, heads that were drawn included."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(settings.job.train.seed)
+        auto_class = plugins.load("tasks", settings.spec.task).AUTO_CLASS
+        return base_model(settings.job.model.base, settings.spec, auto_class)
 
 
 @contextmanager

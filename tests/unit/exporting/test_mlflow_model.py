@@ -94,3 +94,12 @@ def test_mistakes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchlake.exporting.mlflow_model.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"torchlake\[mlflow\]"):
         tl.log_model(tiny_model)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_language_model_writes_its_texts(tiny_gpt2: Path) -> None:
+    logged = tl.log_model(tiny_gpt2)
+    assert logged.signature is not None
+    answers = mlflow.pyfunc.load_model(logged.model_uri).predict(pd.DataFrame({"text": ["a good", None]}))
+    assert list(answers.columns) == logged.signature.outputs.input_names()
+    assert answers["error"].tolist() == [None, "null_input"]

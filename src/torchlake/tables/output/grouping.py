@@ -6,13 +6,13 @@ an engine; memory for one file in each process.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake.atomic_io import fingerprint
@@ -99,22 +99,23 @@ def _split(table: pa.Table, partition_by: Sequence[str]) -> Iterator[tuple[Parti
     if not partition_by:
         yield (), table
         return
-    keys = table.select(list(partition_by))
-    for values in keys.group_by(list(partition_by)).aggregate([]).to_pylist():
-        chosen: Any = None
-        for name, value in values.items():
-            column = keys[name]
-            same = pc.is_null(column) if value is None else pc.fill_null(pc.equal(column, pa.scalar(value)), False)
-            chosen = same if chosen is None else pc.and_(chosen, same)
-        partition = tuple((name, partition_text(value)) for name, value in values.items())
-        yield partition, table.filter(chosen).drop_columns(list(partition_by))
+    keys = table.select(list(partition_by)).append_column("", pa.array(range(table.num_rows), pa.int64()))
+    found = keys.group_by(list(partition_by), use_threads=False).aggregate([("", "list")])
+    rest = table.drop_columns(list(partition_by))
+    for values in found.to_pylist():  # by row number: no comparison finds NaN, and one finds both zeros
+        rows = values.pop("_list")
+        yield tuple((name, partition_text(value)) for name, value in values.items()), rest.take(pa.array(rows))
 
 
 def partition_text(value: Any) -> str | None:
     """A partition's value as text, as the log of a Delta table has it."""
     if value is None:
         return None
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return str(value)
 
 
 def _add(file: _File, part: Part, rows: pa.Table, statistics: bool) -> None:
@@ -129,12 +130,10 @@ def _add(file: _File, part: Part, rows: pa.Table, statistics: bool) -> None:
 
 def _finished(folder: PartFolder, partition: Partition, file: _File) -> Part:
     file.writer.close()
-    content = file.sink.getvalue().to_pybytes()
     name = f"file-{file.chunks[0]:05d}-{fingerprint([file.members, list(partition)])[:16]}.parquet"
-    if not folder_at(folder.location).write_new(name, content, site="file"):
-        folder_at(folder.location).write(name, content, site="file")  # damaged, or of another version of Arrow
+    content = folder.store(name, file.sink.getvalue().to_pybytes(), file.rows, site="file")
     return Part(
-        name=name,
+        name=f"{folder.below}{name}",
         chunk=file.chunks[0],
         rows=file.rows,
         failed=file.failed,

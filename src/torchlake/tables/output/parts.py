@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +28,8 @@ from torchlake.tables.plan import Chunk, Plan
 from torchlake.tables.storage.folders import folder_at
 
 TEXT_LENGTH = 32
-"Of the texts whose bounds are kept. A lowest value may be cut off; a highest one that is longer has no bound."
+"Of bounds, which are cut off; one that is higher than all texts with the same beginning ends with LAST."
+LAST = chr(0x10FFFF)
 
 
 TABLE = "table"
@@ -92,6 +94,9 @@ class PartFolder:
     "Parts are cast to it, where a table has other types than Arrow."
     statistics: bool = False
     "Parts have statistics of their columns, for a table's log."
+    below: str = ""
+    """The folder in it, with a slash at the end, that the commit's own parts are in, where a commit keeps parts of
+    earlier ones. No other commit writes or deletes there, so a late writer cannot delete what a later one lists."""
 
     def write(self, name: str, table: pa.Table, *, chunk: int) -> Part:
         """Write a chunk's rows durably, with page checksums. Called in workers.
@@ -103,30 +108,34 @@ class PartFolder:
             table = _cast(table, self.schema, f"{self.location}/{name}")
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-        content, folder = sink.getvalue().to_pybytes(), folder_at(self.location)
+        content = sink.getvalue().to_pybytes()
         with translate_errors(f"{self.location}/{name}"):  # Arrow cannot read everything that it writes
             pq.ParquetFile(pa.BufferReader(content)).read()
-        while not folder.write_new(name, content, site="part"):
-            part = self.find(name, chunk, table.num_rows)
-            if part is not None:
-                return part
-            folder.delete([name])  # damaged
-        return self._part(name, chunk, table, content)
+        stored = self.store(name, content, table.num_rows, site="part")
+        found = table if stored is content else _sound(stored, table.num_rows)
+        assert found is not None, "what is stored is sound"
+        return self._part(name, chunk, found, stored)
+
+    def store(self, name: str, content: bytes, rows: int, *, site: str) -> bytes:
+        """Write a Parquet file of so many rows durably; returns its bytes, or those of a sound file of this name."""
+        folder, own = folder_at(self.location), f"{self.below}{name}"
+        while not folder.write_new(own, content, site=site):
+            earlier = folder.content(own)
+            if earlier is not None and _sound(earlier, rows) is not None:
+                return earlier
+            if earlier is not None:
+                folder.replace_damaged(own, earlier, content, site=site)
+        return content
 
     def find(self, name: str, chunk: int, rows: int) -> Part | None:
         """The sound part of an earlier attempt, every page verified; None if it is not there or damaged."""
-        content = folder_at(self.location).content(name)
-        if content is None:
-            return None
-        try:
-            table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
-        except (pa.ArrowException, OSError):
-            return None
-        return self._part(name, chunk, table, content) if table.num_rows == rows else None
+        content = folder_at(self.location).content(f"{self.below}{name}")
+        table = None if content is None else _sound(content, rows)
+        return None if table is None or content is None else self._part(name, chunk, table, content)
 
     def _part(self, name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
         return Part(
-            name=name,
+            name=f"{self.below}{name}",
             chunk=chunk,
             rows=table.num_rows,
             failed=count_failed(table),
@@ -134,6 +143,15 @@ class PartFolder:
             bytes=len(content),
             statistics=delta_statistics(table) if self.statistics else "",
         )
+
+
+def _sound(content: bytes, rows: int) -> pa.Table | None:
+    """The rows of a Parquet file, every page verified; None if it is damaged or has another number of them."""
+    try:
+        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError):
+        return None
+    return table if table.num_rows == rows else None
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
@@ -165,68 +183,110 @@ def _cast(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
 
 
 def delta_statistics(table: pa.Table) -> str:
-    """The statistics of a file with these rows, as JSON."""
+    """The statistics of a file with these rows, as JSON.
+
+    Every column has both bounds, or none has any: delta-rs takes a bound that is missing beside others for null, and a
+    filter then finds no row of the file (`DeltaTable.to_pyarrow_dataset`). Nested columns have none.
+    """
     low: dict[str, Any] = {}
     high: dict[str, Any] = {}
     nulls = {}
+    complete = True
     for field in table.schema:
-        if pa.types.is_nested(field.type):  # statistics of structs are by field; none are kept
+        if pa.types.is_nested(field.type):
             continue
         column = table[field.name]
         nulls[field.name] = column.null_count
-        bounds = _bounds(column) if column.null_count < len(column) else None
-        if bounds is not None:
-            low[field.name], high[field.name] = bounds
-    low = {name: value for name, value in low.items() if value is not None}
-    high = {name: value for name, value in high.items() if value is not None}
-    return json.dumps({"numRecords": table.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls})
+        if column.null_count < len(column):
+            low[field.name], high[field.name] = _bounds(column)
+            complete = complete and low[field.name] is not None and high[field.name] is not None
+    return _statistics(table.num_rows, nulls, low, high, complete)
 
 
 def joined_statistics(several: Sequence[str]) -> str:
-    """The statistics of all rows, from those of their parts: a column has bounds if every part with values has them."""
-    parts = [json.loads(one) for one in several]
+    """The statistics of all rows, from those of their parts: they have bounds if every part has them."""
+    parts = [json.loads(one, parse_float=Decimal) for one in several]
     nulls: dict[str, int] = {}
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
     for part in parts:
         for name, count in part["nullCount"].items():
             nulls[name] = nulls.get(name, 0) + count
-    joined: dict[str, dict[str, Any]] = {"minValues": {}, "maxValues": {}}
-    for bound, choose in (("minValues", min), ("maxValues", max)):
-        for name in nulls:
-            filled = [part for part in parts if part["nullCount"].get(name) != part["numRecords"]]
-            if filled and all(name in part[bound] for part in filled):
-                joined[bound][name] = choose(part[bound][name] for part in filled)
-    return json.dumps({"numRecords": sum(part["numRecords"] for part in parts), **joined, "nullCount": nulls})
+        for name, value in part.get("minValues", {}).items():
+            low[name] = min(low[name], value) if name in low else value
+        for name, value in part.get("maxValues", {}).items():
+            high[name] = max(high[name], value) if name in high else value
+    complete = all("minValues" in part for part in parts)
+    return _statistics(sum(part["numRecords"] for part in parts), nulls, low, high, complete)
 
 
-def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any] | None:
-    """The lowest and highest value as in a log; None for types that have none."""
+def _statistics(
+    rows: int, nulls: Mapping[str, int], low: Mapping[str, Any], high: Mapping[str, Any], complete: bool
+) -> str:
+    bounds = f', "minValues": {_json(low)}, "maxValues": {_json(high)}' if complete else ""
+    return f'{{"numRecords": {rows}{bounds}, "nullCount": {_json(nulls)}}}'
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """As JSON: decimals with all of their digits and no exponent, text without escapes, which delta-rs reads wrongly
+    for characters that take two of them."""
+    entries = (
+        f"{json.dumps(name, ensure_ascii=False)}: "
+        + (f"{value:f}" if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False))
+        for name, value in values.items()
+    )
+    return "{" + ", ".join(entries) + "}"
+
+
+def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:
+    """The lowest and highest value as a log has them; None for one that it cannot have."""
     kind = column.type
-    known = (pa.types.is_integer, pa.types.is_floating, pa.types.is_string, pa.types.is_large_string)
-    times = (pa.types.is_date32, pa.types.is_timestamp, pa.types.is_decimal)
-    if not any(is_kind(kind) for is_kind in (*known, *times)):
-        return None
-    if pa.types.is_floating(kind) and pc.any(pc.is_nan(column)).as_py():
-        return None
+    if pa.types.is_floating(kind):
+        if pc.any(pc.is_nan(column)).as_py():
+            return None, None
+        found = pc.min_max(column).as_py()
+        # Zero has two signs, and some readers order them.
+        low, high = found["min"] or -0.0, found["max"] or 0.0
+        return low if math.isfinite(low) else None, high if math.isfinite(high) else None
+    if pa.types.is_timestamp(kind) or pa.types.is_date32(kind):
+        units = column.cast(pa.timestamp("us", kind.tz) if pa.types.is_timestamp(kind) else pa.int32())
+        found = pc.min_max(units.cast(pa.int64())).as_py()
+        text = _date if pa.types.is_date32(kind) else partial(_time, zone="Z" if kind.tz else "")
+        return text(found["min"], lowest=True), text(found["max"], lowest=False)
+    known = (
+        pa.types.is_integer,
+        pa.types.is_boolean,
+        pa.types.is_decimal,
+        pa.types.is_string,
+        pa.types.is_large_string,
+    )
+    if not any(is_kind(kind) for is_kind in known):
+        return None, None
     found = pc.min_max(column).as_py()
-    return _text(found["min"], lowest=True), _text(found["max"], lowest=False)
+    if isinstance(found["min"], str):
+        return found["min"][:TEXT_LENGTH], _cut(found["max"])
+    return found["min"], found["max"]
 
 
-def _text(value: Any, *, lowest: bool) -> Any:
-    """A bound as JSON; None if it has none."""
-    if isinstance(value, str):
-        return value[:TEXT_LENGTH] if lowest or len(value) <= TEXT_LENGTH else None
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Decimal):
-        return float(value) if Decimal(float(value)) == value else None
-    if isinstance(value, datetime.datetime):
-        # Logs have milliseconds: the lowest is rounded down, the highest up.
-        cut = value.replace(microsecond=value.microsecond // 1000 * 1000)
-        if not lowest and cut != value:
-            cut += datetime.timedelta(milliseconds=1)
-        return (
-            cut.astimezone(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-            if (value.tzinfo)
-            else cut.isoformat(timespec="milliseconds")
-        )
-    return value.isoformat() if isinstance(value, datetime.date) else value
+def _cut(text: str) -> str | None:
+    """A text that is not lower, of about TEXT_LENGTH characters; None if there is none."""
+    if len(text) <= TEXT_LENGTH:
+        return text
+    return None if text[TEXT_LENGTH] == LAST else text[:TEXT_LENGTH] + LAST
+
+
+def _date(days: int, *, lowest: bool) -> str | None:
+    try:
+        return (datetime.date(1970, 1, 1) + datetime.timedelta(days=days)).isoformat()
+    except OverflowError:
+        return None
+
+
+def _time(microseconds: int, *, lowest: bool, zone: str) -> str | None:
+    """Logs have milliseconds: the lowest time is rounded down, the highest up."""
+    milliseconds = microseconds // 1000 if lowest else -(-microseconds // 1000)
+    try:
+        found = datetime.datetime(1970, 1, 1) + datetime.timedelta(milliseconds=milliseconds)
+    except OverflowError:
+        return None
+    return found.isoformat(timespec="milliseconds") + zone

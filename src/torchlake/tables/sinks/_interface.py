@@ -78,6 +78,8 @@ class Change:
     "New files with those rows of the removed ones that stay."
     positions: Mapping[str, int] = field(default_factory=dict)
     "By name, how far a source was read; they only grow."
+    discarded: Sequence[str] = ()
+    "The ids of interrupted writes that this one replaces."
 
 
 class Snapshot(Protocol):

@@ -57,23 +57,30 @@ class ObjectLease:
         with suppress(StorageError):
             self._write({"released": True})
 
+    def renew(self) -> bool:
+        """Renew it once; False if another writer has taken over."""
+        return self._write({"renewed": time.time()})
+
     def _renew(self) -> None:
         while not self._stopped.wait(self._mine["lease_s"] / 4):
             with suppress(StorageError):  # the store may answer again before the lease expires
-                if not self._write({"renewed": time.time()}):
+                if not self.renew():
                     return
 
     def _write(self, fields: dict[str, Any]) -> bool:
         """Change the lease; False if it is another writer's."""
         with self._lock:
-            value = {**self._mine, **fields, "nonce": secrets.token_hex(4)}
-            if not self._state.replace(NAME, _bytes(value), self._version, site="lease"):
-                return False
-            found = self._state.read(NAME)
-            if found is None or _parsed(found).get("token") != self._mine["token"]:
-                return False
-            self._mine, self._version = value, found.version
-            return True
+            while True:
+                value = {**self._mine, **fields, "nonce": secrets.token_hex(4)}
+                written = self._state.replace(NAME, _bytes(value), self._version, site="lease")
+                found = self._state.read(NAME)
+                if found is None or _parsed(found).get("token") != self._mine["token"]:
+                    return False
+                self._version = found.version
+                if written:
+                    self._mine = value
+                    return True
+                # Else an earlier renewal succeeded, but its answer was lost.
 
 
 def acquire_object(state: ObjectFolder, lease_s: float, *, name: str) -> ObjectLease:

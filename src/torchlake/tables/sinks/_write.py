@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from torchlake import atomic_io
+from torchlake.config.redaction import redacted
 from torchlake.errors import FingerprintError, OutputError, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.tables.output.compatibility import (
@@ -42,8 +43,8 @@ from torchlake.tables.sinks._state import JobState, state_of
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.spread import Spread, in_process
 
-ATTEMPTS = 60
-"At a commit; others commit in between."
+ATTEMPTS, UNKNOWN = 60, 5
+"At a commit: all of them, as others commit in between, and those without a clear answer."
 PAUSE_S = 0.5
 "At most, between two attempts."
 
@@ -84,6 +85,8 @@ class TableWrite:
     pending: tuple[Chunk, ...] = ()
     done: list[Part] = field(default_factory=list)
     removed: int = 0
+    discarded: tuple[str, ...] = ()
+    "The ids of interrupted writes that this one replaces."
 
     @property
     def plan(self) -> Plan:
@@ -134,13 +137,14 @@ class TableWrite:
             mode=self.options.mode,
             record=record,
             positions=self.request.positions,
+            discarded=self.discarded,
         )
         failpoint("commit.ready")
         self._commit(change)
         failpoint("commit.after_publish")
         self.complete, self.record = True, read_record(self.target, self.id) or record
         listed = {file.name for file in files}
-        folder_at(self.parts.location).delete(part.name for part in parts if part.name not in listed)
+        folder_at(self.parts.location).delete([part.name for part in parts if part.name not in listed])
         failpoint("commit.cleanup")
         self.state.finish()
         return self.record
@@ -152,7 +156,8 @@ class TableWrite:
     def _commit(self, change: Change) -> None:
         """Try until the commit is made. Each attempt looks at the newest version, with the lease checked after that."""
         problem: Exception | None = None
-        for attempt in range(ATTEMPTS):
+        attempt = unknown = 0
+        while attempt < ATTEMPTS and unknown < UNKNOWN:
             snapshot = self.target.snapshot()
             change = self._replacing(snapshot, change)
             with self.state.exclusive():
@@ -168,10 +173,12 @@ class TableWrite:
                     return
                 except (Conflict, CommitUnknown) as error:
                     problem = error
+            attempt, unknown = attempt + 1, unknown + isinstance(problem, CommitUnknown)
             time.sleep(random.uniform(0, min(PAUSE_S, 0.01 * 2**attempt)))
+        why = next((line.strip() for line in str(problem).splitlines() if line.strip()), "no reason was given")
         raise StorageError(
-            f"{self.target.shown}: {ATTEMPTS} commits were refused, the last one because: {problem}. Run the same "
-            "command again: finished work is kept."
+            f"{self.target.shown}: {attempt} commits failed, the last one because: {redacted(why.rstrip('.'))}. Run "
+            "the same command again: finished work is kept."
         ) from problem
 
     def _replacing(self, snapshot: Any, change: Change) -> Change:
@@ -255,8 +262,8 @@ def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: Job
             state.finish()
             return made(job=job, id=finished["commit"], state=state, complete=True, record=finished)
         target.check(snapshot, request.schema, request.key)
-        job, name = _resumed(target, snapshot, state, options, request, job)
-        write = made(job=job, id=name, state=state)
+        job, name, discarded = _resumed(target, snapshot, state, options, request, job)
+        write = made(job=job, id=name, state=state, discarded=discarded)
         _store_plan(write)
         _keep_sound_parts(write, snapshot)
     except BaseException:
@@ -282,30 +289,40 @@ def _finished(target: Target, snapshot: Any, options: SinkOptions, job: JobSpec)
     return None
 
 
+class _Resumed(NamedTuple):
+    """How a job goes on."""
+
+    job: JobSpec
+    "With the chunks of the interrupted write or earlier commit that it continues."
+    id: str
+    "Of its commit."
+    discarded: tuple[str, ...] = ()
+
+
 def _resumed(
     target: Target, snapshot: Any, state: JobState, options: SinkOptions, request: WriteRequest, job: JobSpec
-) -> tuple[JobSpec, str]:
-    """The job, with the chunks of the interrupted write or earlier commit that it continues; its commit's id."""
+) -> _Resumed:
     allowed = replace(request.allowed, overwrite=request.allowed.overwrite or options.mode == "overwrite")
-    basis = snapshot.version if options.mode == "overwrite" else ""
+    basis = snapshot.version if options.mode == "overwrite" or target.reusable else ""
     stored = state.read_plan()
+    discarded: tuple[str, ...] = ()
     if stored is not None:
         earlier = JobSpec(plan_from_json(stored), stored["fingerprint"], None, stored.get("environments", []))
+        discarded = tuple(stored.get("discarded", ()))
         if target.has(snapshot, stored["commit"]):
             state.clear()  # of a writer that was killed after its commit
+            discarded = ()
         elif not differences(earlier, job) and not any(input_changes(earlier.plan, job.plan)):
-            environments = [
-                *earlier.environments,
-                *(one for one in job.environments if one not in earlier.environments),
-            ]
-            merged = JobSpec(merge(earlier.plan, job.plan), job.fingerprint, None, environments)
-            same = stored["mode"] == options.mode
-            return merged, stored["commit"] if same else commit_id(merged, basis)
-        elif allowed.overwrite:
-            state.clear()
+            new = [one for one in job.environments if one not in earlier.environments]
+            merged = JobSpec(merge(earlier.plan, job.plan), job.fingerprint, None, [*earlier.environments, *new])
+            same = stored["mode"] == options.mode and not target.reusable
+            name = stored["commit"] if same else commit_id(merged, basis)
+            return _Resumed(merged, name, tuple(one for one in (*discarded, stored["commit"]) if one != name))
         else:
-            refuse_differences(f"{target.shown}: an interrupted write", earlier, job, "discards it", allowed)
+            if not allowed.overwrite:
+                refuse_differences(f"{target.shown}: an interrupted write", earlier, job, "discards it", allowed)
             state.clear()
+            discarded = (*discarded, stored["commit"])
     published = _published(target, snapshot) if target.reusable else None
     if published is not None:
         if not allowed.overwrite:
@@ -313,7 +330,8 @@ def _resumed(
         if not differences(published, job):
             environments = [*published.environments, *job.environments]
             job = JobSpec(merge(published.plan, job.plan), job.fingerprint, None, environments)
-    return job, commit_id(job, basis)
+    name = commit_id(job, basis)
+    return _Resumed(job, name, tuple(one for one in discarded if one != name))
 
 
 def _published(target: Target, snapshot: Any) -> JobSpec | None:
@@ -332,6 +350,7 @@ def _store_plan(write: TableWrite) -> None:
         "environments": list(write.job.environments),
         "commit": write.id,
         "mode": write.options.mode,
+        "discarded": list(write.discarded),
         "positions": dict(write.request.positions),
     }
     write.state.write_plan(content)
@@ -341,34 +360,31 @@ def _store_plan(write: TableWrite) -> None:
 
 
 def _keep_sound_parts(write: TableWrite, snapshot: Any) -> None:
-    """Set `done` and `pending`: keep sound parts of this job, and those of a folder's earlier commit."""
-    folder = folder_at(write.parts.location)
+    """Set `done` and `pending`: keep parts of an earlier commit by their size, and sound ones of this commit.
+
+    With mode overwrite parts of an earlier commit are not kept. Nothing is deleted: another writer may have taken over.
+    """
+    folder, own = folder_at(write.parts.location), write.parts.below
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
     sizes = folder.sizes()
     published = _published(write.target, snapshot) if write.target.reusable else None
     entries = published.record["parts"] if published is not None and published.record is not None else []
-    listed = {entry["name"]: part_of_entry(entry) for entry in entries}
-    thorough = write.options.mode == "overwrite"
-    sound = {
-        name: part
-        for name, part in listed.items()
-        if expected.keys() >= {*(part.members or [name])} and sizes.get(name) == part.bytes and not thorough
-    }
-    orphans = [name for name in sizes if name not in expected and name not in listed]
-    folder.delete(orphans)
-    write.removed += len(orphans)
-    staged = [(write.parts, name, expected[name]) for name in sorted(sizes) if name in expected and name not in sound]
-    size = sum(sizes[name] for _, name, _ in staged)
-    found = write.request.spread(_read_staged, staged, size=size, name="check finished chunks")
-    for (_, name, _), part in zip(staged, found, strict=True):
-        if part is None:
-            folder.delete([name])
-            write.removed += 1
-        else:
-            sound[name] = part
-    write.done = list(sound.values())
-    kept = {chunk for part in write.done for chunk in part.all_chunks}
-    write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in kept)
+    kept = [
+        part
+        for part in map(part_of_entry, entries)
+        if expected.keys() >= {name.rpartition("/")[2] for name in part.members or [part.name]}
+        and sizes.get(part.name) == part.bytes
+        and write.options.mode != "overwrite"
+    ]
+    chunks = {chunk for part in kept for chunk in part.all_chunks}
+    names = [name for name in expected if f"{own}{name}" in sizes and expected[name].index not in chunks]
+    staged = [(write.parts, name, expected[name]) for name in names]
+    size = sum(sizes[f"{own}{name}"] for name in names)
+    found = [*write.request.spread(_read_staged, staged, size=size, name="check finished chunks")]
+    write.removed = sum(part is None for part in found)
+    write.done = [*kept, *(part for part in found if part is not None)]
+    chunks |= {part.chunk for part in found if part is not None}
+    write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in chunks)
 
 
 def _read_staged(one: tuple[PartFolder, str, Chunk]) -> Part | None:

@@ -25,6 +25,7 @@ from torchlake.tables.sinks._rewrite import LiveFile
 from torchlake.tables.sinks._schemas import check_fit, delta_schema
 from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path
+from torchlake.tables.storage.objects import RETRIES, RETRY_S
 from torchlake.tables.storage.urls import is_url, object_store_options
 
 APP = "torchlake"
@@ -100,6 +101,9 @@ class DeltaTarget:
                     f"{self.shown}: is partitioned by {name!r}, which the output does not have; copy that column "
                     f"(columns: {', '.join(schema.names)})."
                 )
+            kind = schema.field(name).type
+            if pa.types.is_nested(kind) or pa.types.is_binary(kind):
+                raise UsageError(f"{self.shown}: cannot be partitioned by {name!r}, whose values are {kind}.")
         if self.options.mode == "replace-where" and (key is None or key in self.partition_by):
             raise UsageError(
                 f"{self.shown}: mode replace-where replaces the rows with the same key: give a key, and not a "
@@ -213,7 +217,10 @@ class DeltaTarget:
     @property
     def _storage(self) -> dict[str, str] | None:
         options = object_store_options(self.root)
-        return None if options is None else {**options, "aws_conditional_put": "etag"}
+        if options is None:
+            return None
+        retries = {"max_retries": str(RETRIES), "retry_timeout": f"{RETRY_S:.0f}s"}
+        return {**options, **retries, "aws_conditional_put": "etag"}
 
     def _added(self, part: Part, commit: str) -> Any:
         from deltalake.transaction import AddAction
@@ -276,12 +283,31 @@ def open_dataset(output: str) -> Any:
     if table is None:
         raise OutputError(f"{output}: there is no Delta table yet.")
     try:
-        return table.to_pyarrow_dataset()
+        return _without_statistics(table)
     except DeltaError as error:
         raise OutputError(
             f"{output}: cannot be opened as a pyarrow dataset: {str(error).splitlines()[0]}. Read it with DuckDB "
             "(delta_scan) or Spark."
         ) from error
+
+
+def _without_statistics(table: Any) -> Any:
+    """delta-rs' dataset, without its filters by statistics: it takes missing ones for null, and rows would be lost."""
+    import pyarrow.dataset as ds
+
+    dataset = table.to_pyarrow_dataset()
+    actions = pa.table(table.get_add_actions()).to_pylist() if table.file_uris() else []
+    partitions = {unquote(one["path"]): one.get("partition") or {} for one in actions}
+    fragments = []
+    for one in dataset.get_fragments():
+        chosen = ds.scalar(True)
+        for name, value in partitions[unquote(one.path)].items():
+            same = ds.field(name).is_null() if value is None else ds.field(name) == value
+            chosen = chosen & same
+        fragments.append(one.format.make_fragment(one.path, one.filesystem, partition_expression=chosen))
+    if not fragments:
+        return dataset
+    return ds.FileSystemDataset(fragments, dataset.schema, fragments[0].format, fragments[0].filesystem)
 
 
 def _refuse_other_files(root: Path) -> None:

@@ -1,11 +1,16 @@
 """Parquet folders in an object store: parts below a name that no reader lists, and one conditional put that counts.
 
-    URL/_torchlake/parts/part-*.parquet     never replaced
-    URL/_torchlake/commit.json              the commit record; it alone says which parts are rows of the output
+    URL/_torchlake/parts/<commit>/*.parquet     never replaced
+    URL/_torchlake/commit.json                  the commit record; it alone says which parts are rows of the output
 
 An object store has no rename, so a reader goes through the record: `torchlake.open`, `predict`, `verify`. The record is
-created only if there is none, or replaced only if it is the one that this writer has read. Cost: one request per part,
-and a few per commit.
+created only if there is none, or replaced only if it is the one that this writer has read.
+
+No request of an object store deletes on a condition. So the parts of a commit are in a folder of its own, its id is
+never used again (it depends on the commit before), and a writer deletes only after its commit, and only in the folders
+of commits that nobody can make any more: its own, the one that it replaced and the interrupted one that it discarded.
+A writer that was suspended before it deletes cannot hit what its successors list. Cost: one request per part, and a few
+per commit.
 """
 
 import json
@@ -19,7 +24,6 @@ from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.record import COMMIT, PARTS, is_record, recorded_arrow_schema
 from torchlake.tables.sinks._interface import STATE, Change, Conflict, SinkOptions
-from torchlake.tables.sinks._records import stored_commits
 from torchlake.tables.sinks._rewrite import LiveFile
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.objects import Found, ObjectFolder
@@ -70,8 +74,8 @@ class FolderTarget:
         """Nothing: an object store has no folders."""
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """The same for every commit: a part's name says what is in it."""
-        return PartFolder(location=f"{self.root}/{PARTS}")
+        """The folder of all parts, with that of this commit in it."""
+        return PartFolder(location=f"{self.root}/{PARTS}", below=f"{commit[:16]}/")
 
     def check(self, snapshot: FolderSnapshot, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError for a folder with other objects."""
@@ -121,11 +125,17 @@ class FolderTarget:
             made = self.objects.replace(COMMIT, content, snapshot.found.version, site="commit")
         if not made:
             raise Conflict(f"{self.shown}: another commit was made")
+        self._clean(change, snapshot.record)
+
+    def _clean(self, change: Change, replaced: Mapping[str, Any] | None) -> None:
+        """Delete what this commit made useless."""
+        before = [*([] if replaced is None else [str(replaced["commit"])]), *change.discarded]
         listed = {part.name for part in change.files}
+        ended = {f"{name[:16]}/" for name in (change.id, *before)}
+        ended |= {f"{part['name'].partition('/')[0]}/" for part in (replaced or {}).get("parts", ())}
         parts = folder_at(f"{self.root}/{PARTS}")
-        parts.delete([name for name in parts.sizes() if name not in listed])
-        old = [name for name in stored_commits(self.root) if name != change.id]
-        self.objects.delete(f"{STATE}/commits/{name}{kind}.json" for name in old for kind in ("", ".plan"))
+        parts.delete([name for name in parts.sizes() if name[:17] in ended and name not in listed])
+        self.objects.delete(f"{STATE}/commits/{name}{kind}.json" for name in before for kind in ("", ".plan"))
 
     def _others(self) -> list[str]:
         return sorted(name for name in self.objects.sizes() if not name.startswith(f"{STATE}/"))

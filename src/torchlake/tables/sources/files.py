@@ -24,7 +24,7 @@ from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import refuse_lakehouse_tables
 from torchlake.tables.sources._partitions import partitions_of
 from torchlake.tables.storage.access import storage_errors, unavailable
-from torchlake.tables.storage.urls import check_url, filesystem_of, is_url
+from torchlake.tables.storage.urls import check_url, filesystem_of, is_url, secret_repository
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ def _check_bucket(filesystem: Any, path: str, url: str) -> None:
     try:
         filesystem.ls(bucket)
     except FileNotFoundError as error:
-        raise Unavailable(f"{url}: there is no bucket or repository {bucket!r}. Is its name right?") from error
+        secret = f" {secret_repository(url)}" if depth == 3 else ""  # the Hub denies that it is there
+        raise Unavailable(f"{url}: there is no bucket or repository {bucket!r}. Is its name right?{secret}") from error
 
 
 def _walk(folder: str) -> Iterator[str]:

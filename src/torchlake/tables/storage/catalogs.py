@@ -14,7 +14,7 @@ from torchlake.config.redaction import redacted
 from torchlake.errors import MissingExtra, TableError, TorchlakeError
 from torchlake.tables.storage.urls import is_url, s3_address
 
-_NAME = re.compile(r"iceberg:(?P<catalog>[^@.]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
+_NAME = re.compile(r"iceberg:(?P<catalog>[^@./]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
 _METADATA = re.compile(r"(?P<table>.+\.metadata\.json)(?:@(?P<ref>.+))?", re.DOTALL)
 
 

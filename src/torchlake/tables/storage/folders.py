@@ -23,6 +23,9 @@ class Folder(Protocol):
     def write(self, name: str, content: bytes, *, site: str) -> None:
         """Write or replace a file durably and at once."""
 
+    def replace_damaged(self, name: str, damaged: bytes, content: bytes, *, site: str) -> None:
+        """Replace a file's damaged content; what another writer has put there since then stays."""
+
     def content(self, name: str) -> bytes | None:
         """A file's bytes, or None if there is none."""
 
@@ -49,6 +52,10 @@ class LocalFolder:
 
     def write(self, name: str, content: bytes, *, site: str) -> None:
         atomic_io.write_bytes(self._made(name), content, site=site)
+
+    def replace_damaged(self, name: str, damaged: bytes, content: bytes, *, site: str) -> None:
+        if self.content(name) == damaged:
+            self.write(name, content, site=site)
 
     def content(self, name: str) -> bytes | None:
         try:

@@ -83,6 +83,12 @@ class ObjectFolder:
         self._call("put", name, content)
         failpoint(f"{site}.done")
 
+    def replace_damaged(self, name: str, damaged: bytes, content: bytes, *, site: str) -> None:
+        """Replace an object's damaged content; what another writer has put there since then stays."""
+        found = self.read(name)
+        if found is not None and found.content == damaged:
+            self.replace(name, content, found.version, site=site)
+
     def read(self, name: str) -> Found | None:
         """An object, or None if there is none."""
         try:
@@ -110,11 +116,16 @@ class ObjectFolder:
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are gone already are ignored."""
         wanted = [f"{_path(self.location)}/{name}".lstrip("/") for name in names]
+        for first in range(0, len(wanted), 1000):
+            self._delete(wanted[first : first + 1000])
+
+    def _delete(self, paths: list[str]) -> None:
         try:
-            for first in range(0, len(wanted), 1000):
-                _store(self.location).delete(wanted[first : first + 1000])
-        except FileNotFoundError:
-            pass
+            _store(self.location).delete(paths)
+        except FileNotFoundError:  # some stores end a request of several objects at one that is gone
+            if len(paths) > 1:
+                for path in paths:
+                    self._delete([path])
         except Exception as error:
             raise self._failure("", error) from error
 

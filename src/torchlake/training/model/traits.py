@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import optim, plugins
+from torchlake import plugins
 from torchlake.checkpoints import format
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models import probes
+from torchlake.optim.optimizers import trainable_names
+from torchlake.optim.precision import find_precision
 from torchlake.training.model import kernels
 
 
@@ -26,7 +28,7 @@ class Traits:
     unreached: list[str]
     "Names of the parameters that the loss does not depend on."
     stored: list[str]
-    "Names of the tensors that a checkpoint stores: all, or the ones LoRA trains; tied ones once."
+    "Names of the tensors that a checkpoint stores: all, or of a partly frozen model the trained ones; tied ones once."
     precision: str
     "train.precision, or what stands in for it because the model cannot compute in it."
     equal_lengths: bool
@@ -35,6 +37,11 @@ class Traits:
     "Whether attention stays within rows whose position ids restart."
     after_head: dict[str, Any] | None
     "How the model can compute its loss in chunks (the task's `find_chunks`); None: it cannot."
+
+
+def stores_all(job: Job) -> bool:
+    """Whether checkpoints hold the whole model; else the trained part, beside which the base's files have the rest."""
+    return job.model.lora is None and job.model.freeze is None
 
 
 def find_traits(
@@ -49,12 +56,12 @@ def find_traits(
     unreached = probes.find_unreached(model, row, task.FORWARD)
     probes.freeze(model, unreached)
     weights = model.state_dict()
-    if job.model.lora is not None:
-        weights = {name: weights[name] for name in optim.trainable_names(model)}
+    if not stores_all(job):
+        weights = {name: weights[name] for name in trainable_names(model, train)}
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, rows, task.FORWARD)
     precision = kernels.usable_precision(train, model, row, task, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
-    chunked = task.PACKED and optim.find_precision(precision, device).dtype is not torch.float16
+    chunked = task.PACKED and find_precision(precision, device).dtype is not torch.float16
     if isolates and job.model.attention == "flash":
         isolates = kernels.passes_positions(base, torch.from_numpy(row)[None], task.FORWARD)
     return Traits(
