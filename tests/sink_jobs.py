@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import deltalake
+import huggingface_hub
+import huggingface_hub.hf_api
 import obstore.store
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +24,7 @@ import pyiceberg.io.pyarrow
 import s3fs
 from pyiceberg.utils.config import Config
 
+import hub_repositories
 from exactly_once import state_of, until
 from sink_kinds import Place, SinkKind
 from torchlake import plugins
@@ -39,7 +42,7 @@ from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.storage import objects
 from torchlake.tables.table import open_table
 
-IMPORTED = (deltalake, obstore.store, s3fs, pyiceberg.catalog.sql, pyiceberg.io.pyarrow)
+IMPORTED = (deltalake, obstore.store, s3fs, pyiceberg.catalog.sql, pyiceberg.io.pyarrow, huggingface_hub.hf_api)
 "Before the fork, but not used: their threads would not be in the child."
 
 
@@ -88,6 +91,15 @@ def job(
         return len(parts)
 
 
+def read_variables() -> None:
+    """Make pyiceberg and huggingface_hub read their variables, which they do when they are imported."""
+    pyiceberg.catalog._ENV_CONFIG = Config()
+    address, home = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_HOME")
+    if address is not None and home is not None:
+        for name, value in hub_repositories.client_settings(address, home).items():
+            setattr(huggingface_hub.constants, name, value)
+
+
 def serve() -> None:
     """Fork a writer for each line of stdin; its pid goes to stdout, how it ends into a file of that name."""
     lease.LOCK_WAIT_S = 0.2  # a stopped writer may hold the lock; no test waits half a minute to hear of it
@@ -100,7 +112,7 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             os.environ.update(value["environment"])
-            pyiceberg.catalog._ENV_CONFIG = Config()  # it is read once, when pyiceberg is imported
+            read_variables()
             try:
                 said = {"computed": job(**value["job"])}
             except TorchlakeError as error:

@@ -3,8 +3,13 @@
 A new file in `tables/sinks/` needs an entry here; the suite fails without one.
 """
 
+import atexit
+import functools
+import hashlib
+import io
 import json
 import sqlite3
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta
@@ -23,6 +28,7 @@ import pyarrow.parquet as pq
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import NoSuchTableError
 
+import hub_repositories
 from s3_server import BUCKET, S3Server
 
 DELTA_OPTIONS = {"aws_conditional_put": "etag", "AWS_ALLOW_HTTP": "true"}
@@ -201,6 +207,32 @@ def append_iceberg(place: Place, rows: pa.Table, *, on_s3: bool = False) -> None
     catalog.close()
 
 
+@functools.cache
+def hub_address() -> str:
+    """The address of a server for all tests of this process."""
+    server = hub_repositories.serving()
+    address = server.__enter__()
+    atexit.register(server.__exit__, None, None, None)
+    return address
+
+
+def repository(place: Place) -> str:
+    return f"me/{hashlib.sha256(str(place.folder).encode()).hexdigest()[:16]}"
+
+
+def read_hub(place: Place) -> pa.Table | None:
+    """The rows by plain requests."""
+
+    def get(path: str) -> bytes:
+        return bytes(urllib.request.urlopen(f"{hub_address()}/{path}", timeout=30).read())
+
+    repo = repository(place)
+    listed = json.loads(get(f"api/datasets/{repo}/tree/main?recursive=true"))
+    names = [one["path"] for one in listed if one["path"].endswith(".parquet")]
+    parts = [pq.read_table(io.BytesIO(get(f"datasets/{repo}/resolve/main/{name}"))) for name in names]
+    return pa.concat_tables(parts) if parts else None
+
+
 KINDS = {
     "folder": SinkKind(sink="folder", output=lambda place: f"{place.folder}/out", read=read_folder, fenced=True),
     "object_folder": SinkKind(sink="object_folder", output=lambda place: place.url, read=read_object_folder),
@@ -233,7 +265,7 @@ KINDS = {
         environment=lake_environment,
         partitions=True,
         fenced=True,
-        refused=frozenset({"duration[us]"}),
+        refused=frozenset({"duration[us]", "null"}),
     ),
     "iceberg_on_s3": SinkKind(
         sink="iceberg",
@@ -242,6 +274,13 @@ KINDS = {
         append=partial(append_iceberg, on_s3=True),
         environment=partial(lake_environment, on_s3=True),
         partitions=True,
-        refused=frozenset({"duration[us]"}),
+        refused=frozenset({"duration[us]", "null"}),
+    ),
+    "hub": SinkKind(
+        sink="hub",
+        output=lambda place: f"hf://datasets/{repository(place)}",
+        read=read_hub,
+        environment=lambda place: {"HF_ENDPOINT": hub_address(), "HF_HOME": f"{place.folder}/home"},
+        fenced=True,
     ),
 }

@@ -34,6 +34,7 @@ from torchlake.tables.sinks._find import output_of
 from torchlake.tables.sinks._interface import Change, Conflict, sink_options
 from torchlake.tables.sinks._reading import open as open_output
 from torchlake.tables.sinks._write import WriteRequest
+from torchlake.tables.sources.files import local_path
 from torchlake.tables.table import open_table
 from torchlake.tables.verification.verify import verify
 
@@ -245,7 +246,7 @@ def test_other_columns_are_refused(lake: SqlCatalog, source: Path) -> None:
         job(source, NAME, add_columns=True)
 
 
-def test_every_type_is_written_with_bounds_and_field_ids(lake: SqlCatalog, tmp_path: Path) -> None:
+def test_every_type_is_written_with_field_ids(lake: SqlCatalog, tmp_path: Path) -> None:
     day, time = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12, 30, 1, 234567)
     columns = {
         "id": pa.array([1, 2, 3], pa.uint32()),
@@ -279,18 +280,51 @@ def test_every_type_is_written_with_bounds_and_field_ids(lake: SqlCatalog, tmp_p
         ]
         assert pc.equal(found["zoned"].cast(pa.int64()), pq.read_table(source)["zoned"].cast(pa.int64())).to_pylist()
     (task,) = table.scan().plan_files()
+    stored = pq.read_schema(local_path(task.file.file_path))
+    for name in columns:
+        number = stored.field(name).metadata[b"PARQUET:field_id"]
+        assert int(number) == table.schema().find_field(name).field_id
+
+
+def test_bounds_prune_files_and_lose_no_row(lake: SqlCatalog, tmp_path: Path) -> None:
+    day, time = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12, 30, 1, 234567)
+    columns = {
+        "id": pa.array([1, 2, 3], pa.uint32()),
+        "small": pa.array([-1, None, 1], pa.int8()),
+        "half": pa.array([-0.0, 1.5, None], pa.float16()),
+        "score": pa.array([0.25, -0.5, None], pa.float32()),
+        "none": pa.array([None, None, None], pa.string()),
+        "text": pa.array(["z" * 40, "e", "a"]),
+        "yes": pa.array([True, None, True]),
+        "day": pa.array([day, None, day]),
+        "time": pa.array([time, time, None], pa.timestamp("us")),
+        "money": pa.array([decimal.Decimal("1.25"), decimal.Decimal("-2.50"), None], pa.decimal128(38, 2)),
+        "large": pa.array([2**64 - 1, 0, None], pa.uint64()),
+    }
+    source = write_source(tmp_path / "in.parquet", pa.table({**columns, "t": ["a", "b", "c"]}))
+    job(source, NAME, chunk_rows=3)
+    table = lake.load_table("db.t")
+    (task,) = table.scan().plan_files()
     field = {name: table.schema().find_field(name).field_id for name in columns}
     assert task.file.null_value_counts[field["none"]] == 3
-    assert field["number"] not in task.file.lower_bounds
-    assert task.file.upper_bounds.get(field["text"]) is None  # longer than what is kept
+    assert {*task.file.lower_bounds} >= {field[name] for name in columns if name != "none"}
     assert task.file.lower_bounds[field["text"]] == b"a"
+    assert b"z" * 40 < task.file.upper_bounds[field["text"]] < b"z" * 32 + b"\xff"
+    for condition in (
+        "id > 3",
+        "small > 1",
+        "day > '2024-02-29'",
+        "yes = false",
+        "money > 1.25",
+        "text > 'zzzzzzzzzz{'",
+    ):
+        assert [*table.scan(row_filter=condition).plan_files()] == [], condition
     for condition, count in {
         "id > 2": 1,
         "small < 0": 1,
         "half < 0.1": 1,
         "score > 0.0": 1,
         "day = '2024-02-29'": 2,
-        "day > '2024-02-29'": 0,
         "time > '2024-02-29T12:30:01.234566'": 2,
         "money < 0.00": 1,
         "large > 9223372036854775807": 1,

@@ -27,7 +27,7 @@ def data_file(table: Any, path: str, part: Part) -> Any:
     """The entry of a part at `path`, for a table with its columns."""
     from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 
-    schema, found = table.schema(), json.loads(part.statistics)
+    schema, found = table.schema(), json.loads(part.statistics, parse_float=Decimal)
     ids = {one.name: one.field_id for one in schema.fields if one.name in found["nullCount"]}
     return DataFile.from_args(
         content=DataFileContent.DATA,
@@ -38,25 +38,18 @@ def data_file(table: Any, path: str, part: Part) -> Any:
         file_size_in_bytes=part.bytes,
         value_counts=dict.fromkeys(ids.values(), found["numRecords"]),
         null_value_counts={ids[name]: found["nullCount"][name] for name in ids},
-        lower_bounds=_bounds(schema, found["minValues"], lowest=True),
-        upper_bounds=_bounds(schema, found["maxValues"], lowest=False),
+        lower_bounds=_bounds(schema, found.get("minValues", {})),
+        upper_bounds=_bounds(schema, found.get("maxValues", {})),
         spec_id=table.metadata.default_spec_id,
     )
 
 
-def _bounds(schema: Any, values: Mapping[str, Any], *, lowest: bool) -> dict[int, bytes]:
+def _bounds(schema: Any, values: Mapping[str, Any]) -> dict[int, bytes]:
     """The bounds of columns, by field id."""
     from pyiceberg.conversions import to_bytes
 
-    found = {}
-    for field in schema.fields:
-        value = values.get(field.name)
-        if value is None:
-            continue
-        if value == 0 and isinstance(value, float):
-            value = -0.0 if lowest else 0.0  # Iceberg orders them
-        found[field.field_id] = to_bytes(field.field_type, _parsed(field.field_type, value))
-    return found
+    known = [field for field in schema.fields if field.name in values]
+    return {one.field_id: to_bytes(one.field_type, _parsed(one.field_type, values[one.name])) for one in known}
 
 
 def _partition(table: Any, texts: Mapping[str, str | None]) -> Any:
@@ -83,7 +76,9 @@ def _parsed(kind: Any, value: Any) -> Any:
     if isinstance(kind, types.DecimalType):
         return Decimal(value).quantize(Decimal(1).scaleb(-kind.scale), context=_ENOUGH_DIGITS)
     if isinstance(kind, types.BooleanType):
-        return value == "true"
+        return value in (True, "true")
+    if isinstance(kind, types.FloatType | types.DoubleType):
+        return float(value)
     if isinstance(kind, types.IntegerType | types.LongType):
         return int(value)
     return value
