@@ -128,12 +128,12 @@ def train(
     all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
+    overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
     if folds is not None:
         from torchlake.training.folds import train_folds
 
-        given: dict[str, Any] = {"overrides": overrides, "task": task, "on_step": on_step, "sections": sections}
-        return train_folds(job, folds, run=run, engine=engine, **given)
-    overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
+        given = {"run": run, "engine": engine, "overrides": overrides, "sections": sections, "on_step": on_step}
+        return train_folds(job, folds, **given)  # type: ignore[arg-type]
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))

@@ -100,7 +100,7 @@ def test_every_architecture_computes_in_units(kind: Any, name: str, tmp_path: Pa
     ids = torch.from_numpy(batch["input_ids"])
 
     def loss() -> torch.Tensor:
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **task.FORWARD).logits
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **task.forward_options).logits
         return logits.float().logsumexp(-1).sum()  # type: ignore[no-any-return]
 
     plain = loss()

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchlake.training.model.base import base_model
 
 import families
 import tiny
@@ -17,6 +16,7 @@ from sweeps import sweep
 from torchlake.errors import ConfigError
 from torchlake.models.load import layers
 from torchlake.optim.parameters import freeze, frozen_names, untrained_layers
+from torchlake.tasks._pretrained import base_model
 
 FAMILIES = {
     "bert": ("bert.embeddings.", "bert.encoder.layer.{}.", {"bert.pooler.dense", "classifier"}),

@@ -11,7 +11,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torchlake.training.model.base import base_model
 
 import families
 import tiny
@@ -24,6 +23,7 @@ from torchlake.optim import optimizers
 from torchlake.optim.optimizers import check_installed, make_optimizer, set_learning_rate, trainable_names
 from torchlake.optim.parameters import depths, layer_scales
 from torchlake.optim.schedule import check, learning_rate, phases
+from torchlake.tasks._pretrained import base_model
 
 OTHERS = ("adamw_8bit", "sgd", "adafactor", "lion")
 BETWEEN_STRATEGIES = 1e-4
