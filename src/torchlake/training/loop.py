@@ -173,9 +173,7 @@ def train_loop(
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
-                    write_line(
-                        {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
-                    )
+                    write_line(_validation_line(step, outcome))
                     show(0, outcome)
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
@@ -198,6 +196,11 @@ def train_loop(
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
             read()
             votes.pending = (launched, oldest)
+
+
+def _validation_line(step: int, outcome: dict[str, float]) -> dict[str, Any]:
+    """The line of metrics.jsonl for a validation."""
+    return {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
 
 
 def _validate(

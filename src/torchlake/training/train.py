@@ -139,10 +139,7 @@ def train(
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
-    tracking.check(wanted.track)
-    optimizers.check_installed(wanted.train)
-    if wanted.model.lora is not None:
-        lora.check_installed()
+    _check_libraries(wanted)
     engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
     for number in process_bounds(processes):
@@ -190,6 +187,14 @@ def train(
 
     report.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def _check_libraries(job: Job) -> None:
+    """Raise MissingExtra for a library that the job needs and that is not installed."""
+    tracking.check(job.track)
+    optimizers.check_installed(job.train)
+    if job.model.lora is not None:
+        lora.check_installed()
 
 
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
