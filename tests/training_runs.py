@@ -154,6 +154,7 @@ def attempt(
     overrides: tuple[str, ...] = (),
     task: Any = None,
     on_step: Callable[[dict[str, Any]], Any] | None = None,
+    folds: int | None = None,
     **environment: str,
 ) -> Attempt:
     """`tl.train` with so many ranks in a fresh process, on the engine above or (`local`, slow) on the local one.
@@ -168,7 +169,7 @@ def attempt(
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
-    given = {"overrides": overrides, "task": task, "on_step": on_step}
+    given = {"overrides": overrides, "task": task, "on_step": on_step, "folds": folds}
     arguments = (str(run), sections, sigterm_at, stub, ranks, local, given, variables, str(out))
     process = _context().Process(target=_train, args=arguments)
     process.start()
@@ -268,6 +269,8 @@ def _train(
     except BaseException:
         Path(out).write_text(json.dumps({"error": traceback.format_exc()}))
         os._exit(70)
+    if given["folds"] is not None:
+        os._exit(0)
     told = {"steps": done.steps, "metrics": done.metrics, "complete": done.complete}
     Path(out).write_text(json.dumps(told))
 

@@ -6,6 +6,7 @@ TYPES = {
     "Fraction": "`{fraction: number > 0, < 1}`",
 }
 KINDS = {
+    "train.betas": "two numbers ≥ 0, < 1",
     "train.checkpoint_every": "interval",
     "train.validate_every": "interval",
     "engine.name": "plug-ins engines",
@@ -79,6 +80,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "The GPUs that may be used.",
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
     "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes.",
+    "WANDB_MODE": "`offline`: Weights & Biases keeps a run in the run folder; `wandb sync` sends it.",
     "RAY_ADDRESS": "The Ray cluster to join if `engine.ray.address` is not set.",
     "AWS_ENDPOINT_URL": "The address of a server that speaks S3 and is not AWS; also for Delta and Iceberg tables.",
     "AWS_ENDPOINT_URL_S3": "The same, before it.",
@@ -134,7 +136,8 @@ def results() -> list[Any]:
     from torchlake.optimization.optimize import Optimized
     from torchlake.scoring.predict import Scored
     from torchlake.tables.verification.verify import Verification
+    from torchlake.training.folds import Folds
     from torchlake.training.train import Run
     from torchlake.tuning.tune import Tuning
 
-    return [Run, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]
+    return [Run, Folds, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]

@@ -105,8 +105,7 @@ def _section(name: str, model: type[BaseModel]) -> Iterator[str]:
             if field in meaning:
                 rows.append((f"`{field}`", link, f"`{defaults[field]}`", meaning[field]))
             continue
-        kind = _kind(schemas[model.__name__]["properties"][field], schemas)
-        kind = meanings.KINDS.get(f"{name}.{field}", kind)
+        kind = meanings.KINDS.get(f"{name}.{field}") or _kind(schemas[model.__name__]["properties"][field], schemas)
         if kind.startswith("plug-ins "):
             kind = ", ".join(f"`{one}`" for one in plugins.names(kind.split()[1]))  # type: ignore[arg-type]
         default = "required" if info.is_required() else f"`{defaults[field]}`"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchlake.tables.sinks._reading import open
     from torchlake.tables.verification.verify import Verification, verify
     from torchlake.tasks import Task
+    from torchlake.training.folds import Folds
     from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
     from torchlake.tuning.study import Trial
@@ -44,6 +45,7 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "Evaluation",
+    "Folds",
     "Job",
     "Local",
     "Mapped",
@@ -84,6 +86,7 @@ _MODULES = {
     "Diagnosis": "reporting.doctor",
     "Engine": "engines",
     "Evaluation": "evaluation.evaluate",
+    "Folds": "training.folds",
     "Job": "config.job",
     "Local": "engines.local",
     "Mapped": "chunk_jobs.map",

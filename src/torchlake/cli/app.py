@@ -84,9 +84,11 @@ def train(
     sample: o.SampleShare = None,
     limit: o.Limit = None,
     run: o.RunFolder = None,
+    folds: o.FoldsNumber = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
     mlflow: o.Mlflow = None,
+    wandb: o.Wandb = None,
     tensorboard: o.TensorBoard = False,
     as_json: o.Json = False,
 ) -> Work:
@@ -94,9 +96,11 @@ def train(
     settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
     if mlflow is not None:
         settings.append(f"track.mlflow={json.dumps(mlflow)}")
+    if wandb is not None:
+        settings.append(f"track.wandb={json.dumps(wandb)}")
     if tensorboard:
         settings.append("track.tensorboard=true")
-    return lambda: commands.train(job, settings, run, as_json=as_json)
+    return lambda: commands.train(job, settings, run, folds, as_json=as_json)
 
 
 @_command("tune job.yaml --space space.yaml --trials 20", epilog=SETTINGS)

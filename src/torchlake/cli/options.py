@@ -108,10 +108,17 @@ RunFolder = Annotated[
         "Run folder (default: runs/ and the name of the job file); auto: a new one for a changed job.",
     ),
 ]
+FoldsNumber = Annotated[
+    int | None,
+    _job("--folds", "N", "Train N times, each time validating on another part of the rows; mean and deviation.", min=2),
+]
 TuningFolder = Annotated[
     str | None, _job("--run", "FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).")
 ]
 Mlflow = Annotated[str | None, _tracking("--mlflow", "STORE", "Also log to MLflow: sqlite:///FILE or a folder.")]
+Wandb = Annotated[
+    str | None, _tracking("--wandb", "PROJECT", "Also log to Weights & Biases; WANDB_MODE=offline: in the run folder.")
+]
 TensorBoard = Annotated[
     bool, _tracking("--tensorboard", None, "Also write event files to tensorboard/ in the run folder.")
 ]
@@ -188,8 +195,9 @@ WriteMode = Annotated[
     Literal["create", "append", "overwrite", "replace-where"] | None,
     _output(
         "--mode",
-        "create|append|overwrite|replace-where",
-        "Rows that a table has: none, kept, replaced, or those with the same --key (default: create).",
+        "MODE",
+        "Rows that a table has: create (there are none), append, overwrite, or replace-where (those with the same "
+        "--key) (default: create).",
     ),
 ]
 Incremental = Annotated[bool, _output("--incremental", None, "Score what is new since the last call, and add it.")]

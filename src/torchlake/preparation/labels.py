@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchlake.config.job import DataConfig
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import Label, LabelColumn, TaskSpec
 from torchlake.errors import DataError
 from torchlake.tables.chunks import plan_chunks

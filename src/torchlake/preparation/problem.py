@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io, plugins
-from torchlake.config.job import DataConfig, Job
+from torchlake.config.job import Job
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import (
     TASK_FILE,
     LabelColumn,

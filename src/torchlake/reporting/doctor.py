@@ -37,6 +37,9 @@ OPTIONAL: dict[str, str | None] = {
     "adlfs": "azure",
     "datasets": "hub",
     "optuna": "tune",
+    "bitsandbytes": "8bit",
+    "lion-pytorch": "lion",
+    "wandb": "wandb",
     "mlflow-skinny": "mlflow",
     "tensorboard": "tensorboard",
 }

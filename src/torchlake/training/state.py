@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import atomic_io, optim
+from torchlake import atomic_io
 from torchlake.checkpoints.shards import Pieces
 from torchlake.data import batching, bins, packing
 from torchlake.data.features import take
@@ -26,6 +26,7 @@ from torchlake.distributed import Group, to_device
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.load import TaskSpec
+from torchlake.optim.precision import Precision
 from torchlake.runs.speed import Speed
 from torchlake.training.model import kernels
 from torchlake.training.rows import Rows
@@ -80,8 +81,8 @@ class TrainState:
     names: list[str]
     "Names of the optimizer's parameters."
     stored: dict[str, torch.Tensor]
-    "The tensors of the model that a checkpoint stores (all, or the ones LoRA trains), on the meta device."
-    precision: optim.Precision
+    "The tensors that a checkpoint stores (all, or of a partly frozen model the trained ones), on the meta device."
+    precision: Precision
     requested_tokens: int
     "train.micro_batch_tokens: tokens, padding included, that this rank may process at once."
     micro_batch_tokens: int

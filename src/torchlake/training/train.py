@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
@@ -22,6 +22,7 @@ from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, proc
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.load import check_folder, model_folder
+from torchlake.optim import optimizers
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import draft_spec, find_task_spec
@@ -39,6 +40,9 @@ from torchlake.tasks import Task
 from torchlake.training import restarts
 from torchlake.training.model import lora
 from torchlake.training.rows import OnStep
+
+if TYPE_CHECKING:
+    from torchlake.training.folds import Folds
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ class Run:
     "Whether the run was finished before this call."
 
 
+@overload
 def train(
     job: str | Path | Job | None = None,
     *,
@@ -69,17 +74,46 @@ def train(
     overrides: Sequence[str] = (),
     task: Task | None = None,
     on_step: OnStep | None = None,
+    folds: None = None,
     **sections: Unpack[Sections],
-) -> Run:
+) -> Run: ...
+
+
+@overload
+def train(
+    job: str | Path | Job | None = None,
+    *,
+    run: str | Path | None = None,
+    engine: Engine | str | None = None,
+    overrides: Sequence[str] = (),
+    task: Task | None = None,
+    folds: int,
+    **sections: Unpack[Sections],
+) -> "Folds": ...
+
+
+def train(
+    job: str | Path | Job | None = None,
+    *,
+    run: str | Path | None = None,
+    engine: Engine | str | None = None,
+    overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
+    folds: int | None = None,
+    **sections: Unpack[Sections],
+) -> "Run | Folds":
     """Fine-tune a model as described by `job` (a job file or a Job), by sections, or by both.
 
     Sections are the mappings `data`, `model`, `train` and `track` (`runs/arguments.py` has their keys), or models of
-    `config/job.py`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
-    or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
-    `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data), or streams as in
-    `predict`; they are stored in the run folder first, Spark and Ray frames by their own engine, once per run. `run` is
-    the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds
-    another job. The same call again resumes an interrupted run, and returns a finished one.
+    `config/sections/`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an
+    engine, or its name: "spark" has the options of the job's section `engine`, and by default runs on the active
+    session. `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data), or streams as
+    in `predict`; they are stored in the run folder first, Spark and Ray frames by their own engine, once per run. `run`
+    is the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to that name if the folder
+    holds another job. The same call again resumes an interrupted run, and returns a finished one; with more epochs it
+    continues it. With `folds=5` it trains five times, each time validating on another fifth of the rows, in fold_1 to
+    fold_5 below the run folder, and returns `Folds`: the mean and the standard deviation of the metrics.
 
     `task` is a task of yours, an instance of a subclass of `torchlake.Task`; it takes the place of `model.task`. Give
     it again to resume, and to `predict` and `evaluate`. `on_step` is called in rank 0's process with the numbers of
@@ -94,14 +128,18 @@ def train(
     """
     began = time.monotonic()
     overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
+    if folds is not None:
+        if on_step is not None:
+            raise UsageError("on_step is of one run; leave it out with folds.")
+        from torchlake.training.folds import train_folds
+
+        return train_folds(job, folds, run=run, engine=engine, overrides=overrides, sections=sections)
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
-    tracking.check(wanted.track)
-    if wanted.model.lora is not None:
-        lora.check_installed()
+    _check_installed(wanted)
     engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
     for number in process_bounds(processes):
@@ -110,14 +148,10 @@ def train(
     with run_folder.run_lease(folder) as lease:
         run_folder.claim(folder, wanted)
         for path, frame in frames.items():
-            _store_frame(frame, path, engine)
+            store_frame(frame, path, engine)
         finished = run_folder.finished(folder)
         if finished is not None:
-            _refuse_changed_input(wanted, folder, engine)
-            log.info("%s: already complete, %d steps", folder, finished["steps"])
-            with tracking.tracked(wanted, folder):  # send what the trackers missed
-                pass
-            return _as_run(folder, finished, steps=0, began=began, complete=True)
+            return _complete(wanted, folder, engine, finished, began)
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
         _check_columns(wanted, folder, engine, trained=trained)
@@ -146,12 +180,30 @@ def train(
                 "metrics": done["metrics"],
                 "metric": metric,
                 "world_size": done["world_size"],
+                "stopped_by": done["stopped_by"],
             }
             atomic_io.write_json(folder / run_folder.RESULT, result, site="run.result")
     from torchlake.reporting import report
 
     report.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def _check_installed(job: Job) -> None:
+    """Raise MissingExtra for a library that the job needs."""
+    tracking.check(job.track)
+    optimizers.check_installed(job.train)
+    if job.model.lora is not None:
+        lora.check_installed()
+
+
+def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
+    """The result of a run that was finished before this call."""
+    _refuse_changed_input(job, folder, engine)
+    log.info("%s: already complete, %d steps", folder, finished["steps"])
+    with tracking.tracked(job, folder):  # send what the trackers missed
+        pass
+    return _as_run(folder, finished, steps=0, began=began, complete=True)
 
 
 def named_engine(engine: Engine | str | None) -> dict[str, Any]:
@@ -165,7 +217,7 @@ def job_engine(job: Job, engine: Engine | str | None) -> Engine:
     return given or make_engine(job.engine.name, job.engine.processes, **job.engine.options)
 
 
-def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
+def store_frame(frame: Any, path: Path, engine: Engine) -> None:
     """Store a frame or a stream in the run folder; a Spark or Ray frame is written there by its own engine, once."""
     native_engine = engine_of(frame)
     if native_engine is None:
