@@ -57,7 +57,7 @@ def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> 
     close = get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     own = " Give a task of yours in Python (task=), or install the package that has it." if kind == "tasks" else ""
-    return f"there is no {ONE[kind]} {name!r}.{hint} {kind.capitalize()}: {', '.join(known)}.{own}"
+    return f"there is no {ONE[kind]} {name!r}.{hint}{own} {kind.capitalize()}: {', '.join(known)}."
 
 
 def load(kind: Kind, name: str) -> Any:

@@ -189,8 +189,7 @@ def train_loop(
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            epoch, rows = upcoming.popleft()
-            launched = train_step(state, epoch, rows, progress, train, total, votes.flags)
+            launched = train_step(state, *upcoming.popleft(), progress, train, total, votes.flags)
             upcoming.extend(islice(batches, 1))
             state.collate_ahead([rows for _, rows in upcoming])
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it

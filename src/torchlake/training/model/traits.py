@@ -18,7 +18,6 @@ from torchlake.errors import TaskError
 from torchlake.models import probes
 from torchlake.optim.optimizers import trainable_names
 from torchlake.optim.precision import find_precision
-from torchlake.tasks import Task
 from torchlake.training.model import kernels
 
 
@@ -91,7 +90,7 @@ def find_traits(
     )
 
 
-def try_task(model: nn.Module, task: Task, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
+def try_task(model: nn.Module, task: Any, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
     """Take one row through all methods of a task that training and scoring will call; raises their TaskErrors."""
     training = model.training
     model.eval()
