@@ -26,8 +26,8 @@ from _environments import python_of
 from _limit import model_operations
 from _scoring_rows import Row, ablation, compare, limit_row, measured, peers, runtimes
 
-from torchlake import plugins
 from torchlake.models import load
+from torchlake.tasks._tokens import tokenize
 
 CALIBRATION_ROWS = 200
 COLUMNS = ("name", "kind", "exact", "rows_per_s", "tokens_per_s", "ratio", "padding", "peak_memory_mib", "agreement")
@@ -178,7 +178,7 @@ def machine_rates() -> dict[str, float]:
 def token_lengths(model: Path, texts: list[str]) -> np.ndarray:
     """(N,) tokens of each text, special ones included."""
     spec = load.load_spec(model)
-    _, offsets, _ = plugins.load("tasks", spec.task).tokenize(load.load_tokenizer(model), texts, spec)
+    _, offsets, _ = tokenize(load.load_tokenizer(model), texts, spec.max_length)
     return np.diff(offsets)
 
 

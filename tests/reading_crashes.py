@@ -19,7 +19,7 @@ import torchlake as tl
 from torchlake.chunk_jobs import poison_rows
 from torchlake.models import load
 from torchlake.tables.reading import ChunkReader
-from torchlake.tasks import text_classification
+from torchlake.tasks import _tokens
 
 WORD = "awful"
 SCORING = threading.Event()
@@ -82,7 +82,7 @@ def _make_crashing(make_worker: Callable[[], Any], step: str, how: str, times: i
     """
     global log_of_crashes
     log_of_crashes, poison_rows.WHOLE_CHUNK_S = log, 1.0
-    read, tokenize = ChunkReader.read, text_classification.tokenize
+    read, tokenize = ChunkReader.read, _tokens.tokenize
     chunks = []
 
     def crash_at_the_word(texts: list[str | None]) -> None:
@@ -103,11 +103,11 @@ def _make_crashing(make_worker: Callable[[], Any], step: str, how: str, times: i
             crash_at_the_word(table["text"].to_pylist())
         return table, unreadable
 
-    def crashing_tokenize(tokenizer: Any, texts: list[str], spec: load.TaskSpec) -> Any:
+    def crashing_tokenize(tokenizer: Any, texts: list[str], max_length: int) -> Any:
         if step == "tokenize":
             crash_at_the_word(texts)
-        return tokenize(tokenizer, texts, spec)
+        return tokenize(tokenizer, texts, max_length)
 
     ChunkReader.read = crashing_read  # type: ignore[method-assign]
-    text_classification.tokenize = crashing_tokenize
+    _tokens.tokenize = crashing_tokenize
     return make_worker()

@@ -21,7 +21,7 @@ def remembering(folder: Path, spec: load.TaskSpec, *, device: str):
     def remember(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         key = (input_ids.shape, input_ids.tobytes())
         if key not in known:
-            known[key] = forward(input_ids, attention_mask)
+            known[key] = forward(input_ids=input_ids, attention_mask=attention_mask)
         return known[key]
 
     return remember

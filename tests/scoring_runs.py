@@ -38,8 +38,15 @@ def predict(
     options: dict[str, Any], *, failpoint: str | None = None, once: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`tl.predict(**options)` in a fresh process; `runtime` names a function of misbehaving.py."""
+    return run(PREDICT, [json.dumps(options, default=str)], failpoint=failpoint, once=once, **variables)
+
+
+def run(
+    script: str, arguments: list[str], *, failpoint: str | None = None, once: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fresh process."""
     return subprocess.run(
-        [sys.executable, "-c", PREDICT, json.dumps(options, default=str)],
+        [sys.executable, "-c", script, *arguments],
         env=environment(failpoint, once, variables),
         capture_output=True,
         text=True,

@@ -32,7 +32,7 @@ from torchlake.engines import Engine, Worker
 from torchlake.models import load
 from torchlake.models.load import TaskSpec
 from torchlake.models.write import quiet
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 GOOD = "good great fine lovely superb brilliant charming warm funny moving".split()  # noqa: SIM905
 BAD = "bad awful poor dull boring terrible stale cold clumsy empty".split()  # noqa: SIM905

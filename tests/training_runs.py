@@ -153,12 +153,14 @@ def attempt(
     local: bool = False,
     overrides: tuple[str, ...] = (),
     folds: int | None = None,
+    task: Any = None,
+    on_step: Callable[[dict[str, Any]], Any] | None = None,
     **environment: str,
 ) -> Attempt:
     """`tl.train` with so many ranks in a fresh process, on the engine above or (`local`, slow) on the local one.
 
-    `failpoint` ("site:nth:action") breaks it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level
-    function, is called first.
+    `task` and `on_step`, of modules that can be imported, are those of `train`. `failpoint` ("site:nth:action") breaks
+    it, `sigterm_at` ("site:nth") sends it SIGTERM there, `stub`, a module-level function, is called first.
     """
     out = run.with_name(f"{run.name}.attempt.json")
     out.unlink(missing_ok=True)
@@ -167,7 +169,8 @@ def attempt(
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
-    arguments = (str(run), sections, sigterm_at, stub, ranks, local, overrides, folds, variables, str(out))
+    given = {"overrides": overrides, "folds": folds, "task": task, "on_step": on_step}
+    arguments = (str(run), sections, sigterm_at, stub, ranks, local, given, variables, str(out))
     process = _context().Process(target=_train, args=arguments)
     process.start()
     process.join(DEADLINE_S)
@@ -246,8 +249,7 @@ def _train(
     stub: Callable[[], None] | None,
     ranks: int,
     local: bool,
-    overrides: tuple[str, ...],
-    folds: int | None,
+    given: dict[str, Any],
     variables: dict[str, str],
     out: str,
 ) -> None:
@@ -260,14 +262,14 @@ def _train(
         stub()
     engine = tl.Local(processes=ranks) if local else Inline(ranks)
     try:
-        done = tl.train(run=run, engine=engine, overrides=overrides, folds=folds, **sections)  # type: ignore[call-overload]
+        done = tl.train(run=run, engine=engine, **given, **sections)  # type: ignore[call-overload]
     except TorchlakeError as error:
         Path(out).write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         os._exit(error.exit_code)
     except BaseException:
         Path(out).write_text(json.dumps({"error": traceback.format_exc()}))
         os._exit(70)
-    if folds is not None:
+    if given["folds"] is not None:
         os._exit(0)
     told = {"steps": done.steps, "metrics": done.metrics, "complete": done.complete}
     Path(out).write_text(json.dumps(told))

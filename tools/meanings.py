@@ -48,6 +48,7 @@ which `predict` and `evaluate` count failed rows. Any other reason is the name o
 raised, such as `ValueError`."""
 REASONS = {
     "null_input": "has no text. `--null score` scores it as the empty text.",
+    "bad_number": "has a value that is no finite number in a column of numbers; tasks with such columns only.",
     "bad_utf8": "has bytes that are not UTF-8.",
     "bad_csv": "is a malformed line of a CSV file.",
     "bad_json": "is a malformed line of a JSON lines file, or has a value of another type than its column.",

@@ -27,6 +27,7 @@ from torchlake.cli.app import app
 from torchlake.config.job import SECTIONS, Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.scoring.options import PredictOptions
+from torchlake.tasks import ColumnOptions
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 SOURCE = Path(tl.__file__).parent
@@ -232,7 +233,7 @@ def output_page() -> Iterator[str]:
     for task, problem, labels, everything in meanings.OUTPUTS:
         label = None if task == "text_generation" else "label"
         spec = TaskSpec(task=task, problem=problem, labels=labels, text="text", label=label, max_length=64)
-        schema = plugins.load("tasks", task).output_schema(spec, everything)
+        schema = plugins.load("tasks", task).output_schema(spec, ColumnOptions(all_probabilities=everything))
         for field in schema:
             name = "prob_CLASS" if field.name.startswith("prob_") else field.name
             found.add(name)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchlake.scoring.predict import Scored, predict
     from torchlake.tables.sinks._reading import open
     from torchlake.tables.verification.verify import Verification, verify
+    from torchlake.tasks import Task
     from torchlake.training.folds import Folds
     from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
@@ -55,6 +56,7 @@ __all__ = [
     "Run",
     "Scored",
     "Spark",
+    "Task",
     "TorchlakeError",
     "Trial",
     "Tuning",
@@ -95,6 +97,7 @@ _MODULES = {
     "Run": "training.train",
     "Scored": "scoring.predict",
     "Spark": "engines.spark",
+    "Task": "tasks",
     "TorchlakeError": "errors",
     "Trial": "tuning.study",
     "Tuning": "tuning.tune",

@@ -2,6 +2,7 @@
 
     TorchlakeError                 70  a fault in torchlake, or an unexpected one
     ├── UsageError                 64  the command or its arguments are wrong
+    │   └── TaskError              64  the code of a task breaks the protocol of tasks
     ├── DataError                  65  a table, job file, model folder or checkpoint cannot be used as it is
     │   ├── ConfigError            65  the job file (or a --set) is wrong
     │   ├── TableError             65  a table cannot be read
@@ -36,6 +37,10 @@ class TorchlakeError(ValueError):
 
 class UsageError(TorchlakeError):
     exit_code = 64
+
+
+class TaskError(UsageError):
+    """The code of a task breaks the protocol of `torchlake.tasks`; the message names the task and the method."""
 
 
 class MissingExtra(UsageError):

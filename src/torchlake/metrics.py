@@ -107,9 +107,21 @@ def loss_metrics(
         loss = float(losses[pieces].sum() / targets[pieces].sum())
         return {"loss": loss, **derived(loss)}
 
+    return bootstrapped(estimate, len(losses), resamples=resamples, confidence=confidence, seed=seed)
+
+
+def bootstrapped(
+    estimate: Callable[[np.ndarray], dict[str, float]],
+    rows: int,
+    *,
+    resamples: int,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> dict[str, Metric]:
+    """What `estimate` computes from row numbers (N,), for all `rows`, with intervals from resamples of them."""
     generator = np.random.default_rng(seed)
-    values = estimate(np.arange(len(losses)))
-    drawn = [estimate(generator.integers(0, len(losses), len(losses))) for _ in range(resamples)]
+    values = estimate(np.arange(rows))
+    drawn = [estimate(generator.integers(0, rows, rows)) for _ in range(resamples)]
     return {
         name: _interval(value, np.array([each[name] for each in drawn]), confidence) for name, value in values.items()
     }

@@ -4,20 +4,24 @@
     tasks/      what a model predicts               runtimes/     what executes a forward pass when scoring
     tables/sources/   kinds of tables that are read     tables/sinks/   kinds of outputs
 
-Files whose names begin with an underscore are helpers, not plug-ins.
+Files whose names begin with an underscore are helpers, not plug-ins. A task may also be an entry point of an installed
+package (group `torchlake.tasks`), or be given in Python: then this process and the ones it starts know it by its name.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from functools import cache, partial
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from torchlake.errors import MissingExtra, UsageError
 
 Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources", "sinks"]
+GROUP = "torchlake.tasks"
+"The entry point group of tasks."
 ONE: dict[Kind, str] = {
     "engines": "engine",
     "strategies": "strategy",
@@ -28,8 +32,12 @@ ONE: dict[Kind, str] = {
 }
 
 
+_given: dict[str, Any] = {}
+"Tasks given in Python, by name."
+
+
 def names(kind: Kind) -> list[str]:
-    """The names of one kind's plug-ins, sorted. Imports neither the plug-ins nor their package."""
+    """The names of one kind's plug-ins that come with torchlake, sorted. Imports neither them nor their package."""
     package = find_spec(_package(kind))
     assert package is not None
     found = (module.name for module in pkgutil.iter_modules(package.submodule_search_locations))
@@ -42,23 +50,28 @@ def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> 
     besides: other allowed names.
     """
     known = [*besides, *names(kind)]
+    if kind == "tasks" and name not in known:
+        known = sorted({*known, *_given, *_installed()})
     if name in known:
         return None
     close = get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"there is no {ONE[kind]} {name!r}.{hint} {kind.capitalize()}: {', '.join(known)}."
+    own = " Give a task of yours in Python (task=), or install the package that has it." if kind == "tasks" else ""
+    return f"there is no {ONE[kind]} {name!r}.{hint} {kind.capitalize()}: {', '.join(known)}.{own}"
 
 
-def load(kind: Kind, name: str) -> ModuleType:
-    """The module of a plug-in.
+def load(kind: Kind, name: str) -> Any:
+    """The module of a plug-in; of a task, its object.
 
     Raises UsageError with the choices for an unknown name, MissingExtra with the pip command for a missing library.
     """
     problem = explain_unknown(kind, name)
     if problem is not None:
         raise UsageError(problem[0].upper() + problem[1:])
+    if kind == "tasks" and name not in names(kind):
+        return _given[name] if name in _given else _from_entry_point(name)
     try:
-        return importlib.import_module(f"{_package(kind)}.{name}")
+        module = importlib.import_module(f"{_package(kind)}.{name}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("torchlake"):
             raise
@@ -66,6 +79,56 @@ def load(kind: Kind, name: str) -> ModuleType:
             f"The {ONE[kind]} {name!r} needs the library {error.name!r}, which is not installed: "
             f"pip install 'torchlake[{name}]'"
         ) from error
+    return module.task if kind == "tasks" else module
+
+
+def give(task: Any) -> str:
+    """Make a task known in this process, and return its name. A later one of the same name replaces it.
+
+    Raises UsageError for something else than a task, and for the name of a task that is installed.
+    """
+    name = getattr(task, "name", None)
+    if isinstance(task, type) or not isinstance(name, str) or not hasattr(task, "loss_sum"):
+        hint = f"; give an instance: {task.__name__}()" if isinstance(task, type) else ""
+        raise UsageError(f"task={task!r} is not an instance of a subclass of torchlake.Task{hint}.")
+    if task is _given.get(name):
+        return name
+    if name in names("tasks") or (name in _installed() and type(_from_entry_point(name)) is not type(task)):
+        raise UsageError(
+            f"There is a task {name!r} already: give yours another name (the attribute name of its class)."
+        )
+    _given[name] = task
+    return name
+
+
+def carried(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for another process, which then knows the task of that name if it was given in Python."""
+    return partial(_knowing, _given[name], function) if name in _given else function
+
+
+def _knowing(task: Any, function: Callable[..., Any], *args: Any) -> Any:
+    _given[task.name] = task
+    return function(*args)
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    """Tasks of installed packages; reading their names imports nothing."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+@cache
+def _from_entry_point(name: str) -> Any:
+    """The task of an entry point: an instance, or a class that is called without arguments."""
+    entry = _installed()[name]
+    value = entry.load()
+    task = value() if isinstance(value, type) else value
+    if getattr(task, "name", None) != name:
+        raise UsageError(
+            f"The entry point {name!r} of {GROUP} ({entry.value}) has the name {getattr(task, 'name', None)!r}; both "
+            "have to be equal, because model folders store it."
+        )
+    return task
 
 
 def _package(kind: Kind) -> str:

@@ -82,11 +82,11 @@ def test_agrees_with_eager(name: str, kind: str, load: Load) -> None:
     task = plugins.load("tasks", spec.task)
     for lengths in BATCHES:
         ids, mask = batch(lengths, pad_id)
-        logits = forward(ids, mask)
+        logits = forward(input_ids=ids, attention_mask=mask)
         assert logits.dtype == np.float32
         assert logits.shape == (len(lengths), len(spec.labels))
-        expected = load("eager", kind)[1](ids, mask)
-        difference = np.abs(task.probabilities(logits, spec) - task.probabilities(expected, spec)).max()
+        expected = load("eager", kind)[1](input_ids=ids, attention_mask=mask)
+        difference = np.abs(task.answers(logits, spec) - task.answers(expected, spec)).max()
         assert difference <= plugins.load("runtimes", name).TOLERANCE, lengths
 
 
@@ -97,10 +97,10 @@ def test_neither_padding_nor_neighbors_change_an_answer(name: str, kind: str, lo
     folder, forward = load(name, kind)
     lengths = [1, 9, 30]
     ids, mask = batch(lengths, models.load_tokenizer(folder).pad_token_id)
-    together = forward(ids, mask)
+    together = forward(input_ids=ids, attention_mask=mask)
     tolerance = max(1e-5, plugins.load("runtimes", name).TOLERANCE / 10)
     for row, length in enumerate(lengths):
-        alone = forward(ids[row : row + 1, :length], mask[row : row + 1, :length])
+        alone = forward(input_ids=ids[row : row + 1, :length], attention_mask=mask[row : row + 1, :length])
         np.testing.assert_allclose(alone[0], together[row], atol=tolerance)
 
 
@@ -110,8 +110,8 @@ def test_loud_neighbors_cost_no_precision(name: str, load: Load) -> None:
     folder, forward = load(name, "bert")
     pad_id = models.load_tokenizer(folder).pad_token_id
     ids, mask = batch([12] * 8, pad_id)
-    together = forward(ids, mask)
-    with_itself = forward(np.repeat(ids[:1], 8, axis=0), mask)
+    together = forward(input_ids=ids, attention_mask=mask)
+    with_itself = forward(input_ids=np.repeat(ids[:1], 8, axis=0), attention_mask=mask)
     tolerance = max(1e-5, plugins.load("runtimes", name).TOLERANCE / 10)
     np.testing.assert_allclose(with_itself, np.repeat(together[:1], 8, axis=0), atol=tolerance)
 

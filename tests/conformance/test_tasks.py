@@ -1,10 +1,7 @@
-"""What every task must do, whatever it asks of a model: a new file in torchlake/tasks is tested unasked.
-
-Tasks with labels are held to one half of the promise in torchlake/tasks/__init__.py, those that pack to the other.
-"""
+"""What every task must do, whatever it asks of a model: a new file in torchlake/tasks is tested with the others."""
 
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +15,8 @@ from torchlake.loss import UNWEIGHTED
 from torchlake.models import load
 from torchlake.models.generation import END, NOTHING
 from torchlake.models.load import TaskSpec
-from torchlake.training.model.base import base_model
+from torchlake.tasks import NO_TARGET, ColumnOptions, Task
+from torchlake.tasks._pretrained import base_model
 
 COLUMNS = {
     "strings": (pa.array(["good", "bad", None, "good"]), ("bad", "good")),
@@ -31,24 +29,26 @@ COLUMNS = {
 
 
 TASKS = plugins.names("tasks")
-PACKED = [name for name in TASKS if plugins.load("tasks", name).PACKED]
+PACKED = [name for name in TASKS if plugins.load("tasks", name).packs]
+CLASSIFIERS = [name for name in TASKS if type(plugins.load("tasks", name)).find_labels is Task.find_labels]
+CLASSIFIERS = [name for name in CLASSIFIERS if plugins.load("tasks", name).has_labels]
 
 
-@pytest.fixture(params=[name for name in TASKS if name not in PACKED])
-def task(request: pytest.FixtureRequest) -> ModuleType:
-    """A task with labels."""
+@pytest.fixture(params=CLASSIFIERS)
+def task(request: pytest.FixtureRequest) -> Any:
+    """A task whose rows have classes or a number."""
     return plugins.load("tasks", request.param)
 
 
 @pytest.fixture(params=PACKED)
-def packed(request: pytest.FixtureRequest) -> ModuleType:
+def packed(request: pytest.FixtureRequest) -> Any:
     return plugins.load("tasks", request.param)
 
 
 @pytest.fixture
-def packed_spec(packed: ModuleType) -> TaskSpec:
-    name = packed.__name__.rpartition(".")[2]
-    return TaskSpec(task=name, problem=packed.PROBLEMS["all"], labels=(), text="text", label=None, max_length=12)
+def packed_spec(packed: Any) -> TaskSpec:
+    name = packed.name
+    return TaskSpec(task=name, problem=packed.problems["all"], labels=(), text="text", label=None, max_length=12)
 
 
 @pytest.fixture(params=COLUMNS)
@@ -57,10 +57,20 @@ def column(request: pytest.FixtureRequest) -> pa.Array:
 
 
 @pytest.fixture
-def spec(task: ModuleType, column: pa.Array) -> TaskSpec:
+def spec(task: Any, column: pa.Array) -> TaskSpec:
     found = task.find_labels(iter([column.slice(0, 2), column.slice(2)]), None)
-    name = task.__name__.rpartition(".")[2]
+    name = task.name
     return TaskSpec(task=name, problem=found.problem, labels=found.labels, text="text", label="label", max_length=12)
+
+
+def tokens_of(
+    task: Any, tokenizer: Any, texts: list[str], spec: TaskSpec, *, training: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, offsets and removed tokens of the task's features."""
+    inputs = {"text": pa.array(texts, pa.string())}
+    made = task.examples(inputs, None, tokenizer, spec)[0] if training else task.features(inputs, tokenizer, spec)
+    tokens = made.arrays["input_ids"]
+    return tokens.values, tokens.offsets, made.cut
 
 
 def outputs(spec: TaskSpec, rows: int) -> np.ndarray:
@@ -68,7 +78,7 @@ def outputs(spec: TaskSpec, rows: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def test_labels_are_found_and_encoded(task: ModuleType, column: pa.Array, spec: TaskSpec) -> None:
+def test_labels_are_found_and_encoded(task: Any, column: pa.Array, spec: TaskSpec) -> None:
     expected = next(labels for array, labels in COLUMNS.values() if array is column)
     assert spec.labels == expected
     targets = task.encode_labels(column, spec)
@@ -79,36 +89,36 @@ def test_labels_are_found_and_encoded(task: ModuleType, column: pa.Array, spec: 
     assert task.encode_labels(pa.nulls(3), spec).equals(pa.nulls(3, task.target_type(spec)))
 
 
-def test_tokens_are_those_of_transformers(task: ModuleType, spec: TaskSpec, tiny_bert: Path) -> None:
+def test_tokens_are_those_of_transformers(task: Any, spec: TaskSpec, tiny_bert: Path) -> None:
     tokenizer = load.load_tokenizer(tiny_bert)
     texts = ["a good film", "", "   ", "ünïcödé \x00 \u202e", "the " * 200, "x" * 5000, "good", "a good film " * 5]
     before = tokenizer(texts, truncation=True, max_length=spec.max_length)["input_ids"]
     for _ in range(2):
-        values, offsets, lost = task.tokenize(tokenizer, texts, spec)
+        values, offsets, lost = tokens_of(task, tokenizer, texts, spec)
         assert (values.dtype, offsets.dtype, lost.dtype) == (np.int32, np.int64, np.int64)
         rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
         assert rows == before
         whole = tokenizer(texts, truncation=False)["input_ids"]
         assert lost.tolist() == [max(0, len(ids) - spec.max_length) for ids in whole]
     tokenizer.truncation_side = "left"
-    values, offsets, _ = task.tokenize(tokenizer, texts, spec)
+    values, offsets, _ = tokens_of(task, tokenizer, texts, spec)
     expected = tokenizer(texts, truncation=True, max_length=spec.max_length)["input_ids"]
     assert [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))] == expected != before
-    values, offsets, lost = task.tokenize(tokenizer, [], spec)
+    values, offsets, lost = tokens_of(task, tokenizer, [], spec)
     assert (values.tolist(), offsets.tolist(), lost.tolist()) == ([], [0], [])
 
 
-def test_many_rows_are_tokenized_like_few(task: ModuleType, spec: TaskSpec, tiny_bert: Path) -> None:
+def test_many_rows_are_tokenized_like_few(task: Any, spec: TaskSpec, tiny_bert: Path) -> None:
     tokenizer = load.load_tokenizer(tiny_bert)
     texts = tiny.reviews(2500)["text"].to_pylist()
-    values, offsets, lost = task.tokenize(tokenizer, texts, spec)
+    values, offsets, lost = tokens_of(task, tokenizer, texts, spec)
     for first in (0, 999, 1000, 1001, 2499):
-        few, _, cut = task.tokenize(tokenizer, texts[first : first + 1], spec)
+        few, _, cut = tokens_of(task, tokenizer, texts[first : first + 1], spec)
         assert values[offsets[first] : offsets[first + 1]].tolist() == few.tolist()
         assert lost[first] == cut[0]
 
 
-def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: TaskSpec) -> None:
+def test_the_loss_is_a_sum_in_fp32(task: Any, column: pa.Array, spec: TaskSpec) -> None:
     targets = task.encode_labels(column.drop_null(), spec)
     truth = torch.tensor(targets.to_pylist())
     logits = torch.from_numpy(outputs(spec, 3)).requires_grad_()
@@ -122,9 +132,9 @@ def test_the_loss_is_a_sum_in_fp32(task: ModuleType, column: pa.Array, spec: Tas
     assert task.divisor(truth.numpy(), spec, UNWEIGHTED) == truth.numel()
 
 
-def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, spec: TaskSpec, tiny_bert: Path) -> None:
+def test_the_loss_is_that_of_transformers(task: Any, column: pa.Array, spec: TaskSpec, tiny_bert: Path) -> None:
     torch.manual_seed(0)
-    model = base_model(tiny_bert, spec, task.AUTO_CLASS).eval()
+    model = base_model(tiny_bert, spec, task.auto_class).eval()
     ids = torch.randint(5, 90, (3, 8))
     truth = torch.tensor(task.encode_labels(column.drop_null(), spec).to_pylist())
     with torch.inference_mode():
@@ -133,76 +143,77 @@ def test_the_loss_is_that_of_transformers(task: ModuleType, column: pa.Array, sp
     assert torch.allclose(theirs.loss, ours, atol=1e-6)
 
 
-def test_output_has_its_schema(task: ModuleType, spec: TaskSpec) -> None:
+def test_output_has_its_schema(task: Any, spec: TaskSpec) -> None:
     for everything in (False, True):
-        schema = task.output_schema(spec, everything)
+        options = ColumnOptions(all_probabilities=everything)
+        schema = task.output_schema(spec, options)
         assert all(field.nullable for field in schema)
         for rows in (0, 1, 7):
-            table = task.output_columns(task.probabilities(outputs(spec, rows), spec), spec, everything)
+            table = task.output_columns(task.answers(outputs(spec, rows), spec), None, spec, options)
             table.validate(full=True)
             assert table.schema == schema
             assert len(table) == rows
 
 
-def test_all_probabilities_come_back(task: ModuleType, spec: TaskSpec) -> None:
-    probabilities = task.probabilities(outputs(spec, 7), spec)
+def test_all_probabilities_come_back(task: Any, spec: TaskSpec) -> None:
+    probabilities = task.answers(outputs(spec, 7), spec)
     assert probabilities.dtype == np.float32
-    table = task.output_columns(probabilities, spec, True)
+    table = task.output_columns(probabilities, None, spec, ColumnOptions(all_probabilities=True))
     columns = [table[name].to_numpy() for name in task.probability_names(spec)]
     np.testing.assert_array_equal(np.column_stack(columns), probabilities)
 
 
-def test_the_default_metric_is_among_the_metrics(task: ModuleType, column: pa.Array, spec: TaskSpec) -> None:
+def test_the_default_metric_is_among_the_metrics(task: Any, column: pa.Array, spec: TaskSpec) -> None:
     truth = np.array(task.encode_labels(column.drop_null(), spec).to_pylist())
-    metrics = task.metrics(task.probabilities(outputs(spec, 3), spec), truth, spec)
-    assert task.DEFAULT_METRIC[spec.problem] in metrics
-    assert metrics.keys() <= task.DIRECTIONS.keys()
+    metrics = task.metrics(task.answers(outputs(spec, 3), spec), truth, spec)
+    assert task.default_metric[spec.problem] in metrics
+    assert metrics.keys() <= task.directions.keys()
     assert all(isinstance(value, float) for value in metrics.values())
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_it_declares_what_it_is(name: str) -> None:
     task = plugins.load("tasks", name)
-    assert hasattr(transformers, task.AUTO_CLASS)
-    assert task.DIRECTIONS["loss"] == "lower"
-    assert set(task.DIRECTIONS.values()) <= {"higher", "lower"}
-    assert isinstance(task.FORWARD, dict)
-    assert task.PACKED in (True, False)
+    assert task.name == name
+    assert hasattr(transformers, task.auto_class) or type(task).build is not Task.build
+    assert task.directions["loss"] == "lower"
+    assert set(task.directions.values()) <= {"higher", "lower"}
+    assert task.packs in (True, False)
 
 
 def test_a_prompt_is_open_and_a_document_is_closed(
-    packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path, tiny_roberta: Path
+    packed: Any, packed_spec: TaskSpec, tiny_gpt2: Path, tiny_roberta: Path
 ) -> None:
     """Also for a tokenizer that closes every text itself."""
     texts = ["a good film", "", "ünïcödé \x00 \u202e", "the " * 200]
     for folder in (tiny_gpt2, tiny_roberta):
         tokenizer = load.load_tokenizer(folder)
         theirs = [[token for token in ids if token != tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
-        values, offsets, lost = packed.documents(tokenizer, texts, packed_spec)
+        values, offsets, lost = tokens_of(packed, tokenizer, texts, packed_spec, training=True)
         assert (values.dtype, offsets.dtype, lost.dtype) == (np.int32, np.int64, np.int64)
         rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
         assert rows == [[*ids, tokenizer.eos_token_id] for ids in theirs]
-        values, offsets, lost = packed.tokenize(tokenizer, texts, packed_spec)
+        values, offsets, lost = tokens_of(packed, tokenizer, texts, packed_spec)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         rows = [values[offsets[row] : offsets[row + 1]].tolist() for row in range(len(texts))]
         assert rows == [ids or [begin] for ids in theirs]
         assert not lost.any()
-    values, offsets, lost = packed.tokenize(tokenizer, [], packed_spec)
+    values, offsets, lost = tokens_of(packed, tokenizer, [], packed_spec)
     assert (values.tolist(), offsets.tolist(), lost.tolist()) == ([], [0], [])
 
 
-def test_many_texts_are_tokenized_like_few(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
+def test_many_texts_are_tokenized_like_few(packed: Any, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
     tokenizer = load.load_tokenizer(tiny_gpt2)
     texts = tiny.reviews(2500)["text"].to_pylist()
-    values, offsets, _ = packed.documents(tokenizer, texts, packed_spec)
+    values, offsets, _ = tokens_of(packed, tokenizer, texts, packed_spec, training=True)
     for row in (0, 999, 1000, 2499):
-        few, _, _ = packed.documents(tokenizer, texts[row : row + 1], packed_spec)
+        few, _, _ = tokens_of(packed, tokenizer, texts[row : row + 1], packed_spec, training=True)
         assert values[offsets[row] : offsets[row + 1]].tolist() == few.tolist()
 
 
-def test_the_loss_of_texts_is_that_of_transformers(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
+def test_the_loss_of_texts_is_that_of_transformers(packed: Any, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
     """Padding on the right is no target, and the sum over rows is the sum of the rows."""
-    model = base_model(tiny_gpt2, packed_spec, packed.AUTO_CLASS)
+    model = base_model(tiny_gpt2, packed_spec, packed.auto_class)
     ids = np.random.default_rng(0).integers(5, 90, (3, 8))
     lengths = np.array([8, 5, 1])
     mask = (np.arange(8) < lengths[:, None]).astype(np.int64)
@@ -213,18 +224,18 @@ def test_the_loss_of_texts_is_that_of_transformers(packed: ModuleType, packed_sp
         total = packed.loss_sum(theirs.logits, truth, packed_spec)
         rows = [packed.loss_sum(theirs.logits[row : row + 1], truth[row : row + 1], packed_spec) for row in range(3)]
     number = packed.num_targets(lengths, packed_spec)
-    assert number == (truth != packed.NO_TARGET).sum() == lengths.sum() - 3
+    assert number == (truth != NO_TARGET).sum() == lengths.sum() - 3
     assert (total.shape, total.dtype) == ((), torch.float32)
     assert torch.allclose(theirs.loss, total / number, atol=1e-6)
     assert torch.allclose(total, torch.stack(rows).sum())
     assert packed.loss_sum(theirs.logits.bfloat16(), truth, packed_spec).dtype == torch.float32
     metrics = packed.loss_metrics(float(theirs.loss))
-    assert {packed.DEFAULT_METRIC[problem] for problem in packed.PROBLEMS.values()} <= metrics.keys()
-    assert metrics.keys() <= packed.DIRECTIONS.keys()
+    assert {packed.default_metric[problem] for problem in packed.problems.values()} <= metrics.keys()
+    assert metrics.keys() <= packed.directions.keys()
     assert all(isinstance(value, float) for value in packed.loss_metrics(1e9).values())
 
 
-def test_answers_have_their_schema(packed: ModuleType, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
+def test_answers_have_their_schema(packed: Any, packed_spec: TaskSpec, tiny_gpt2: Path) -> None:
     tokenizer = load.load_tokenizer(tiny_gpt2)
     answers = np.full((4, 6), NOTHING, dtype=np.int32)
     for row, (text, end) in enumerate(
@@ -232,10 +243,10 @@ def test_answers_have_their_schema(packed: ModuleType, packed_spec: TaskSpec, ti
     ):
         ids = tokenizer(text)["input_ids"]
         answers[row, : len(ids) + end] = [*ids, END] if end else ids
-    schema = packed.output_schema(packed_spec, False)
+    schema = packed.output_schema(packed_spec)
     assert all(field.nullable for field in schema)
     for rows in (0, 1, 4):
-        table = packed.output_columns(answers[:rows], tokenizer, [" story"])
+        table = packed.output_columns(answers[:rows], tokenizer, packed_spec, ColumnOptions(stop=[" story"]))
         table.validate(full=True)
         assert table.schema == schema
         assert len(table) == rows

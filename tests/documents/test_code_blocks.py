@@ -103,6 +103,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, 
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # modules that a page writes, which a script beside them would import
     return tmp_path
 
 

@@ -1,7 +1,9 @@
 """The examples: scripts written for torchrun train on every engine as they stand, and leave a model that learned."""
 
 import operator
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import scoring_runs
 import tiny
 import torchlake
 from torchlake.engines import make_engine
@@ -37,7 +40,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_index_names_every_example() -> None:
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    assert scripts == sorted([*FOR_TORCHRUN, "ray_generation", "ray_pipeline", "torch_distributor"])
+    assert scripts == sorted([*FOR_TORCHRUN, "own_task", "ray_generation", "ray_pipeline", "torch_distributor"])
     for name in scripts:
         assert index.count(f"examples/{name}.py") == 1
 
@@ -146,3 +149,21 @@ def _accuracy(folder: Path) -> float:
         logits = model(**tokenizer(table["text"].to_pylist(), padding=True, return_tensors="pt")).logits
     said = [model.config.id2label[number] for number in logits.argmax(1).tolist()]
     return sum(map(operator.eq, said, table["label"].to_pylist())) / len(said)
+
+
+def test_a_task_of_ones_own_survives_kills_and_beats_the_text_alone(tmp_path: Path, tiny_bert: Path) -> None:
+    """A rank is killed in the first training, the whole example in the second; the same command goes on."""
+    command = [sys.executable, str(EXAMPLES / "own_task.py"), str(tiny_bert), str(tmp_path / "runs")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCHLAKE_PROGRESS": "0"}
+    killing = {"TORCHLAKE_FAILPOINT": "rank1.step:30:kill9", "TORCHLAKE_FAILPOINT_ONCE": str(tmp_path / "rank")}
+    with subprocess.Popen(command, env={**environment, **killing}, stdout=subprocess.DEVNULL) as first:
+        steps = tmp_path / "runs" / "both" / "metrics.jsonl"
+        scoring_runs.wait_for(lambda: steps.exists() and steps.read_text().count("\n") > 10, deadline_s=400)
+        first.kill()
+    assert (tmp_path / "rank").exists(), "a rank was killed, and the training went on"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    error = dict(line.split() for line in done.stdout.splitlines())
+    assert float(error["both"]) < 0.7 * float(error["text"])
+    scored = pq.read_table(tmp_path / "runs" / "scored")
+    assert (len(scored), scored["error"].null_count) == (300, 300)

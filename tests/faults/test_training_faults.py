@@ -333,7 +333,7 @@ def test_when_every_checkpoint_is_corrupt_it_says_so(tmp_path: Path, sections: d
 
 def loss_is_nan_in_steps(*steps: int) -> None:
     """Make the loss of some steps of this process NaN."""
-    from torchlake.tasks import text_classification as task
+    from torchlake.tasks.text_classification import task
 
     calls = 0
     right = task.loss_sum
@@ -456,9 +456,9 @@ def lose_the_lease() -> None:
     folder: list[Path] = []
     make_train_state = loop.make_train_state
 
-    def remember(settings: Any, group: Any) -> Any:
+    def remember(settings: Any, group: Any, training: Any) -> Any:
         folder.append(Path(settings.lease[0]))
-        return make_train_state(settings, group)
+        return make_train_state(settings, group, training)
 
     def train_step(state: Any, epoch: Any, rows: Any, progress: Any, *rest: Any) -> Any:
         if progress.step == 4:

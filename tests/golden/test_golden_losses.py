@@ -1,27 +1,17 @@
-"""The first 20 losses of one job, at full precision: a change that is not meant to change a result changes no digit.
+"""The first 20 losses of one job: a change that is not meant to change a result changes no digit."""
 
-On the machine and the torch that wrote a file the losses must be equal; other processors sum in another order, and
-there they may differ by `TOLERANCE`. After a change that is meant to change them: UPDATE_GOLDEN=1 pytest tests/golden
-"""
-
-import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 import tiny
 import training_runs as runs
+from golden_losses import BETWEEN_STRATEGIES, check
 from sweeps import sweep
 from torchlake import plugins
 
-TOLERANCE = 2e-5
-"On another machine or torch."
-BETWEEN_STRATEGIES = 1e-5
-"A sum over two ranks rounds differently from a sum over one."
-HERE = Path(__file__).parent
 STEPS = 20
 
 
@@ -50,32 +40,13 @@ def losses(folder: Path, base: Path, problem: str, *, strategy: str = "auto", ra
     return runs.losses(folder / "run")
 
 
-def machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
-    processor = " ".join(facts.get(name, "?") for name in ("model name", "cpu family", "model", "stepping"))
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {processor}"
-
-
 @pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
 def test_a_classifier_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_bert: Path, problem: str) -> None:
-    check(HERE / f"text_classification_{problem}.txt", losses(tmp_path, tiny_bert, problem))
+    check(f"text_classification_{problem}", losses(tmp_path, tiny_bert, problem))
 
 
 def test_a_language_model_gives_the_losses_of_the_golden_file(tmp_path: Path, tiny_gpt2: Path) -> None:
-    check(HERE / "text_generation.txt", losses(tmp_path, tiny_gpt2, "next_token"))
-
-
-def check(path: Path, found: list[float]) -> None:
-    """Hold the losses against the file's, or write them to it."""
-    if os.environ.get("UPDATE_GOLDEN"):
-        lines = [f"# {machine()}", *(f"{step} {loss!r}" for step, loss in enumerate(found, start=1))]
-        path.write_text("\n".join(lines) + "\n")
-    header, *rows = path.read_text().splitlines()
-    golden = [float(row.split()[1]) for row in rows]
-    assert len(golden) == STEPS
-    assert found == (golden if header == f"# {machine()}" else pytest.approx(golden, abs=TOLERANCE, rel=TOLERANCE))
+    check("text_generation", losses(tmp_path, tiny_gpt2, "next_token"))
 
 
 @pytest.mark.parametrize(

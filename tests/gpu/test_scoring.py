@@ -47,8 +47,10 @@ def test_a_runtime_agrees_with_eager_on_the_cpu(name: str, model: Path, device: 
             raise
         pytest.skip(str(error))  # a runtime for CPUs only
     task = plugins.load("tasks", spec.task)
-    expected = task.probabilities(plugins.load("runtimes", "eager").load(model, spec, device="cpu")(ids, mask), spec)
-    found = task.probabilities(forward(ids, mask), spec)
+    expected = task.answers(
+        plugins.load("runtimes", "eager").load(model, spec, device="cpu")(input_ids=ids, attention_mask=mask), spec
+    )
+    found = task.answers(forward(input_ids=ids, attention_mask=mask), spec)
     assert found.dtype == np.float32
     assert np.abs(found - expected).max() <= runtime.TOLERANCE + (ON_GPUS if device == "cuda" else 0.0)
 
@@ -100,7 +102,7 @@ def test_a_text_is_generated_alone_as_among_others(temperature: float, tiny_llam
     spec, options = models.load_spec(tiny_llama), GenerationOptions(max_new_tokens=8, temperature=temperature)
     generate = plugins.load("runtimes", "eager").load_generator(tiny_llama, spec, device=device, options=options)
     ids, mask = batch(models.load_tokenizer(tiny_llama).pad_token_id)
-    together = generate(ids, mask)
+    together = generate(input_ids=ids, attention_mask=mask)
     assert together.shape == (len(LENGTHS), 8)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_array_equal(

@@ -29,7 +29,7 @@ NEIGHBORS = {
     "evaluation": {"preparation", "scoring"},
     "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},
-    "planning": {"preparation", "scoring"},
+    "planning": {"preparation"},
     "preparation": {"chunk_jobs", "scoring"},
     "reporting": {"preparation"},
     "scoring": {"chunk_jobs"},

@@ -12,7 +12,7 @@ import tiny
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError
 from torchlake.loss import UNWEIGHTED, Objective, check_objective, find_objective, focal_loss
-from torchlake.tasks import text_classification as task
+from torchlake.tasks.text_classification import task
 
 CLASSES = tiny.spec_for("single_label", ("a", "b", "c"))
 SETS = tiny.spec_for("multi_label", ("a", "b", "c"))

@@ -24,6 +24,7 @@ PUBLIC = {
     "Run",
     "Scored",
     "Spark",
+    "Task",
     "TorchlakeError",
     "Trial",
     "Tuning",

@@ -1,22 +1,31 @@
 """The task of a model, stored as task.json beside its weights."""
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchlake.errors import DataError
 
-Problem = Literal["single_label", "multi_label", "regression", "next_token", "next_answer_token"]
+Problem = str
+"What is predicted: one of `PROBLEMS`, or a name that another task gives it."
 Label = str | int | bool
+Columns = str | tuple[str, ...]
+"One column, or several."
 
 TASK_FILE = "task.json"
 GENERATIVE: tuple[Problem, ...] = ("next_token", "next_answer_token")
 "Problems without a label: the loss is over every token, or over those of the assistant's turns."
 PROBLEMS: tuple[Problem, ...] = ("single_label", "multi_label", "regression", *GENERATIVE)
 WITHOUT_CLASSES = ("regression", *GENERATIVE)
-OPTIONAL_FIELDS = ("mean", "deviation")
+CLOSED = ("text_classification", "text_generation")
+"Tasks that have no problems of their own."
+SCALE = ("mean", "deviation")
+OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs")
 "Fields that may be absent from task.json."
+SEPARATOR = " "
+"Between the texts of several columns."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +33,12 @@ class TaskSpec:
     """The task of a model; stored as task.json beside its weights."""
 
     task: str
-    "A file in torchlake/tasks."
+    "A file in torchlake/tasks, or the name of a task from elsewhere."
     problem: Problem
     labels: tuple[Label, ...]
     "The classes in the order of the model's outputs, in the data's type; empty for regression and text generation."
-    text: str
-    "Column of the input."
+    text: Columns
+    "Column of the input text, or several that are joined; empty for a task without text."
     label: str | None
     "Column of the target; None for text generation."
     max_length: int
@@ -38,11 +47,25 @@ class TaskSpec:
     "Mean of a regression's targets; None: the model's outputs are the predictions."
     deviation: float | None = None
     "Standard deviation of the targets, above 0: prediction = output * deviation + mean."
+    separator: str | None = None
+    "Between the texts of several columns; None: a space."
+    template: str | None = None
+    'The text of several columns, as "{title}: {body}"; None: joined by the separator.'
+    text_pair: Columns | None = None
+    "Column of the second text of a pair; None: a row has one text."
+    inputs: Mapping[str, Columns] = field(default_factory=dict)
+    "Columns of the task's other inputs, by the input's name."
+
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """The columns that the model's inputs come from, each once."""
+        named = [self.text, *([] if self.text_pair is None else [self.text_pair]), *self.inputs.values()]
+        return tuple(dict.fromkeys(column for each in named for column in as_columns(each)))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that training reads: the text, and the label if there is one."""
-        return (self.text,) if self.label is None else (self.text, self.label)
+        """The columns that training reads: those of the inputs, and the label if there is one."""
+        return self.input_columns if self.label is None else tuple(dict.fromkeys((*self.input_columns, self.label)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +86,20 @@ class LabelColumn:
     "For a column that could be read in two ways: how it was read, and the setting for the other way."
 
 
+def as_columns(named: Columns) -> tuple[str, ...]:
+    """Columns as a tuple; () for the empty name."""
+    return named if isinstance(named, tuple) else (named,) if named else ()
+
+
 def label_name(label: Label) -> str:
     """A class as written in config.json and job files."""
     return str(label).lower() if isinstance(label, bool) else str(label)
 
 
 def spec_to_json(spec: TaskSpec) -> dict[str, Any]:
-    """The content of task.json; `mean` and `deviation` only if they are set, as in earlier versions."""
-    return {name: value for name, value in asdict(spec).items() if value is not None or name not in OPTIONAL_FIELDS}
+    """The content of task.json; optional fields only if they are set, as in earlier versions."""
+    values = {**asdict(spec), "inputs": dict(spec.inputs)}
+    return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value not in (None, {})}
 
 
 def spec_from_json(file: Path, value: Any) -> TaskSpec:
@@ -78,37 +107,60 @@ def spec_from_json(file: Path, value: Any) -> TaskSpec:
     types = {"task": str, "problem": str, "labels": list, "text": str, "label": str, "max_length": int}
     if not isinstance(value, dict) or value.keys() - set(OPTIONAL_FIELDS) != types.keys():
         raise DataError(
-            f"{file}: a task has exactly the keys {', '.join(types)}, and of a regression also "
-            f"{' and '.join(OPTIONAL_FIELDS)}"
+            f"{file}: a task has exactly the keys {', '.join(types)}, and may have {', '.join(OPTIONAL_FIELDS)}"
         )
+    known = value["problem"] in PROBLEMS
+    if not known and value["task"] in CLOSED:
+        raise DataError(f"{file}: problem is {value['problem']!r}; it is one of {', '.join(PROBLEMS)}")
     unlabeled = value["problem"] in GENERATIVE
+    value = {**value, "text": _columns(value["text"])}
     for key, kind in types.items():
-        if key == "label" and unlabeled and value[key] is None:
+        if key == "label" and (unlabeled or not known) and value[key] is None:
+            continue
+        if key == "text" and isinstance(value[key], tuple):
             continue
         if not isinstance(value[key], kind) or isinstance(value[key], bool):
             raise DataError(f"{file}: {key} is {value[key]!r}; {kind.__name__} is expected")
     labels = value["labels"]
-    if value["problem"] not in PROBLEMS:
-        raise DataError(f"{file}: problem is {value['problem']!r}; it is one of {', '.join(PROBLEMS)}")
     if len({type(label) for label in labels}) > 1 or not all(isinstance(label, str | int) for label in labels):
         raise DataError(f"{file}: labels are all strings, all integers or all booleans")
-    if len(set(labels)) != len(labels) or (value["problem"] in WITHOUT_CLASSES) != (not labels):
+    if len(set(labels)) != len(labels) or (known and (value["problem"] in WITHOUT_CLASSES) != (not labels)):
         raise DataError(f"{file}: labels are distinct, and empty for {', '.join(WITHOUT_CLASSES)} only")
-    if unlabeled != (value["label"] is None):
+    if known and unlabeled != (value["label"] is None):
         raise DataError(f"{file}: label is null for {', '.join(GENERATIVE)} only")
     _check_scale(file, value)
-    return TaskSpec(**{**value, "labels": tuple(labels)})
+    return TaskSpec(**{**value, "labels": tuple(labels), **_input_fields(file, value)})
+
+
+def _columns(value: Any) -> Any:
+    """A list of names as a tuple; anything else unchanged."""
+    names = isinstance(value, list) and len(value) > 0 and all(isinstance(name, str) and name for name in value)
+    return tuple(value) if names else value
+
+
+def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say how inputs are made of columns. Raises DataError for a wrong one."""
+    found: dict[str, Any] = {name: value[name] for name in ("separator", "template") if value.get(name) is not None}
+    wrong = next((name for name, each in found.items() if not isinstance(each, str)), None)
+    pair, inputs = _columns(value.get("text_pair")), value.get("inputs", {})
+    if isinstance(inputs, dict):
+        inputs = {name: _columns(each) for name, each in inputs.items()}
+    if not (pair is None or (isinstance(pair, str | tuple) and pair)):
+        wrong = "text_pair"
+    elif not (isinstance(inputs, dict) and all(isinstance(each, str | tuple) and each for each in inputs.values())):
+        wrong = "inputs"
+    if wrong is not None:
+        raise DataError(f"{file}: {wrong} is {value[wrong]!r}; names of columns are expected")
+    return {**found, "text_pair": pair, "inputs": inputs}
 
 
 def _check_scale(file: Path, value: dict[str, Any]) -> None:
     """Raise DataError for an invalid `mean` or `deviation`."""
-    scale = [value.get(name) for name in OPTIONAL_FIELDS]
+    scale = [value.get(name) for name in SCALE]
     if scale == [None, None]:
         return
     numbers = [
         one for one in scale if isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)
     ]
     if value["problem"] != "regression" or len(numbers) < 2 or numbers[1] <= 0:
-        raise DataError(
-            f"{file}: {' and '.join(OPTIONAL_FIELDS)} are two numbers, the second above 0, and of a regression only"
-        )
+        raise DataError(f"{file}: {' and '.join(SCALE)} are two numbers, the second above 0, and of a regression only")

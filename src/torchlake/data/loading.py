@@ -1,6 +1,6 @@
 """Decode token Parquet once into flat arrays on disk, memory-mapped and shared by all ranks of a machine.
 
-    parts of token Parquet  ->  values.bin (int32) | lengths.bin (int32) | targets.bin   ->  mmap
+    parts of token Parquet  ->  for each column values.bin, and lengths.bin unless its rows are of one width  ->  mmap
 
 Each epoch reads rows in another order, and Parquet has no random access to rows. Decoding takes the memory of one
 record batch. Ranks share the kernel's page cache, and a table larger than memory is read from disk as needed. Cost: 4
@@ -9,25 +9,24 @@ checksums are verified.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io
 from torchlake.data.batching import Ragged, offsets_of
-from torchlake.data.bins import Bins
-from torchlake.data.packing import Blocks
+from torchlake.data.features import INPUT_IDS, Array, Tokens, as_matrix, from_arrow
 from torchlake.errors import DataError
 from torchlake.tables.output.failures import count_failed
 from torchlake.tables.record import committed_files, read_commit
 
-FORMAT = 1
+FORMAT = 2
 BATCH_ROWS = 16384
 
 
@@ -35,13 +34,30 @@ BATCH_ROWS = 16384
 class TokenTable:
     """The rows without an error, in the order of the table."""
 
-    tokens: Ragged | Blocks | Bins
-    "Ragged as read from disk; `packing` and `bins` make Blocks and Bins of it."
-    targets: np.ndarray | None
-    "(N,) int64 classes, (N, C) float32 for multi-label, (N,) float32 for regression; None without labels."
+    tokens: Tokens | None
+    "Ragged as read from disk; `packing` and `bins` make Blocks and Bins of it. None for a task without text."
+    targets: Array | None
+    "(N,) int64 classes, (N, C) float32 for multi-label, (N,) float32 for regression, or as the task has them."
+    others: Mapping[str, Array] = field(default_factory=dict)
+    "The other model inputs."
+    sizes: np.ndarray | None = None
+    "(N,) int32, what each row costs in a batch; None: its tokens."
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens if self.sizes is None else self.sizes)  # type: ignore[arg-type]
+
+    def lengths_of(self, numbers: np.ndarray) -> np.ndarray:
+        """(B,) int64, what the rows `numbers` (B,) cost in a batch."""
+        if self.sizes is not None:
+            return np.asarray(self.sizes[numbers], dtype=np.int64)
+        assert self.tokens is not None, "rows have tokens or sizes"
+        return self.tokens.lengths_of(numbers)
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The model inputs by name."""
+        ids: dict[str, Array] = {INPUT_IDS: self.tokens} if isinstance(self.tokens, Ragged) else {}
+        return {**ids, **self.others}
 
 
 def build_cache(prepared: Path, cache: Path) -> None:
@@ -70,43 +86,50 @@ def build_cache(prepared: Path, cache: Path) -> None:
 def open_tokens(cache: Path) -> TokenTable:
     """The cache as memory-mapped arrays. Raises DataError when it has no row."""
     about = atomic_io.read_json(cache / "about.json")
-    rows = about["rows"]
-    if rows == 0:
+    if about["rows"] == 0:
         raise DataError(
             "the table has no row with both a text and a label, where the task has labels: nothing to learn"
         )
-    offsets = offsets_of(_map(cache / "lengths.bin", np.dtype(np.int32)))
-    targets = None if about["target"] is None else _map(cache / "targets.bin", np.dtype(about["target"]))
-    if targets is not None and about["width"]:
-        targets = targets.reshape(rows, about["width"])
-    values = _map(cache / "values.bin", np.dtype(np.int32))
+    arrays = {name: _open_array(cache / name, about["rows"], column) for name, column in about["columns"].items()}
+    sizes, targets, tokens = arrays.pop("length"), arrays.pop("target", None), arrays.pop(INPUT_IDS, None)
+    assert isinstance(sizes, np.ndarray), "one number per row"
+    assert tokens is None or isinstance(tokens, Ragged), "rows of any length"
+    return TokenTable(tokens, targets, arrays, sizes)
+
+
+def _open_array(folder: Path, rows: int, column: Mapping[str, Any]) -> Array:
+    values = _map(folder / "values.bin", np.dtype(column["type"]))
+    if not column["ragged"]:
+        return values.reshape(rows, column["width"]) if column["width"] else values
+    offsets = offsets_of(_map(folder / "lengths.bin", np.dtype(np.int32)))
     found = (len(offsets) - 1, len(values))
-    assert found == (rows, offsets[-1]), f"{cache}: {found} rows and tokens, expected {rows} and {offsets[-1]}"
-    return TokenTable(Ragged(values, offsets), targets)
+    assert found == (rows, offsets[-1]), f"{folder}: {found} rows and values, expected {rows} and {offsets[-1]}"
+    return Ragged(values, offsets)
 
 
-def _decode(files: list[Path], folder: Path) -> dict[str, int | str | None]:
-    rows = width = 0
-    target: str | None = None
+def _decode(files: list[Path], folder: Path) -> dict[str, Any]:
+    rows, columns = 0, dict[str, dict[str, Any]]()
     with ExitStack() as stack:
-        values, lengths, targets = (
-            stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in ("values", "lengths", "targets")
-        )
+        opened: dict[Path, IO[bytes]] = {}
+
+        def write(path: Path, array: np.ndarray) -> None:
+            if path not in opened:
+                path.parent.mkdir(exist_ok=True)
+                opened[path] = stack.enter_context(open(path, "wb"))
+            opened[path].write(np.ascontiguousarray(array).data)
+
         for batch in _trainable(files):
-            ids = batch.column("input_ids")
-            values.write(ids.flatten().to_numpy(zero_copy_only=False))
-            lengths.write(pc.list_value_length(ids).cast(pa.int32()).to_numpy(zero_copy_only=False))
             rows += len(batch)
-            if "target" not in batch.schema.names:
-                continue
-            column = batch.column("target")
-            if pa.types.is_list(column.type):
-                width = len(column.flatten()) // len(batch)
-                column = column.flatten()
-            array = column.to_numpy(zero_copy_only=False)
-            targets.write(array)
-            target = array.dtype.str
-    return {"rows": rows, "target": target, "width": width}
+            for name in batch.schema.names:
+                column = batch.column(name)
+                array = as_matrix(from_arrow(column)) if name == "target" else from_arrow(column)
+                if isinstance(array, Ragged):
+                    write(folder / name / "lengths.bin", array.lengths.astype(np.int32))
+                values = array.values if isinstance(array, Ragged) else array
+                write(folder / name / "values.bin", values)
+                width = array.shape[1] if isinstance(array, np.ndarray) and array.ndim > 1 else 0
+                columns[name] = {"type": values.dtype.str, "ragged": isinstance(array, Ragged), "width": width}
+    return {"rows": rows, "columns": columns}
 
 
 def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
@@ -114,11 +137,11 @@ def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
     for path in files:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                names = [name for name in ("input_ids", "target", "error") if name in file.schema_arrow.names]
+                names = [name for name in file.schema_arrow.names if name not in ("row_id", "cut")]
                 for batch in file.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
                     good = batch.filter(batch.column("error").is_null()) if count_failed(batch) else batch
                     if len(good):
-                        yield good
+                        yield good.drop_columns(["error"])
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: {error}. Delete the folder {path.parent} and run again.") from error
 

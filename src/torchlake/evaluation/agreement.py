@@ -90,7 +90,7 @@ def _with_metric(
 ) -> Agreement:
     task = plugins.load("tasks", spec.task)
     # How often it is right is what people ask of one class a row; the task's own metric there weighs rare classes up.
-    metric = "accuracy" if spec.problem == "single_label" else task.DEFAULT_METRIC[spec.problem]
+    metric = "accuracy" if spec.problem == "single_label" else task.default_metric[spec.problem]
     generator = np.random.default_rng(0)
     number = RESAMPLES if metric == "accuracy" else RESAMPLES_OF_OTHERS
     draws = (generator.integers(0, len(targets), len(targets)) for _ in range(number))
@@ -108,7 +108,7 @@ def _with_metric(
         drawn = np.array([changed(rows) for rows in draws])
     drawn = drawn[np.isfinite(drawn)]
     low, high = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (change, change)
-    drop = change / spread if lower_is_better(metric, task.DIRECTIONS) else 0.0 - change
+    drop = change / spread if lower_is_better(metric, task.directions) else 0.0 - change
     return replace(
         found,
         metric=metric,

@@ -9,12 +9,11 @@ table, a second read of one column, and the probabilities of all rows in memory 
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Unpack
 
 import numpy as np
@@ -23,13 +22,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import plugins
+from torchlake.data.features import as_matrix, from_arrow
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.perplexity import measure_texts
-from torchlake.metrics import Metric, evaluate_metrics
-from torchlake.models.load import Label, TaskSpec, load_spec
+from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
+from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.scoring import predict as predicting
+from torchlake.scoring.options import known_spec, with_columns
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
@@ -45,9 +46,12 @@ from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input
 from torchlake.tables.storage.spread import Spread
 from torchlake.tables.table import open_table
+from torchlake.tasks import ColumnOptions
 
 PREFIX = "predicted_"
 RESAMPLES = 1000
+RESAMPLES_OF_TASKS = 200
+"Of metrics that a task computes itself."
 RESAMPLED_NUMBERS = 100_000_000
 "Probabilities drawn by all resamples together, about a minute of work; larger tables get fewer resamples."
 RESAMPLE_PRICE = 4000
@@ -84,16 +88,20 @@ def evaluate(
     model: str | Path,
     table: Input,
     *,
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
     label: str | None = None,
+    text_pair: str | Sequence[str] | None = None,
+    inputs: Mapping[str, str | Sequence[str]] | None = None,
+    task: Any = None,
     engine: Engine | str | None = None,
     runtime: Runtime | None = None,
     **read: Unpack[ReadArguments],
 ) -> Evaluation:
     """Measure `model` on `table`: a stored table (file, folder, glob, URL or a list of them), a frame or a stream.
 
-    `text` and `label` name the columns if they differ from those of the training table; `runtime` is as in `predict`,
-    and so are the rows of a stored table that are measured (`where`, `sample` with `seed`, `limit`) and `csv`.
+    `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; `task`
+    and `runtime` are as in `predict`, and so are the rows of a stored table that are measured (`where`, `sample` with
+    `seed`, `limit`) and `csv`.
     A language model is measured on the texts only (`perplexity.py`).
 
     Raises DataError for a label that the model does not know and for a table without usable rows, TableError for a
@@ -107,17 +115,22 @@ def evaluate(
     options = read_options(read)
     if is_frame(table):
         options.refuse_for_frames()
-    spec, engine, table = load_spec(model), as_engine(engine), pinned(table)
+    spec, engine, table = known_spec(model_folder(model), task), as_engine(engine), pinned(table)
+    spec = with_columns(spec, text=text, text_pair=text_pair, inputs=inputs)
     if spec.label is None:
         if label is not None:
             raise UsageError(f"label: {spec.task} is measured on the texts only; leave it out.")
-        return _of_texts(model, table, replace(spec, text=text or spec.text), engine, runtime, options)
-    spec = replace(spec, text=text or spec.text, label=label or spec.label)
+        if not plugins.load("tasks", spec.task).packs:
+            raise UsageError(f"{spec.task} learns no label, so there is nothing to evaluate its predictions by.")
+        return _of_texts(model, table, spec, engine, runtime, options)
+    spec = replace(spec, label=label or spec.label)
     with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
         predict = partial(
             predicting.predict,
             model,
-            text=spec.text,
+            text=spec.text or None,
+            **({} if spec.text_pair is None else {"text_pair": spec.text_pair}),
+            inputs=spec.inputs,
             all_probabilities=True,
             prefix=PREFIX,
             engine=engine,
@@ -126,15 +139,15 @@ def evaluate(
         )
         if is_frame(table):
             frame = to_arrow(table)
-            targets, reasons = _frame_targets(frame, spec)
-            scored = predict(frame.select([spec.text]))
+            labels, reasons = _frame_labels(frame, spec)
+            scored = predict(frame.select(list(spec.input_columns)))
         else:
             output = Path(folder, "scored")
             with spooled(table, output) as stored:
-                targets, reasons = _stored_targets(stored, spec, options, (engine or Local()).spread)
+                labels, reasons = _stored_labels(stored, spec, options, (engine or Local()).spread)
                 predict(stored, output, **read)
             scored = _read_scored(committed_files(output), spec)
-    return _measure(scored, targets, reasons, spec)
+    return _measure(scored, labels, reasons, spec)
 
 
 def _of_texts(
@@ -158,34 +171,36 @@ def _of_texts(
     )
 
 
-def _frame_targets(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
+def _frame_labels(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int, str]]:
     for column in spec.columns:
         if column not in frame.column_names:
             raise TableError(f"the frame has no column {column!r}; it has: {', '.join(frame.column_names)}")
-    return _task(spec).encode_labels(frame[spec.label], spec), {}
+    plugins.load("tasks", spec.task).encode_labels(frame[spec.label].combine_chunks(), spec)  # refuses unknown labels
+    return frame[spec.label], {}
 
 
-def _stored_targets(
+def _stored_labels(
     table: StoredTable, spec: TaskSpec, options: ReadOptions, spread: Spread
-) -> tuple[pa.Array, dict[int, str]]:
-    """Return the encoded labels of all rows, in the table's order, and the reasons of unreadable ones."""
+) -> tuple[pa.ChunkedArray, dict[int, str]]:
+    """Return the labels of all rows, in the table's order, and the reasons of unreadable ones."""
     source = open_table(table, columns=spec.columns, options=options, spread=spread)
     plan = plan_chunks(source, columns=(spec.label or "",), hashed=False, spread=spread)
     bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
     pieces: list[pa.Array] = []
     reasons: dict[int, str] = {}
     first = 0
-    parts = spread(partial(_targets, spec), bundles, size=plan.rows * READ_BYTES, name="read the labels")
+    read = partial(_labels, plugins.load("tasks", spec.task), spec)
+    parts = spread(read, bundles, size=plan.rows * READ_BYTES, name="read the labels")
     with closing(parts):
-        for targets, unreadable in parts:
-            pieces.append(targets)
+        for labels, unreadable in parts:
+            pieces.append(labels)
             reasons |= {first + row: reason for row, reason in unreadable.items()}
-            first += len(targets)
-    return pa.concat_arrays(pieces) if pieces else pa.array([], _task(spec).target_type(spec)), reasons
+            first += len(labels)
+    return pa.chunked_array(pieces, source.schema.field(spec.label).type), reasons
 
 
-def _targets(spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Array, dict[int, str]]:
-    """The encoded labels of some chunks, and the reasons of their unreadable rows."""
+def _labels(task: Any, spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Array, dict[int, str]]:
+    """The labels of some chunks, and the reasons of their unreadable rows. Raises DataError for unknown labels."""
     assert spec.label is not None, "a task without labels is measured on its texts"
     reader = ChunkReader((spec.label,))
     pieces: list[pa.Array] = []
@@ -194,10 +209,12 @@ def _targets(spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Array, dict[in
     try:
         for chunk in chunks:
             rows, unreadable = reader.read(chunk)
+            labels = rows[spec.label].combine_chunks()
             try:
-                pieces.append(_task(spec).encode_labels(rows[spec.label], spec))
+                task.encode_labels(labels, spec)
             except DataError as error:
                 raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
+            pieces.append(labels)
             reasons |= {first + row: reason for row, reason in unreadable.items()}
             first += chunk.rows
     finally:
@@ -205,45 +222,38 @@ def _targets(spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Array, dict[in
     return pa.concat_arrays(pieces), reasons
 
 
-def _task(spec: TaskSpec) -> ModuleType:
-    return plugins.load("tasks", spec.task)
-
-
 def _read_scored(files: Sequence[Path], spec: TaskSpec) -> pa.Table:
-    names = [PREFIX + name for name in _task(spec).probability_names(spec)]
+    schema = plugins.load("tasks", spec.task).output_schema(spec, ColumnOptions(all_probabilities=True))
+    names = [PREFIX + name for name in schema.names]
     tables = [pq.read_table(file, columns=[*names, "error"], page_checksum_verification=True) for file in files]
     if not tables:
         raise DataError("the table has no rows to evaluate on")
     return pa.concat_tables(tables)
 
 
-def _measure(scored: pa.Table, targets: pa.Array, reasons: dict[int, str], spec: TaskSpec) -> Evaluation:
-    if len(scored) != len(targets):
-        raise DataError(f"the table had {len(targets):,} rows, then {len(scored):,}: it changed while it was evaluated")
-    failures = dict.fromkeys(pc.indices_nonzero(targets.is_null()).to_pylist(), "null_label") | reasons
+def _measure(scored: pa.Table, labels: pa.ChunkedArray, reasons: dict[int, str], spec: TaskSpec) -> Evaluation:
+    if len(scored) != len(labels):
+        raise DataError(f"the table had {len(labels):,} rows, then {len(scored):,}: it changed while it was evaluated")
+    task = plugins.load("tasks", spec.task)
+    missing = task.encode_labels(labels.combine_chunks(), spec).is_null()
+    failures = dict.fromkeys(pc.indices_nonzero(missing).to_pylist(), "null_label") | reasons
     reason_column = scored["error"].combine_chunks()
     for row in pc.indices_nonzero(reason_column.is_valid()).to_pylist():
         failures[row] = reason_column[row].as_py()
-    usable = np.ones(len(targets), dtype=bool)
+    usable = np.ones(len(labels), dtype=bool)
     usable[list(failures)] = False
     errors = dict(count_reasons(pa.array(failures.values(), pa.string())).most_common())
     if not usable.any():
         raise DataError(
-            f"no row of {len(targets):,} has both a label in {spec.label!r} and a prediction: "
+            f"no row of {len(labels):,} has both a label in {spec.label!r} and a prediction: "
             + (", ".join(f"{reason} {rows:,}" for reason, rows in errors.items()) or "the table is empty")
         )
-    names = [PREFIX + name for name in _task(spec).probability_names(spec)]
-    probabilities = np.column_stack([scored[name].to_numpy() for name in names])[usable]
-    wanted = targets.filter(pa.array(usable))
-    if spec.problem == "multi_label":
-        truth = wanted.flatten().to_numpy(zero_copy_only=False).reshape(len(wanted), len(spec.labels))
-    else:
-        truth = wanted.to_numpy(zero_copy_only=False)
-    price = probabilities.shape[1] * (len(truth) + RESAMPLE_PRICE)
-    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // price))
-    metrics, confusion = evaluate_metrics(probabilities, truth, spec.problem, spec.labels, resamples=resamples)
+    predictions = scored.rename_columns([name.removeprefix(PREFIX) for name in scored.column_names]).filter(usable)
+    known = labels.filter(pa.array(usable)).combine_chunks()
+    measured = _measure_classes if task.measures_classes else _measure_task
+    metrics, confusion, resamples = measured(task, predictions, known, spec)
     return Evaluation(
-        rows=len(targets),
+        rows=len(labels),
         failed=len(failures),
         errors=errors,
         metrics=metrics,
@@ -251,3 +261,27 @@ def _measure(scored: pa.Table, targets: pa.Array, reasons: dict[int, str], spec:
         labels=spec.labels,
         resamples=resamples,
     )
+
+
+def _measure_classes(
+    task: Any, predictions: pa.Table, labels: pa.Array, spec: TaskSpec
+) -> tuple[dict[str, Metric], np.ndarray | None, int]:
+    """Return the metrics of classes or a number, the confusion matrix, and the number of resamples."""
+    probabilities = np.column_stack([predictions[name].to_numpy() for name in task.probability_names(spec)])
+    truth = np.asarray(as_matrix(from_arrow(task.encode_labels(labels, spec))))
+    price = probabilities.shape[1] * (len(truth) + RESAMPLE_PRICE)
+    resamples = min(RESAMPLES, max(100, RESAMPLED_NUMBERS // price))
+    return *evaluate_metrics(probabilities, truth, spec.problem, spec.labels, resamples=resamples), resamples
+
+
+def _measure_task(
+    task: Any, predictions: pa.Table, labels: pa.Array, spec: TaskSpec
+) -> tuple[dict[str, Metric], np.ndarray | None, int]:
+    """The same of a task with metrics of its own."""
+
+    def estimate(rows: np.ndarray) -> dict[str, float]:
+        places = pa.array(rows)
+        found: dict[str, float] = task.measure(predictions.take(places), labels.take(places), spec)
+        return found
+
+    return bootstrapped(estimate, len(labels), resamples=RESAMPLES_OF_TASKS), None, RESAMPLES_OF_TASKS

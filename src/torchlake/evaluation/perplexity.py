@@ -119,7 +119,7 @@ def make_loss_worker(settings: LossSettings) -> Callable[[Iterator[range]], Iter
 
     def losses(numbers: np.ndarray) -> np.ndarray:
         ids, mask = blocks.padded(numbers, pad_id)
-        logits = torch.from_numpy(forward(input_ids_of(ids), mask))
+        logits = torch.from_numpy(forward(input_ids=input_ids_of(ids), attention_mask=mask))
         targets = torch.from_numpy(task.targets(ids, mask))
         rows = zip(logits.split(1), targets.split(1), strict=True)
         return np.array([task.loss_sum(one, wanted, spec).item() for one, wanted in rows])
@@ -141,7 +141,7 @@ def _losses(settings: LossSettings, engine: Engine) -> tuple[np.ndarray, np.ndar
     found = np.zeros(len(blocks))
     pieces = [range(first, min(first + BLOCKS_AT_ONCE, len(found))) for first in range(0, len(found), BLOCKS_AT_ONCE)]
     made = engine.run_chunks(
-        partial(make_loss_worker, settings),
+        plugins.carried(settings.spec.task, partial(make_loss_worker, settings)),
         pieces,
         gpus_per_process=None,
         memory_per_process=worker_memory(settings.model),

@@ -47,6 +47,8 @@ def copy_beside(model: Path, folder: Path) -> None:
 def _classifier(model: Path, format: str, libraries: tuple[str, ...]) -> TaskSpec:
     """Return the model's task. Raises UsageError if it is no classifier, or something is missing."""
     spec = load_spec(model)
+    if spec.text_pair is not None:
+        raise UsageError(f"{model}: reads pairs of texts; the graph of the format {format} has no token types.")
     if spec.task != "text_classification":
         raise UsageError(f"{model}: is a model for {spec.task}; the format {format} is for text_classification.")
     refusal = _exported.refusal(model, extra=format, libraries=libraries)

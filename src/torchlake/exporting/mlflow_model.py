@@ -134,6 +134,10 @@ def _settings(model: str | Path, options: Mapping[str, Any]) -> tuple[ScoringSet
     check_options(options)
     others = {name: value for name, value in options.items() if name != "runtime"}
     settings, spec, _ = scoring_settings(model, options["runtime"], {}, **others)
+    if len(spec.input_columns) != 1:
+        raise UsageError(
+            f"{model}: reads the columns {', '.join(spec.input_columns)}; MLflow gets models of one column."
+        )
     return settings, spec
 
 
@@ -142,6 +146,7 @@ def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
+    assert isinstance(settings.text, str), "one column, as checked"
     columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
     outputs: list[ColSpec | TensorSpec] = [ColSpec(_type(column.type), column.name) for column in columns]
     return ModelSignature(Schema([ColSpec("string", settings.text)]), Schema(outputs))

@@ -48,6 +48,7 @@ __all__ = [
     "model_folder",
     "positions",
     "save_model_folder",
+    "uses_token_types",
     "whole_config",
 ]
 
@@ -100,6 +101,13 @@ def load_spec(folder: str | Path) -> TaskSpec:
         label="label",
         max_length=max_length(folder),
     )
+
+
+def uses_token_types(folder: Path) -> bool:
+    """Return whether a model folder is of text pairs, and its tokenizer gives their tokens types."""
+    path = folder / TASK_FILE
+    pairs = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
+    return pairs and "token_type_ids" in load_tokenizer(folder).model_input_names
 
 
 def load_model(

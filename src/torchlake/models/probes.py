@@ -5,9 +5,7 @@ result, whether restarted positions separate texts. A forward pass over two rows
 come from the model's tokenizer because models rely on its special tokens: BART and T5 classify at the end token.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,45 +13,65 @@ import torch
 from torch import nn
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.data.batching import Ragged, pad
-from torchlake.errors import DataError, ran_out_of_memory
+from torchlake.data.batching import Ragged
+from torchlake.data.features import INPUT_IDS, Features
+from torchlake.errors import DataError, TorchlakeError, ran_out_of_memory
 from torchlake.models.config import in_words
 from torchlake.optim.precision import ComputeWeights
 
+Batch = Mapping[str, np.ndarray]
+"The model's keyword arguments for some rows."
+
 # Funnel computes no row of 4 tokens or fewer.
 TEXTS = ("some words of a row", "all of this is a row, and there are some more words in it than in the other one.")
+MASK = "attention_mask"
 AGREEMENT = 1e-4
 "Relative to the largest logit: far above rounding, far below the effect of padding or of another text."
 
 
-def rows(task: ModuleType, tokenizer: Any, spec: TaskSpec) -> list[np.ndarray]:
-    """Return a short and a longer row of token ids, each (L,) int64, tokenized by the task."""
-    made = (task.documents if task.PACKED else task.tokenize)(tokenizer, TEXTS, spec)
-    values, offsets = made[0].astype(np.int64), made[1]
-    return [values[first:last][: spec.max_length] for first, last in pairwise(offsets)]
+def features(task: Any, processor: Any, spec: TaskSpec) -> Features | None:
+    """Return a short and a longer row, made by the task as in training; None if it reads other things than texts."""
+    inputs = task.sample_inputs(spec, TEXTS)
+    if inputs is None:
+        return None
+    found: Features = task.examples(inputs, None, processor, spec)[0]
+    return found
 
 
-def find_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -> list[str]:
+def batches(task: Any, made: Features, processor: Any, spec: TaskSpec) -> list[Batch]:
+    """Return each row of `made` as a batch of its own, without padding."""
+    ids = made.arrays.get(INPUT_IDS)
+    if isinstance(ids, Ragged) and task.packs:
+        rows = (row[: spec.max_length].astype(np.int64)[None] for row in np.split(ids.values, ids.offsets[1:-1]))
+        return [{INPUT_IDS: row, MASK: np.ones_like(row)} for row in rows]
+    return [task.checked_batch(made.arrays, np.array([row]), processor, spec) for row in range(len(made))]
+
+
+def run(model: nn.Module, task: Any, batch: Batch) -> Any:
+    """Return what the model returns for a batch in main memory, on the model's device."""
+    device = next(model.parameters()).device
+    inputs = {name: torch.from_numpy(each).to(device) for name, each in batch.items() if name not in task.kept_back}
+    return model(**inputs, **task.forward_options)
+
+
+def find_unreached(model: nn.Module, task: Any, batch: Batch) -> list[str]:
     """Return the names of the parameters that the loss does not depend on, such as a pooler that the head ignores.
 
-    They have no gradient, and DDP would wait for it. A forward pass over one row (L,) builds autograd's graph, and the
+    They have no gradient, and DDP would wait for it. A forward pass over one row builds autograd's graph, and the
     parameters it does not lead to are the ones: no gradient is computed, which would take the memory of a second model.
-    `forward` are the task's arguments. The model is in training mode afterwards. Raises DataError if the model cannot
-    process a row of its tokenizer.
+    The model is in training mode afterwards. Raises DataError if the model cannot process a row of its tokenizer.
     """
     model.eval()
-    ids = torch.from_numpy(row)[None]
     try:
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **forward).logits
+        outputs = task.checked_outputs(run(model, task, batch), 1)
+    except TorchlakeError:
+        raise
     except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
         if ran_out_of_memory(error):
             raise
-        raise DataError(
-            f"{type(model).__name__} cannot process a row of {len(row)} tokens of its tokenizer "
-            f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."
-        ) from error
+        raise DataError(_cannot_process(model, task, batch, error)) from error
     model.train()
-    reached, seen, nodes = set(), set(), [logits.grad_fn]
+    reached, seen, nodes = set(), set(), [outputs.grad_fn]
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
@@ -64,27 +82,38 @@ def find_unreached(model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -
     return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in reached]
 
 
+def _cannot_process(model: nn.Module, task: Any, batch: Batch, error: Exception) -> str:
+    if not task.auto_class:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
+        return f"the task {task.name!r}: its module cannot compute a batch of one row ({shapes}): {in_words(error)}"
+    return (
+        f"{type(model).__name__} cannot process a row of {batch[INPUT_IDS].shape[1]} tokens of its tokenizer "
+        f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."
+    )
+
+
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
     """Let gradients be computed for the parameters that have them already, but not for those in `names`."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in names)
 
 
-def padding_matters(model: nn.Module, wanted: Sequence[np.ndarray], pad_id: int) -> bool:
+def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any, spec: TaskSpec) -> bool:
     """Return whether padding changes a classifier's result for a row, despite the attention mask.
 
     XLNet uses the last position of a row, Funnel averages neighbors: their batches have rows of one length only. The
     model's mode is restored.
     """
-    lengths = [len(row) for row in wanted]
-    tokens = Ragged(np.concatenate(wanted).astype(np.int32), np.concatenate([[0], np.cumsum(lengths)]))
-    ids, mask = (torch.from_numpy(array) for array in pad(tokens, np.arange(len(wanted)), pad_id))
-    device, training = next(model.parameters()).device, model.training
+    together_in = task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)
+    alone_in = [
+        {name: each for name, each in one.items() if name != MASK} for one in batches(task, made, processor, spec)
+    ]
+    training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            together = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-            alone = [model(input_ids=torch.from_numpy(row)[None].to(device)).logits for row in wanted]
+            together = task.outputs(run(model, task, together_in))
+            alone = [task.outputs(run(model, task, one)) for one in alone_in]
     finally:
         model.train(training)
     return not _agree(together, torch.cat(alone))
@@ -111,16 +140,15 @@ def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, 
     return _agree(together, torch.cat(alone, dim=1))
 
 
-def obstacle_in(dtype: torch.dtype, model: nn.Module, row: np.ndarray, forward: dict[str, Any]) -> str | None:
-    """Return why the model cannot compute with weights in `dtype`, found by a forward pass over one row (L,); or None.
+def obstacle_in(dtype: torch.dtype, model: nn.Module, task: Any, batch: Batch) -> str | None:
+    """Return why the model cannot compute with weights in `dtype`, found by a forward pass over one row; or None.
 
     A few architectures mix their activations with fp32 constants (OpenAI GPT), or have operations that bf16 lacks
     (FNet). Cost: a copy of the weights in `dtype`, for that pass.
     """
-    ids = torch.from_numpy(row)[None]
     try:
         with torch.no_grad():
-            ComputeWeights(model, dtype)(input_ids=ids, attention_mask=torch.ones_like(ids), **forward)
+            run(ComputeWeights(model, dtype), task, batch)
     except (RuntimeError, TypeError) as error:
         if ran_out_of_memory(error):
             raise

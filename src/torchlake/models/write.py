@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,30 +12,37 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchlake import atomic_io
-from torchlake.config.task_spec import TASK_FILE, TaskSpec, spec_to_json
+from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
 from torchlake.failpoints import failpoint
 from torchlake.tables.output.staging import exchange
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 SHOWN_LABELS = 50
-# For each task: transformers' Auto class, the hub's name, and the output if there are no classes.
-ABOUT = {
-    "text_classification": ("AutoModelForSequenceClassification", "text-classification", "number"),
-    "text_generation": ("AutoModelForCausalLM", "text-generation", "text"),
-}
+OWN_MODEL_TYPE = "torchlake"
+"`model_type` in the config.json of a task's own module that has no configuration."
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a model card says of a task, and how its weights are written."""
+
+    auto_class: str = "AutoModelForSequenceClassification"
+    "transformers' Auto class; empty for a task's own module."
+    hub_task: str = "text-classification"
 
 
 def save_model_folder(
     folder: Path,
-    model_or_state: "PreTrainedModel | Mapping[str, torch.Tensor]",
-    config: "PretrainedConfig",
-    tokenizer: "PreTrainedTokenizerFast",
+    model_or_state: "torch.nn.Module | Mapping[str, torch.Tensor]",
+    config: "PretrainedConfig | None",
+    tokenizer: "PreTrainedTokenizerFast | None",
     spec: TaskSpec,
     *,
     card: Mapping[str, Any],
+    about: About = About(),
     beside: Path | None = None,
     site: str = "model",
 ) -> None:
@@ -42,24 +50,19 @@ def save_model_folder(
 
     `model_or_state` is the model, or its full state dict by name (`config.architectures` then names the class). `card`
     fills the model card: any of base, metrics ({name: number, or {value, low, high}}), data, seconds, steps. The folder
-    `beside` is copied into it under its name. Raises StorageError after removing the incomplete folder.
+    `beside` is copied into it under its name. A module that is not of transformers is written as one safetensors file.
+    Raises StorageError after removing the incomplete folder.
     """
-    import transformers
-
-    model: Any = model_or_state
-    state = None
-    if isinstance(model_or_state, Mapping):
-        import torch
-
-        state = dict(model_or_state)
-        with torch.device("meta"):
-            model = getattr(transformers, (config.architectures or [""])[0])(config)
     with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
-            model.save_pretrained(temporary, state_dict=state)
-            tokenizer.save_pretrained(temporary)
+            if about.auto_class:
+                _save_pretrained(temporary, model_or_state, config)
+            else:
+                _save_own(temporary, model_or_state, config)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
         atomic_io.write_json(temporary / TASK_FILE, spec_to_json(spec), site=f"{site}.task")
-        atomic_io.write_bytes(temporary / "README.md", model_card(spec, card).encode(), site=f"{site}.card")
+        atomic_io.write_bytes(temporary / "README.md", model_card(spec, card, about).encode(), site=f"{site}.card")
         if beside is not None:
             shutil.copytree(beside, temporary / beside.name)
 
@@ -90,7 +93,35 @@ def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
+def _save_pretrained(folder: Path, model_or_state: Any, config: Any) -> None:
+    import torch
+    import transformers
+
+    if not isinstance(model_or_state, Mapping):
+        model_or_state.save_pretrained(folder)
+        return
+    with torch.device("meta"):
+        model: Any = getattr(transformers, (config.architectures or [""])[0])(config)
+    model.save_pretrained(folder, state_dict=dict(model_or_state))
+
+
+def _save_own(folder: Path, model_or_state: Any, config: Any) -> None:
+    """Write the weights of a task's own module, and the configuration of the encoder in it, if there is one.
+
+    `architectures` is empty, so that transformers does not take the weights for those of the encoder alone.
+    """
+    from safetensors.torch import save_file
+
+    from torchlake.checkpoints.format import untied
+
+    state = model_or_state if isinstance(model_or_state, Mapping) else model_or_state.state_dict()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in untied(state).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = {"model_type": OWN_MODEL_TYPE} if config is None else config.to_dict()
+    atomic_io.write_json(folder / "config.json", {**values, "architectures": []}, site="model.config")
+
+
+def model_card(spec: TaskSpec, card: Mapping[str, Any], about: About = About()) -> str:
     """Return the text of README.md.
 
     `card` may have base (the encoder's name), metrics ({name: number} or {name: {value, low, high}}), and further
@@ -100,8 +131,9 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
         release = version("torchlake")
     except PackageNotFoundError:
         release = "from its source folder"
-    auto_class, kind, output = ABOUT.get(spec.task, ABOUT["text_classification"])
-    front = {"library_name": "transformers", "pipeline_tag": kind, "tags": ["torchlake", spec.problem]}
+    auto_class = about.auto_class
+    output = "text" if spec.problem in GENERATIVE else "number"
+    front = {"library_name": "transformers", "pipeline_tag": about.hub_task, "tags": ["torchlake", spec.problem]}
     if "base" in card and not Path(str(card["base"])).is_absolute():  # a local path is useless on the hub
         front["base_model"] = str(card["base"]).partition("@")[0]
     labels = ", ".join(f"`{label}`" for label in spec.labels[:SHOWN_LABELS])
@@ -110,7 +142,7 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
     facts = {
         "task": f"{spec.task} ({spec.problem})",
         "labels": labels or f"none: the output is a {output}",
-        "columns": f"text `{spec.text}`" + ("" if spec.label is None else f", label `{spec.label}`"),
+        "columns": ", ".join(_columns(spec)),
         **_lengths(spec),
         **_units(spec),
         **{name: value for name, value in card.items() if name != "metrics"},
@@ -123,13 +155,24 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any]) -> str:
     if metrics := card.get("metrics"):
         text += "\n| metric | value | 95 % interval |\n|---|---|---|\n"
         text += "\n".join(_metric_line(name, value) for name, value in metrics.items()) + "\n"
-    return text + (
-        "\nWith transformers:\n\n```python\n"
-        f"from transformers import {auto_class}, AutoTokenizer\n"
-        f"model = {auto_class}.from_pretrained(folder)\n"
-        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n"
-        "\nWith torchlake:\n\n```bash\ntorchlake predict FOLDER table.parquet scored/\n```\n"
-    )
+    if auto_class:
+        text += (
+            "\nWith transformers:\n\n```python\n"
+            f"from transformers import {auto_class}, AutoTokenizer\n"
+            f"model = {auto_class}.from_pretrained(folder)\n"
+            "tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n"
+        )
+    return text + ("\nWith torchlake:\n\n```bash\ntorchlake predict FOLDER table.parquet scored/\n```\n")
+
+
+def _columns(spec: TaskSpec) -> list[str]:
+    """The columns of the inputs and the label, each after its name."""
+    named = {"text": spec.text, "text pair": spec.text_pair, **spec.inputs, "label": spec.label}
+    return [
+        f"{name} {' '.join(f'`{column}`' for column in as_columns(columns))}"
+        for name, columns in named.items()
+        if columns
+    ]
 
 
 def _lengths(spec: TaskSpec) -> dict[str, str]:

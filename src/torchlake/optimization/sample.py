@@ -71,6 +71,7 @@ def draw_sample(
     task = plugins.load("tasks", spec.task)
     column = label or spec.label
     assert column is not None, "optimize refuses tasks without labels"
+    assert isinstance(spec.text, str), "optimize refuses several columns"
     if is_frame(table):
         pool, readable = _frame_pool(table, spec.text, column)
     else:

@@ -250,7 +250,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
         "train.fsdp.shard_ranks (counted as all ranks)": train.fsdp.shard_ranks is not None,
         "train.fsdp.tensor_parallel (counted as 1)": train.fsdp.tensor_parallel > 1,
         "train.precision=fp16, in which a language model's logits stay whole": train.precision == "fp16"
-        and plugins.load("tasks", job.model.task).PACKED,
+        and plugins.load("tasks", job.model.task).packs,
         "train.fsdp.cpu_offload": train.fsdp.cpu_offload,
         "train.deepspeed.offload_optimizer": train.deepspeed.offload_optimizer,
         "train.deepspeed.offload_parameters": train.deepspeed.offload_parameters,

@@ -23,19 +23,20 @@ from torchlake.config.sections.strategies import LoraOptions
 from torchlake.config.task_spec import LabelColumn, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.bins import pack_whole
+from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import pack
 from torchlake.errors import DataError
-from torchlake.models.load import check_folder, load_config, load_tokenizer, max_length
+from torchlake.models.load import check_folder, load_config
 from torchlake.optim.parameters import freeze, untrained_layers
 from torchlake.planning.costs import Parameters, Shape
-from torchlake.preparation.prepare import check_answers, select_texts
+from torchlake.preparation.prepare import check_training_columns, make_examples
+from torchlake.preparation.problem import complete_spec, draft_spec
 from torchlake.runs.folder import read_options_of
-from torchlake.scoring.rows import check_prompts, check_text
-from torchlake.tables.arrays import is_blank, string_column
-from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sampling import evenly_spaced, sample_rows
 from torchlake.tables.table import open_table
+from torchlake.tasks._inputs import read_inputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,58 +77,53 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     Raises TableError for a missing column, UsageError for conversations that the tokenizer cannot render, DataError for
     unusable labels and for a table without a usable row.
     """
-    data, task = job.data, plugins.load("tasks", job.model.task)
-    columns = (data.text,) if task.PACKED else (data.text, data.label)
-    table = open_table(data.train, columns=columns, options=read_options_of(job, "train"))
-    if task.PACKED:
-        chat = check_prompts(table.schema, data.text, table.source, task, base)
-        if data.learn == "assistant":
-            check_answers(task, base, table.source, data.text, chat=chat)
-    else:
-        check_text(table.schema, data.text, table.source)
-    pool, plan = sample_rows(table, columns)
+    task, drafted = plugins.load("tasks", job.model.task), draft_spec(job)
+    table = open_table(job.data.train, columns=drafted.columns, options=read_options_of(job, "train"))
+    spec = replace(drafted, problem=task.problems.get(job.data.learn, drafted.problem))
+    check_training_columns(table.schema, task, spec, table.source, base)
+    pool, plan = sample_rows(table, drafted.columns)
     pool = pool.take(pa.array(evenly_spaced(len(pool), min(len(pool), rows))))
-    labeled = pa.repeat(True, len(pool)) if task.PACKED else _labeled(pool[data.label])
-    spec = _task_spec(job, base, pool, plan, labeled, table.source)
-    blank, unreadable, tokens_of = select_texts(task, load_tokenizer(base), pool[data.text], {}, spec)
-    readable = pa.array([row not in unreadable for row in range(len(pool))], pa.bool_())
-    usable = pc.and_(pc.and_(pc.invert(blank), labeled), readable)
-    if not pc.any(usable).as_py():
-        raise _no_usable_row(table.source, len(pool), columns)
-    values, offsets, cut = tokens_of(usable)
+    found = None
+    if task.has_labels:
+        if not _has_usable_row(pool, task, drafted):
+            raise _no_usable_row(table.source, len(pool), drafted)
+        found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
+    spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
+    processor = task.load_processor(base, spec, scoring=False)
+    made = make_examples(task, processor, pool, {}, replace(spec, label=None), bad_rows="drop")
+    labeled = np.ones(len(pool), bool) if spec.label is None else np.asarray(_labeled(pool[spec.label]))
+    features = made.features.take(np.flatnonzero(labeled[made.rows]))
+    if not len(features):
+        raise _no_usable_row(table.source, len(pool), drafted)
+    tokens = features.arrays.get(INPUT_IDS)
     return TableSurvey(
         rows=plan.rows,
         sampled=len(pool),
-        unusable=len(pool) - len(cut),
-        truncated=int((cut > 0).sum()),
-        cut=int(cut.sum()),
-        lengths=np.diff(offsets),
-        blocks=_block_lengths(Ragged(values, offsets), spec) if task.PACKED else None,
+        unusable=len(pool) - len(features),
+        truncated=int((features.cut > 0).sum()),
+        cut=int(features.cut.sum()),
+        lengths=features.lengths,
+        blocks=_block_lengths(tokens, spec) if task.packs and isinstance(tokens, Ragged) else None,
         spec=spec,
     )
 
 
-def _task_spec(job: Job, base: Path, pool: pa.Table, plan: Plan, labeled: pa.Array, source: str) -> TaskSpec:
-    """Return the task of the job, with the labels in the sample. Raises DataError for unusable labels."""
-    data, task = job.data, plugins.load("tasks", job.model.task)
-    found = None
-    if not task.PACKED:
-        if not pc.any(pc.and_(pc.invert(is_blank(string_column(pool[data.text]))), labeled)).as_py():
-            raise _no_usable_row(source, len(pool), (data.text, data.label))
-        found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=source)
-    return TaskSpec(
-        task=job.model.task,
-        problem=task.PROBLEMS[data.learn] if found is None else found.problem,
-        labels=() if found is None else found.labels,
-        text=data.text,
-        label=None if found is None else data.label,
-        max_length=max_length(base, job.model.max_length),
+def _has_usable_row(pool: pa.Table, task: Any, spec: TaskSpec) -> bool:
+    """Return whether any row has all inputs and a label."""
+    assert spec.label is not None, "the task has labels"
+    _, errors = read_inputs(pool, task.inputs, spec, {})
+    usable = np.asarray(_labeled(pool[spec.label]))
+    usable[list(errors)] = False
+    return bool(usable.any())
+
+
+def _no_usable_row(source: str, rows: int, spec: TaskSpec) -> DataError:
+    needed = " and ".join(map(repr, spec.input_columns))
+    labeled = "" if spec.label is None else f" and a label in {spec.label!r}"
+    what = "a text" if spec.text else "a value"
+    return DataError(
+        f"{source}: none of {rows:,} sampled rows has {'both ' * bool(labeled)}{what} in {needed}{labeled}."
     )
-
-
-def _no_usable_row(source: str, rows: int, columns: Sequence[str]) -> DataError:
-    needed = " and a label in ".join(map(repr, columns))
-    return DataError(f"{source}: none of {rows:,} sampled rows has {'both ' * (len(columns) > 1)}a text in {needed}.")
 
 
 def _block_lengths(tokens: Ragged, spec: TaskSpec) -> np.ndarray:
@@ -148,7 +144,7 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
 
     check_folder(base, weights=False)
     config: Any = load_config(base)
-    auto: Any = getattr(transformers, plugins.load("tasks", spec.task).AUTO_CLASS)
+    auto: Any = getattr(transformers, plugins.load("tasks", spec.task).auto_class)
     if type(config) not in auto._model_mapping:
         raise DataError(f"{base}: the architecture {config.model_type!r} has no head for {spec.task} in transformers.")
     per_token = auto.__name__ not in ONCE_PER_ROW

@@ -8,7 +8,7 @@ The rules for labels are those of training. A guess that is not clear is an erro
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +56,7 @@ class Column:
         return 0.0 if self.lengths is None or not len(self.lengths) else float(self.lengths.mean())
 
 
-def survey_columns(table: Table, task: ModuleType) -> tuple[list[Column], int, int]:
+def survey_columns(table: Table, task: Any) -> tuple[list[Column], int, int]:
     """Return the columns that can be a text or a label, the rows of the table, and how many of them were read."""
     names = [field.name for field in table.schema if _is_plain(field.type)]
     sample, plan = sample_rows(table, names)
@@ -121,7 +121,7 @@ def describe_label(found: LabelColumn) -> str:
     return f"{found.problem}, {len(found.labels):,} class{'es' * (len(found.labels) != 1)}"
 
 
-def _survey(name: str, values: pa.ChunkedArray, task: ModuleType) -> Column:
+def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Column:
     lengths, has_words, empty, label, refusal = None, False, values.null_count, None, ""
     is_text = _is_text(values.type)
     if is_text:

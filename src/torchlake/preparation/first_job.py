@@ -19,7 +19,7 @@ from torchlake.config.job import load_job
 from torchlake.config.schema import job_schema
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.train import TrainConfig
-from torchlake.config.task_spec import LabelColumn, label_name
+from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
 from torchlake.errors import UsageError
 from torchlake.preparation.columns import Column, choose_label, choose_text, describe_label, survey_columns
 from torchlake.preparation.labels import label_warnings, read_labels
@@ -88,7 +88,8 @@ def write_first_job(
     asked = {name: value for name, value in options.asked.items() if name != "seed"}
     data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **asked)
     read_now = tuple(map(str, version)) if isinstance(version, list) else str(version)
-    found = read_labels(data.model_copy(update={"train": read_now}), task, options)
+    drafted = TaskSpec(task=TASK, problem="single_label", labels=(), text=texts.name, label=labels.name, max_length=0)
+    found = read_labels(data.model_copy(update={"train": read_now}), drafted, task, options)
     counts = dict(zip(map(label_name, found.labels), found.counts, strict=True))
     done = FirstJob(
         path=path,

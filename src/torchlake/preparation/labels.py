@@ -6,13 +6,12 @@ Cost: one pass over the column, wherever `spread` runs it. Does not import torch
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
 
 from torchlake.config.sections.data import DataConfig
-from torchlake.config.task_spec import Label, LabelColumn
+from torchlake.config.task_spec import Label, LabelColumn, TaskSpec
 from torchlake.errors import DataError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
@@ -27,10 +26,10 @@ MAX_SINGLETON_CLASSES = 10
 
 
 def read_labels(
-    data: DataConfig, task: ModuleType, options: ReadOptions, *, spread: Spread = in_process
+    data: DataConfig, spec: TaskSpec, task: Any, options: ReadOptions, *, spread: Spread = in_process
 ) -> LabelColumn:
     """Return the content of the training table's label column. Raises DataError naming the column."""
-    table = open_table(data.train, columns=(data.text, data.label), options=options, spread=spread)
+    table = open_table(data.train, columns=spec.columns, options=options, spread=spread)
     plan = plan_chunks(table, columns=(data.label,), hashed=False, spread=spread)
     count = partial(task.count_labels, problem=data.problem, drop_bad=data.bad_rows == "drop")
     bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -24,13 +23,14 @@ from torchlake import atomic_io, plugins
 from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
 from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
+from torchlake.data.features import INPUT_IDS, Features, to_arrow
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.models import folders, load
 from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
-from torchlake.tables.arrays import is_blank, string_column, without_rows
+from torchlake.tables.arrays import from_numpy
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
@@ -40,6 +40,7 @@ from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.table import open_table
+from torchlake.tasks._inputs import PROMPT, check_columns, read_inputs, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,10 @@ def prepare(
 
     Returns its commit record, also if it was complete before.
 
-    Columns: `row_id` string, `input_ids` list<int32> (~id, below zero, for a token that is read but not learned),
-    `length` int32, `cut` int32 (tokens truncated), `target` (the task's encoding of the label, if it has labels),
-    `error` string, null for rows that can be trained on. The record's provenance counts `truncated` rows and tokens;
+    Columns: `row_id` string, the task's features (of texts `input_ids` list<int32>, with ~id, below zero, for a token
+    that is read but not learned), `length` int32, `cut` int32 (tokens truncated), `target` (the task's encoding of the
+    label, if it has labels), `error` string, null for rows that can be trained on. The record's
+    provenance counts `truncated` rows and tokens;
     above 5 % of rows a warning is logged.
 
     Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
@@ -88,10 +90,7 @@ def prepare(
     """
     source = open_table(table, columns=spec.columns, options=options, spread=engine.spread)
     task = plugins.load("tasks", spec.task)
-    if task.PACKED:
-        chat = check_prompts(source.schema, spec.text, source.source, task, tokenizer)
-        if spec.problem == "next_answer_token":
-            check_answers(task, tokenizer, source.source, spec.text, chat=chat)
+    check_training_columns(source.schema, task, spec, source.source, tokenizer)
     plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output), spread=engine.spread)
     fingerprint = {
         "format": 1,
@@ -117,7 +116,10 @@ def prepare(
         parts = list(out.done)
         items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
         made = engine.run_chunks(
-            partial(make_token_worker, settings), items, name=f"prepare {out.output.name}", label=chunk_label
+            plugins.carried(spec.task, partial(make_token_worker, settings)),
+            items,
+            name=f"prepare {out.output.name}",
+            label=chunk_label,
         )
         ready = sum(part.rows for part in parts)
         with closing(made), progress("prepare", out.plan.rows, "rows", done=ready) as advance:
@@ -136,10 +138,10 @@ def token_schema(spec: TaskSpec) -> pa.Schema:
     return pa.schema(
         [
             pa.field("row_id", pa.string()),
-            pa.field("input_ids", pa.list_(pa.int32())),
+            *(pa.field(name, kind) for name, kind in task.feature_types(spec).items()),
             pa.field("length", pa.int32()),
             pa.field("cut", pa.int32()),
-            *([] if task.PACKED else [pa.field("target", task.target_type(spec))]),
+            *([pa.field("target", task.target_type(spec))] if task.has_labels else []),
             pa.field("error", pa.string()),
         ]
     )
@@ -149,36 +151,20 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
     spec = settings.spec
     task = plugins.load("tasks", spec.task)
-    tokenizer = load.load_tokenizer(Path(settings.tokenizer))
+    processor = task.load_processor(Path(settings.tokenizer), spec, scoring=False)
     reader = ChunkReader(spec.columns)
     schema, embeddings = token_schema(spec), load.embeddings(Path(settings.tokenizer))
 
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
         """The columns, all but `row_id`, of some of the chunk's rows."""
-        labels = None if spec.label is None else table[spec.label].combine_chunks()
-        blank, unreadable, tokens_of = select_texts(task, tokenizer, table[spec.text], unreadable, spec)
-        errors = _find_bad_rows(blank, labels, unreadable)
-        if labels is not None and settings.bad_rows == "drop":
-            for row, reason in task.bad_labels(labels, spec).items():
-                errors.setdefault(row, reason)
-        refused = bool(errors) and settings.bad_rows == "error"
-        good = pa.array([row not in errors and not refused for row in range(len(table))], pa.bool_())
-        flat, offsets, cut = tokens_of(good)
-        _refuse_unknown_tokens(chunk, Ragged(flat, offsets), embeddings, tokenizer)
-        ids = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
         try:
-            targets = [] if labels is None else [task.encode_labels(pc.filter(labels, good), spec)]
+            rows = make_examples(task, processor, table, unreadable, spec, bad_rows=settings.bad_rows)
         except DataError as error:
             raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
-        place = pc.if_else(good, pc.subtract(pc.cumulative_sum(pc.cast(good, pa.int64())), 1), None)
-        columns = [
-            ids.take(place),
-            pc.fill_null(pc.list_value_length(ids).take(place), 0),
-            pc.fill_null(pa.array(cut, pa.int32()).take(place), 0),
-            *(array.take(place) for array in targets),
-            pa.array([errors.get(row) for row in range(len(table))], pa.string()),
-        ]
-        return pa.table(columns, schema=schema.remove(0))
+        ids = rows.features.arrays.get(INPUT_IDS)
+        if isinstance(ids, Ragged):
+            _refuse_unknown_tokens(chunk, ids, embeddings, processor)
+        return rows.to_table(len(table), schema.remove(0))
 
     def prepared(chunk: Chunk, attempt: Attempt) -> pa.Table:
         table, unreadable = read_chunk(reader, chunk, attempt)
@@ -248,7 +234,18 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
         )
 
 
-def check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
+def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source: str, tokenizer: Path) -> None:
+    """Raise TableError for columns that are not the task's inputs, UsageError for conversations without a template."""
+    if not task.generates or task.inputs["text"] != PROMPT:
+        check_columns(schema, task.inputs, spec, source)
+        return
+    assert isinstance(spec.text, str), "a prompt is one column"
+    chat = check_prompts(schema, spec.text, source, task, tokenizer)
+    if spec.problem == "next_answer_token":
+        check_answers(task, tokenizer, source, spec.text, chat=chat)
+
+
+def check_answers(task: Any, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
     """Raise UsageError when the assistant's turns cannot be identified."""
     if not chat:
         raise UsageError(
@@ -262,36 +259,63 @@ def check_answers(task: ModuleType, tokenizer: Path, source: str, text: str, *, 
         )
 
 
-def select_texts(
-    task: ModuleType, tokenizer: Any, column: pa.ChunkedArray, unreadable: dict[int, str], spec: TaskSpec
-) -> tuple[pa.Array, dict[int, str], Callable[[pa.Array], Any]]:
-    """Rows without text (B,) bool, unreadable rows and why, and a function that tokenizes the good rows."""
-    texts = without_rows(string_column(column), unreadable)
-    if spec.problem == "next_answer_token":
-        rows, errors = task.tokenize_chats(tokenizer, texts)
-        nothing = pa.array([row is None for row in rows], pa.bool_())
-        return (
-            nothing,
-            {**errors, **unreadable},
-            lambda good: task.conversations(tokenizer, compress(rows, good.to_pylist()), spec),
-        )
-    tokens_of = partial(task.documents if task.PACKED else task.tokenize, tokenizer)
-    if task.PACKED and task.is_chat(column.type):
-        texts, errors = task.render_chats(tokenizer, texts, add_generation_prompt=False)
-        unreadable, tokens_of = {**errors, **unreadable}, partial(tokens_of, chat=True)
-    return is_blank(texts), unreadable, lambda good: tokens_of(pc.filter(texts, good).to_pylist(), spec)
+@dataclass(frozen=True, kw_only=True)
+class TrainingRows:
+    """What a task made of rows: M of them can be trained on."""
+
+    rows: np.ndarray
+    "(M,) int64, their positions."
+    features: Features
+    targets: pa.Array | None
+    errors: dict[int, str]
+    "{position: reason} for the others."
+
+    def to_table(self, count: int, schema: pa.Schema) -> pa.Table:
+        """The columns of all `count` rows; a row with an error has no features."""
+        made = {name: to_arrow(array, schema.field(name).type) for name, array in self.features.arrays.items()}
+        made |= {"length": pa.array(self.features.lengths, pa.int32()), "cut": pa.array(self.features.cut, pa.int32())}
+        if self.targets is not None:
+            made["target"] = self.targets
+        position = np.full(count, -1, dtype=np.int64)
+        position[self.rows] = np.arange(len(self.rows))
+        place = from_numpy(position, null=position < 0)
+        taken = {name: array.take(place) for name, array in made.items()}
+        for name in ("length", "cut"):
+            taken[name] = pc.fill_null(taken[name], 0)
+        taken["error"] = pa.array([self.errors.get(row) for row in range(count)], pa.string())
+        return pa.table([taken[name] for name in schema.names], schema=schema)
 
 
-def _find_bad_rows(blank: pa.Array, labels: pa.Array | None, unreadable: dict[int, str]) -> dict[int, str]:
-    """The rows that cannot be trained on, with their reasons."""
-    errors = dict(unreadable)
-    bad = {"null_input": blank}
-    if labels is not None:
-        bad["null_label"] = pc.is_null(labels)
-        if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
-            empty = pc.equal(pc.fill_null(labels, ""), "")  # an empty cell of a CSV file
-            bad["null_label"] = pc.or_(bad["null_label"], empty)
-    for reason, found in bad.items():
-        for row in pc.indices_nonzero(found).to_pylist():
+def make_examples(
+    task: Any, processor: Any, table: pa.Table, unreadable: dict[int, str], spec: TaskSpec, *, bad_rows: str
+) -> TrainingRows:
+    """The features and targets of the rows that can be trained on, and why others cannot.
+
+    With `bad_rows="error"` no row is made if any row has an error. Raises DataError for labels of a wrong type.
+    """
+    inputs, errors = read_inputs(table, task.inputs, spec, unreadable)
+    labels = None if spec.label is None else _plain_labels(table[spec.label], errors)
+    if labels is not None and bad_rows == "drop":
+        for row, reason in task.bad_labels(labels, spec).items():
             errors.setdefault(row, reason)
-    return errors
+    refused = bool(errors) and bad_rows == "error"
+    rows = np.array([row for row in range(len(table)) if row not in errors and not refused], dtype=np.int64)
+    wanted = None if labels is None else labels.take(from_numpy(rows))
+    features, targets = task.examples(rows_of(inputs, rows), wanted, processor, spec)
+    if features.errors:
+        errors |= {int(rows[row]): reason for row, reason in features.errors.items()}
+        good = np.setdiff1d(np.arange(len(rows)), list(features.errors))
+        rows, features = rows[good], features.take(good)
+        targets = None if targets is None else targets.take(from_numpy(good))
+    return TrainingRows(rows=rows, features=features, targets=targets, errors=errors)
+
+
+def _plain_labels(column: pa.ChunkedArray, errors: dict[int, str]) -> pa.Array:
+    """The labels as one array; rows without one are `null_label` in `errors`, unless they have another error."""
+    labels = column.combine_chunks()
+    missing = pc.is_null(labels)
+    if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
+        missing = pc.or_(missing, pc.equal(pc.fill_null(labels, ""), ""))  # an empty cell of a CSV file
+    for row in pc.indices_nonzero(missing).to_pylist():
+        errors.setdefault(row, "null_label")
+    return labels

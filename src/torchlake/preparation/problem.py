@@ -5,18 +5,28 @@ Cost: one pass over the label column.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torchlake import atomic_io, plugins
 from torchlake.config.job import Job
 from torchlake.config.sections.data import DataConfig
-from torchlake.config.task_spec import TASK_FILE, LabelColumn, TaskSpec, spec_from_json, spec_to_json
+from torchlake.config.task_spec import (
+    TASK_FILE,
+    LabelColumn,
+    TaskSpec,
+    as_columns,
+    spec_from_json,
+    spec_to_json,
+)
 from torchlake.errors import ConfigError
 from torchlake.loss import check_objective
-from torchlake.models.load import head_spec, max_length
+from torchlake.models.load import head_spec
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.runs.folder import read_options_of
 from torchlake.tables.storage.spread import Spread, in_process
+from torchlake.tasks import PAIR, PROMPT
 
 log = logging.getLogger(__name__)
 
@@ -28,30 +38,70 @@ def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool, spread:
         return spec_from_json(path, atomic_io.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
-    if task.PACKED and data.label != DataConfig.model_fields["label"].default:
-        raise ConfigError(f"data.label: {job.model.task} learns the text itself and reads no label; leave it out")
-    if not task.PACKED and data.learn != "all":
-        raise ConfigError(f"data.learn: {job.model.task} learns labels, not what is said; leave it out")
-    if task.PACKED and data.problem is not None:
-        raise ConfigError(f"data.problem: {job.model.task} learns the text itself and reads no label; leave it out")
-    found = None if task.PACKED else read_labels(data, task, read_options_of(job, "train"), spread=spread)
+    drafted, options = draft_spec(job), read_options_of(job, "train")
+    found = read_labels(data, drafted, task, options, spread=spread) if task.has_labels else None
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
-    spec = TaskSpec(
-        task=job.model.task,
-        problem=task.PROBLEMS[data.learn] if found is None else found.problem,
-        labels=() if found is None else found.labels,
-        text=data.text,
-        label=None if task.PACKED else data.label,
-        max_length=max_length(base, job.model.max_length),
-        **_scale(found, base),
-    )
+    spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
+    spec = replace(spec, **_scale(found, base))
     check_objective(job.train, spec)
     atomic_io.write_json(path, spec_to_json(spec), site="run.task")
     return spec
 
 
-def _scale(found: LabelColumn | None, base: Path) -> dict[str, float | None]:
+def draft_spec(job: Job) -> TaskSpec:
+    """The job's task and its columns, before the table is read. Raises ConfigError for a setting that it ignores."""
+    data, task = job.data, plugins.load("tasks", job.model.task)
+    defaults = DataConfig.model_fields
+    ignored = {
+        "data.label": not task.has_labels and data.label != defaults["label"].default,
+        "data.problem": not task.has_labels and data.problem is not None,
+        "data.learn": not task.packs and data.learn != "all",
+        "data.text": "text" not in task.inputs and data.text != defaults["text"].default,
+        "data.text_pair": PAIR not in task.inputs and data.text_pair is not None,
+        "data.separator": data.separator is not None and len(as_columns(data.text)) < 2,
+        "data.template": data.template is not None and len(as_columns(data.text)) < 2,
+    }
+    reasons = {
+        "data.label": "learns the text itself and reads no label",
+        "data.problem": "learns the text itself and reads no label",
+        "data.learn": "learns labels, not what is said",
+        "data.text": "reads no text",
+        "data.text_pair": "reads no pairs of texts",
+        "data.separator": "reads one column of texts (data.text)",
+        "data.template": "reads one column of texts (data.text)",
+    }
+    for name in (name for name, unused in ignored.items() if unused):
+        raise ConfigError(f"{name}: {task.name} {reasons[name]}; leave it out")
+    if task.inputs.get("text") == PROMPT and not isinstance(data.text, str):
+        raise ConfigError(f"data.text: {task.name} reads one column; name one")
+    others = [name for name in task.inputs if name not in ("text", PAIR)]
+    unknown = [name for name in data.inputs if name not in others]
+    if unknown:
+        known = f"its other inputs are {', '.join(others)}" if others else "it has no other inputs"
+        raise ConfigError(f"data.inputs: {task.name} has no input {unknown[0]!r}; {known}")
+    return TaskSpec(
+        task=task.name,
+        problem=task.problems.get(data.learn, task.name),
+        labels=(),
+        text=data.text if "text" in task.inputs else "",
+        label=data.label if task.has_labels else None,
+        max_length=0,
+        separator=data.separator,
+        template=data.template,
+        text_pair=data.text_pair,
+        inputs={name: data.inputs.get(name, name) for name in others},
+    )
+
+
+def complete_spec(drafted: TaskSpec, found: LabelColumn | None, *, max_length: int) -> TaskSpec:
+    """The task with what its label column holds."""
+    if found is None:
+        return replace(drafted, max_length=max_length)
+    return replace(drafted, max_length=max_length, problem=found.problem, labels=found.labels)
+
+
+def _scale(found: LabelColumn | None, base: Path) -> dict[str, Any]:
     """The mean and deviation by which a regression standardizes its targets.
 
     Those of the base if it predicts numbers of a similar scale: its head is then kept.

@@ -3,7 +3,9 @@
 A runtime is a module with
 
     TOLERANCE: float            largest allowed difference of a probability from `eager`'s
-    never: dict[str, str]       unsupported tasks: task name -> reason; refused before any work
+    tasks: tuple[str, ...] | None   the tasks that it computes; None: every task
+    never: dict[str, str]       reasons for some of the others: task name -> reason; refused before any work
+    TOKEN_TYPES: bool           whether it computes pairs of texts with token types
     refusal(folder) -> str | None
                                 why it cannot run this model with the installed libraries; cheap, without torch
     load(folder, spec, *, device) -> Forward
@@ -21,8 +23,9 @@ and for an export that `models/exports.py` stores in the model folder
     prepare(folder, spec, batches) -> None
                                 `batches`: (input_ids, attention_mask) pairs of the user's rows
 
-A `Forward` takes `input_ids` and `attention_mask`, both (B, L) int64 in main memory, B at least 1, padded on the right,
-and returns logits, (B, C) float32 in main memory ((B, L, V) for a language model). It is called from one thread at a
+A `Forward` takes a batch as the task's `collate` makes it, by keyword: of texts `input_ids` and `attention_mask`, both
+(B, L) int64 in main memory, B at least 1, padded on the right, and for pairs `token_type_ids`. It returns the model's
+outputs, (B, C) float32 in main memory ((B, L, V) for a language model). It is called from one thread at a
 time. The result of a row depends neither on other rows nor on padding, except for fp32 rounding: an 8-bit runtime takes
 its scales from calibration or from each token, never from the batch.
 """
@@ -31,4 +34,4 @@ from collections.abc import Callable
 
 import numpy as np
 
-Forward = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Forward = Callable[..., np.ndarray]

@@ -111,7 +111,9 @@ class Encoder:
     words: "torch.Tensor"
     "(vocabulary, H)"
     positions: "torch.Tensor"
-    "(positions, H), including the embedding of the first segment."
+    "(positions, H), including the embedding of the first text of a pair."
+    second: "torch.Tensor | None"
+    "(H,), added to tokens of the second text; None: the model has no token types."
     norm: Norm
     layers: tuple[Layer, ...]
     heads: int
@@ -138,6 +140,7 @@ class Encoder:
             self,
             words=moved(self.words),
             positions=moved(self.positions),
+            second=None if self.second is None else moved(self.second),
             norm=moved(self.norm),
             layers=tuple(moved(layer) for layer in self.layers),
             head=self.head.to(device, dtype),
@@ -182,8 +185,10 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     prefix = BODIES.get(config["model_type"], config["model_type"])
     eps = 1e-12 if distilled else config["layer_norm_eps"]
     positions = take(f"{prefix}.embeddings.position_embeddings.weight")
+    second = None
     if not distilled:
-        positions = positions + take(f"{prefix}.embeddings.token_type_embeddings.weight")[0]
+        types = take(f"{prefix}.embeddings.token_type_embeddings.weight")
+        positions, second = positions + types[0], types[1] - types[0] if len(types) > 1 else None
     head: list[torch.nn.Module] = []
     for name in names.head if prefix != "roberta" else ("classifier.dense", "classifier.out_proj"):
         linear = take.linear(name.format(prefix))
@@ -198,6 +203,7 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     return Encoder(
         words=take(f"{prefix}.embeddings.word_embeddings.weight"),
         positions=positions,
+        second=second,
         norm=take.norm(f"{prefix}.embeddings.LayerNorm", eps),
         layers=tuple(
             take.layer(f"{prefix}.{names.layers}.{index}", names, eps) for index in range(config["num_hidden_layers"])

@@ -15,7 +15,6 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
-from torchlake.models.load import load_model
 from torchlake.runtimes import Forward, _encoder, _encoder_module, _exported
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
     """Export the model to `path` and compare it with the model. Raises UsageError if either fails."""
     import torch
 
-    model = load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    model = plugins.load("tasks", spec.task).load_model(folder, spec)
     example = tuple(torch.from_numpy(array) for array in _rows(model, (2, 7)))
     axes = {0: "batch", 1: "length"}
     try:

@@ -59,12 +59,16 @@ def make_forward(
         )
     )
 
-    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+    def forward(
+        input_ids: np.ndarray, attention_mask: np.ndarray, token_type_ids: np.ndarray | None = None
+    ) -> np.ndarray:
         rows = remove_padding(padding_id, input_ids, attention_mask)
         starts = torch.from_numpy(rows.starts).to(device)
         with torch.inference_mode():
             x = functions.embedding(torch.from_numpy(rows.ids).to(device), words)
             x += functions.embedding(torch.from_numpy(rows.positions).to(device), positions)
+            if token_type_ids is not None and encoder.second is not None:
+                x[torch.from_numpy(token_type_ids[attention_mask != 0] == 1).to(device)] += encoder.second
             x = _normalize(x, norm)
             for block in blocks:
                 inner = block.inner(x, None)

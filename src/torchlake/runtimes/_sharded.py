@@ -57,7 +57,7 @@ LOAD_S = 3600.0
 HOST = "127.0.0.1"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-Batches = Iterator[tuple[np.ndarray, np.ndarray]]
+Batches = Iterator[dict[str, np.ndarray]]
 
 
 def load_sharded(
@@ -111,13 +111,13 @@ class _Group:
             os.environ |= ranks[0] | {MASTER_FD: str(os.dup(holder.fileno()))}
             self._run = join()
 
-    def forward(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+    def forward(self, **batch: np.ndarray) -> np.ndarray:
         """Run a batch on all ranks. Raises what all of them raised; exits if they differ."""
         for follower in self._followers:
-            follower.send((input_ids, attention_mask))
+            follower.send(batch)
         error: Exception | None = None
         try:
-            out = self._run(input_ids, attention_mask)
+            out = self._run(**batch)
         except Exception as caught:
             error = caught
             self._children.events.put((_NO_CHILD, "failed", None))
@@ -161,10 +161,10 @@ def make_follower(join: Callable[[], Forward]) -> Callable[[Batches], Iterator[s
     run = join()
 
     def worker(batches: Batches) -> Iterator[str | None]:
-        for input_ids, attention_mask in batches:
+        for batch in batches:
             error: Exception | None = None
             try:
-                run(input_ids, attention_mask)
+                run(**batch)
             except Exception as caught:
                 error = caught
                 log.warning("rank %s: %s: %s", os.environ["RANK"], _kind(error), error)
@@ -178,10 +178,10 @@ def _join(folder: Path, spec: TaskSpec, device: str, options: GenerationOptions 
     group = ExitStack().enter_context(process_group(LOAD_S))  # left when the process exits
     run = _load(folder, spec, device, options, tensor_parallel(group.world_size))
 
-    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+    def forward(**batch: np.ndarray) -> np.ndarray:
         failpoint("forward")
         failpoint(f"forward.rank{group.rank}")
-        return run(input_ids, attention_mask)
+        return run(**batch)
 
     return forward
 
@@ -190,8 +190,7 @@ def _load(
     folder: Path, spec: TaskSpec, device: str, options: GenerationOptions | None, placement: Mapping[str, Any]
 ) -> Forward:
     """Load the model as transformers places it, for the runtime `eager`."""
-    auto_class = plugins.load("tasks", spec.task).AUTO_CLASS
-    model = models.load_model(folder, spec, auto_class=auto_class, placement=placement)
+    model = plugins.load("tasks", spec.task).load_model(folder, spec, placement=placement)
     if "device_map" in placement:
         check_on_gpus(model, folder)
     if options is not None:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 TOLERANCE = 1e-5
+tasks: tuple[str, ...] | None = ("text_classification",)
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = False
 
 
 def refusal(folder: Path) -> str | None:

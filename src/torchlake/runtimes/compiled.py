@@ -16,11 +16,12 @@ import numpy as np
 from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.models.load import load_model, load_tokenizer
 from torchlake.runtimes import Forward
 
 TOLERANCE = 1e-5
+tasks: tuple[str, ...] | None = ("text_classification",)
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = True
 
 MULTIPLE = 8
 "Lengths are rounded up to a multiple of it."
@@ -45,9 +46,10 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     from torchlake.models import probes
 
     task = plugins.load("tasks", spec.task)
-    model, tokenizer = load_model(folder, spec, auto_class=task.AUTO_CLASS), load_tokenizer(folder)
+    model, processor = task.load_model(folder, spec), task.load_processor(folder, spec, scoring=False)
     torch.nn.Module.to(model, device)
-    if probes.padding_matters(model, probes.rows(task, tokenizer, spec), tokenizer.pad_token_id):
+    made = probes.features(task, processor, spec)
+    if made is not None and probes.padding_matters(model, task, made, processor, spec):
         raise UsageError(
             f"{folder}: padding changes what a model of type {model.config.model_type!r} answers, and the runtime "
             "'compiled' pads rows. Take 'eager', which computes rows of one length together."
@@ -55,23 +57,26 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     pad_id = model.config.pad_token_id or 0
     longest = spec.max_length
 
-    def logits_of(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
+    def logits_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = model(**inputs).logits
         return logits
 
     compiled = torch.compile(logits_of, fullgraph=True, dynamic=True)
 
-    def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        rows, length = input_ids.shape
+    def forward(**batch: np.ndarray) -> np.ndarray:
+        rows, length = batch["input_ids"].shape
         rounded = min(-(-length // MULTIPLE) * MULTIPLE, max(length, longest))
         extra = ((0, max(2 - rows, 0)), (0, max(rounded, 2) - length))
-        ids = torch.from_numpy(np.pad(input_ids, extra, constant_values=pad_id)).to(device)
-        mask = torch.from_numpy(np.pad(attention_mask, extra)).to(device)
-        mask[rows:, 0] = 1  # the softmax of a row of only padding is NaN
+        padded = {
+            name: np.pad(array, extra, constant_values=pad_id if name == "input_ids" else 0)
+            for name, array in batch.items()
+        }
+        padded["attention_mask"][rows:, 0] = 1  # the softmax of a row of only padding is NaN
+        inputs = {name: torch.from_numpy(array).to(device) for name, array in padded.items()}
         with torch.inference_mode(), warnings.catch_warnings():
             # torch's compiler imports deprecated parts of torch.
             warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
-            logits: np.ndarray = compiled(ids, mask)[:rows].float().cpu().numpy()
+            logits: np.ndarray = compiled(inputs)[:rows].float().cpu().numpy()
         return logits
 
     return forward

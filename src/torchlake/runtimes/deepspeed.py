@@ -15,14 +15,15 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
-from torchlake.models.load import load_model
 from torchlake.runtimes import Forward
 
 if TYPE_CHECKING:
     import torch
 
 TOLERANCE = 0.02
+tasks: tuple[str, ...] | None = ("text_classification",)
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = False
 
 KINDS = ("bert", "distilbert", "roberta")
 "Model types whose layers it can replace; it would silently keep others."
@@ -56,7 +57,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         )
     import torch
 
-    model = load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    model = plugins.load("tasks", spec.task).load_model(folder, spec)
     ids = torch.full((2, 8), (model.config.pad_token_id or 0) + 1)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0

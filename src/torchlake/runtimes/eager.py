@@ -1,4 +1,4 @@
-"""The stock transformers model in fp32: the reference for all other runtimes.
+"""The model as transformers or its task loads it, in fp32: the reference for all other runtimes.
 
 If padding changes a row's result (XLNet, Funnel; `models/probes.py`), rows of equal length are computed together.
 
@@ -9,26 +9,28 @@ scaled dot-product attention can use its unmasked kernel; and, on AMD's CPUs, on
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models.generation import GenerationOptions
-from torchlake.models.load import load_model, load_tokenizer
 from torchlake.runtimes import Forward, _products
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 TOLERANCE = 0.0
+tasks: tuple[str, ...] | None = None
 never: dict[str, str] = {}
+TOKEN_TYPES = True
+
+MASK = "attention_mask"
 
 
 def refusal(folder: Path) -> str | None:
-    """Return None: it runs every model that transformers loads."""
+    """Return None: it runs every model that transformers or the task loads."""
     return None
 
 
@@ -37,7 +39,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     return forward_of(_loaded(folder, spec, device), folder, spec, device)
 
 
-def forward_of(model: "PreTrainedModel", folder: Path, spec: TaskSpec, device: str) -> Forward:
+def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward:
     """Return the Forward of a model loaded from `folder`; `device` is that of its inputs."""
     # Imported here because the driver reads only this file's declarations.
     import torch
@@ -45,25 +47,35 @@ def forward_of(model: "PreTrainedModel", folder: Path, spec: TaskSpec, device: s
     from torchlake.models import probes
 
     task = plugins.load("tasks", spec.task)
-    tokenizer = load_tokenizer(folder)
+    whole = bool(task.auto_class)  # transformers' models need no mask without padding; another module may
 
-    def logits_of(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        mask = None if attention_mask.all() else torch.from_numpy(attention_mask).to(device)
+    def outputs_of(**batch: np.ndarray) -> np.ndarray:
+        inputs = {
+            name: None if whole and name == MASK and array.all() else array
+            for name, array in batch.items()
+            if name not in task.kept_back
+        }
         with torch.inference_mode():
-            logits = model(input_ids=torch.from_numpy(input_ids).to(device), attention_mask=mask, **task.FORWARD).logits
-        scores: np.ndarray = logits.float().cpu().numpy()
+            sent = {name: None if one is None else torch.from_numpy(one).to(device) for name, one in inputs.items()}
+            answer = model(**sent, **task.forward_options)
+            outputs = task.checked_outputs(answer, len(next(iter(batch.values()))))
+        scores: np.ndarray = outputs.float().cpu().numpy()
         return scores
 
-    if task.PACKED or not probes.padding_matters(model, probes.rows(task, tokenizer, spec), tokenizer.pad_token_id):
-        return logits_of
+    if not whole or task.packs:
+        return outputs_of
+    processor = task.load_processor(folder, spec, scoring=False)
+    made = probes.features(task, processor, spec)
+    if made is None or not probes.padding_matters(model, task, made, processor, spec):
+        return outputs_of
 
-    def length_by_length(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        lengths = attention_mask.sum(axis=1).clip(min=1)
-        scores = np.zeros((len(input_ids), max(1, len(spec.labels))), dtype=np.float32)
+    def length_by_length(**batch: np.ndarray) -> np.ndarray:
+        lengths = batch[MASK].sum(axis=1).clip(min=1)
+        found: dict[int, np.ndarray] = {}
         for length in np.unique(lengths):
-            alike = lengths == length
-            scores[alike] = logits_of(input_ids[alike, :length], attention_mask[alike, :length])
-        return scores
+            alike = np.flatnonzero(lengths == length)
+            found |= zip(alike, outputs_of(**{name: each[alike, :length] for name, each in batch.items()}), strict=True)
+        return np.stack([found[row] for row in range(len(lengths))])
 
     return length_by_length
 
@@ -73,17 +85,17 @@ def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: Genera
     return generator_of(_loaded(folder, spec, device), folder, options)
 
 
-def generator_of(model: "PreTrainedModel", folder: Path, options: GenerationOptions) -> Forward:
+def generator_of(model: Any, folder: Path, options: GenerationOptions) -> Forward:
     """Return the Forward that generates texts with a model loaded from `folder`."""
     from torchlake.runtimes._generating import generator
 
     return generator(model, folder, options)
 
 
-def _loaded(folder: Path, spec: TaskSpec, device: str) -> "PreTrainedModel":
+def _loaded(folder: Path, spec: TaskSpec, device: str) -> Any:
     import torch
 
-    model = load_model(folder, spec, auto_class=plugins.load("tasks", spec.task).AUTO_CLASS)
+    model = plugins.load("tasks", spec.task).load_model(folder, spec)
     torch.nn.Module.to(model, device)
     if device == "cpu" and _products.use_onednn():
         _use_onednn(model)

@@ -18,7 +18,9 @@ from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _encoder, _ragged
 
 TOLERANCE = 0.05
+tasks: tuple[str, ...] | None = ("text_classification",)
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = True
 
 LOWEST = {"gelu": 0.17, "relu": 0.0}
 "The negated minimum of an activation."

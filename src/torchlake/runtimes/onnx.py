@@ -16,7 +16,9 @@ from torchlake.runtimes import Forward, _exported, _onnx_export
 
 TOLERANCE = 1e-5
 CALIBRATED = False
+tasks: tuple[str, ...] | None = ("text_classification",)
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = False
 refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxruntime"))
 
 

@@ -17,7 +17,9 @@ from torchlake.runtimes import Forward, _calibration, _exported, _onnx_export, _
 
 TOLERANCE = 0.06
 CALIBRATED = True
+tasks: tuple[str, ...] | None = ("text_classification",)
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = False
 
 
 def refusal(folder: Path) -> str | None:

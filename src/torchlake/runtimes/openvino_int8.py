@@ -18,7 +18,9 @@ from torchlake.runtimes import Forward, _calibration, _exported, _onnx_int8, _op
 
 TOLERANCE = 0.06
 CALIBRATED = True
+tasks: tuple[str, ...] | None = ("text_classification",)
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = False
 refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
 
 

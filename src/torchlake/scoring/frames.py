@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, make_engine
 from torchlake.engines._frames import cached_worker
+from torchlake.plugins import carried
 from torchlake.processes.serialization import pack
 from torchlake.scoring.options import (
     added_columns,
@@ -25,7 +26,7 @@ from torchlake.scoring.options import (
     scoring_settings,
 )
 from torchlake.scoring.rows import Runtime, ScoringSettings
-from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker
+from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
 from torchlake.tables.output.failures import check_error_rate
 from torchlake.tables.sources.frames import to_arrow, to_original_frame
 
@@ -54,7 +55,9 @@ def map_frame(frame: Any, schema: pa.Schema, settings: ScoringSettings, spec: Ta
     new = [column.name for column in added]
     refuse_collisions([*schema.names, *new], new)
     make_export(settings, engine)
-    return engine.map_frame(frame, partial(make_table_worker, settings), pa.schema([*schema, *added]))
+    return engine.map_frame(
+        frame, carried(spec.task, partial(make_table_worker, settings)), pa.schema([*schema, *added])
+    )
 
 
 def spark_udf(
@@ -84,8 +87,9 @@ def spark_udf(
     )
     engine: Any = make_engine("spark", None, session=session)
     make_export(settings, engine)
+    assert isinstance(settings.text, str), "checked above"
     columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
-    payload = pack(partial(make_table_worker, settings))
+    payload = pack(carried(spec.task, partial(make_table_worker, settings)))
     score = partial(_score, payload, settings.text, [column.name for column in columns])
 
     def predictions(texts: "Iterator[pd.Series]") -> "Iterator[pd.DataFrame]":
@@ -134,11 +138,12 @@ def ray_stages(
         schema = engine.frame_schema(dataset)
         checked = checked_input(settings, spec, schema, "the dataset")
         added = [column.name for column in added_columns(settings, spec, schema)]
-        refuse_collisions([*schema.names, "input_ids", *added], ["input_ids", *added])
-        return engine.map_in_tasks(dataset, partial(make_reading_worker, checked))
+        between = list(stage_types(settings))
+        refuse_collisions([*schema.names, *between, *added], [*between, *added])
+        return engine.map_in_tasks(dataset, carried(spec.task, partial(make_reading_worker, checked)))
 
     def score(dataset: Any) -> Any:
-        return engine.map_frame(dataset, partial(make_token_worker, settings), None)
+        return engine.map_frame(dataset, carried(spec.task, partial(make_token_worker, settings)), None)
 
     return tokenize, score
 

@@ -39,8 +39,8 @@ MARKER = "in_process"
 SMALL_ROWS = 100
 "Above, child processes take as little time, and isolate crashes."
 
-Text = str | None | Sequence[Mapping[str, str]]
-"A text, None, or (text generation) a conversation: messages with `role` and `content`."
+Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
+"A text, None, or (text generation) a conversation: messages with `role` and `content`; or a mapping of columns."
 Answer = dict[str, Any]
 
 
@@ -65,15 +65,16 @@ class Model:
     def __call__(self, texts: str | Iterable[Text]) -> Answer | list[Answer]:
         """Return one answer for each text, in their order; for a single string its answer.
 
-        A text that cannot be scored (None, empty, no valid Unicode) has an `error`, as a row of a table has.
+        For a model that reads several columns, a row is a mapping with their names. A text that cannot be scored (None,
+        empty, no valid Unicode) has an `error`, as a row of a table has.
         """
         if isinstance(texts, str):
             return self([texts])[0]
-        column, unreadable = self._to_column(list(texts))
+        table, unreadable = self._to_table(list(texts))
         with self._lock:
             if self._scorer is None:
                 raise UsageError("The model is closed; load it again.")
-            scored = self._scorer.score(self._scorer.tokenize(column, unreadable))
+            scored = self._scorer.score(self._scorer.read(table, unreadable))
         answers: list[Answer] = scored.to_pylist()
         return answers
 
@@ -81,6 +82,30 @@ class Model:
         """Free the model's memory. Calls in other threads finish first."""
         with self._lock:
             self._scorer = None
+
+    def _to_table(self, rows: Sequence[Any]) -> tuple[pa.Table, dict[int, str]]:
+        """Return rows as a table, and errors of invalid ones. Raises UsageError for rows of another form."""
+        names = self.spec.input_columns
+        if rows and all(isinstance(row, Mapping) for row in rows):
+            missing = next(((at, name) for at, row in enumerate(rows) for name in names if name not in row), None)
+            if missing is not None:
+                raise UsageError(f"Row {missing[0]} has no {missing[1]!r}; this model reads {', '.join(names)}.")
+            columns = {name: self._to_array([row[name] for row in rows]) for name in names}
+            errors = {row: reason for _, bad in columns.values() for row, reason in bad.items()}
+            return pa.table({name: array for name, (array, _) in columns.items()}), errors
+        if len(names) != 1:
+            raise UsageError(f"This model reads several columns: give mappings with the keys {', '.join(names)}.")
+        column, errors = self._to_column(rows)
+        return pa.table({names[0]: column}), errors
+
+    def _to_array(self, values: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
+        """Return values of one column as an array, texts as `_to_column`."""
+        if all(value is None or isinstance(value, str) for value in values):
+            return self._to_column(values)
+        try:
+            return pa.array(values), {}
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise UsageError(f"The values of a column are not of one type: {error}") from error
 
     def _to_column(self, texts: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
         """Return texts as an array, and errors of invalid ones. Raises UsageError for other types."""
@@ -106,6 +131,7 @@ class Model:
 def load(
     model: str | Path,
     *,
+    task: Any = None,
     runtime: Runtime | None = None,
     all_probabilities: bool = False,
     null: Literal["error", "score"] = "error",
@@ -141,6 +167,7 @@ def load(
         runtime,
         generation,
         text=None,
+        task=task,
         all_probabilities=all_probabilities,
         null=null,
         batch_tokens=batch_tokens,
@@ -158,7 +185,7 @@ def start_chunks(
     threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    make_worker = partial(make_chunk_worker, replace(settings, workspace=workspace_of(out)))
+    make_worker = plugins.carried(spec.task, partial(make_chunk_worker, replace(settings, workspace=workspace_of(out))))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
         return _run_here(make_worker, items, out.staging)
@@ -184,7 +211,7 @@ def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Pat
     if (staging / MARKER).exists():
         log.warning("The last run of this job ended while it scored in its own process; now child processes score.")
         return False
-    generates = plugins.load("tasks", spec.task).PACKED
+    generates = plugins.load("tasks", spec.task).generates
     alone = settings.gpus_per_process == 1 and not gpus()
     return rows <= SMALL_ROWS and isinstance(settings.runtime, str) and not generates and alone
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.chunk_jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
-from torchlake.config.task_spec import TaskSpec
+from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
 from torchlake.models import exports, folders
@@ -26,13 +26,14 @@ from torchlake.scoring.rows import (
     Runtime,
     ScoringSettings,
     check_prompts,
-    check_text,
     max_prompt_tokens,
     runtime_name,
 )
 from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
+from torchlake.tasks import PROMPT
+from torchlake.tasks._inputs import check_columns
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 class PredictOptions(JobArguments, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 
+    task: Any
+    text_pair: str | Sequence[str]
+    inputs: Mapping[str, str | Sequence[str]]
     all_probabilities: bool
     prefix: str
     null: Literal["error", "score"]
@@ -64,6 +68,7 @@ def split_options(
     refuse_unknown("predict", given, PredictOptions.__annotations__)
     check_options(given)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
+    names[0].add("task")
     scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
     if given.get("sample") is not None and not given.get("temperature"):
         generation.pop("seed", None)
@@ -75,7 +80,10 @@ def scoring_settings(
     runtime: Runtime | None,
     generation: Mapping[str, Any],
     *,
-    text: str | None,
+    text: str | Sequence[str] | None,
+    task: Any = None,
+    text_pair: str | Sequence[str] | None = None,
+    inputs: Mapping[str, str | Sequence[str]] | None = None,
     recorded: str | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
@@ -92,7 +100,7 @@ def scoring_settings(
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
-    spec = load_spec(folder)
+    spec = with_columns(known_spec(folder, task), text=text, text_pair=text_pair, inputs=inputs)
     devices = settings.get("gpus_per_process", 1)
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
@@ -102,13 +110,15 @@ def scoring_settings(
             choice = replace(choice, runtime=recorded)
     else:
         choice = requested(folder, spec.task, runtime)
-    options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).PACKED, **generation)
+    options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
     made = ScoringSettings(
         model=str(folder),
         runtime=choice.runtime,
         exact=choice.why == "default",
-        text=text or spec.text,
+        text=spec.text,
+        text_pair=spec.text_pair,
+        inputs=dict(spec.inputs),
         keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
         key=key,
         batch_tokens=batch_tokens or choice.batch_tokens,
@@ -117,6 +127,56 @@ def scoring_settings(
         **settings,
     )
     return made, spec, choice
+
+
+def known_spec(folder: Path, task: Any) -> TaskSpec:
+    """Return the task of a model folder, whose code is installed or, as `task`, given. Raises UsageError if not."""
+    spec = load_spec(folder)
+    given = None if task is None else plugins.give(task)
+    if given not in (None, spec.task):
+        raise UsageError(f"{folder}: is a model of the task {spec.task!r}, and the task {given!r} was given.")
+    if plugins.explain_unknown("tasks", spec.task) is not None:
+        raise UsageError(
+            f"{folder}: is a model of the task {spec.task!r}, which is not installed here, and code is never loaded "
+            "from a model folder. Give the task in Python (task=), or install the package that has it."
+        )
+    return spec
+
+
+def with_columns(
+    spec: TaskSpec,
+    *,
+    text: str | Sequence[str] | None = None,
+    text_pair: str | Sequence[str] | None = None,
+    inputs: Mapping[str, str | Sequence[str]] | None = None,
+) -> TaskSpec:
+    """Return the task with other columns. Raises UsageError for inputs that it does not have."""
+    if text is not None and not spec.text:
+        raise UsageError(f"text: {spec.task} reads no text; its inputs are {', '.join(spec.inputs)} (inputs=).")
+    if text_pair is not None and spec.text_pair is None:
+        raise UsageError("text_pair: the model was trained on single texts.")
+    unknown = sorted((inputs or {}).keys() - spec.inputs.keys())
+    if unknown:
+        has = f"its other inputs are {', '.join(spec.inputs)}" if spec.inputs else "it has no other inputs"
+        raise UsageError(f"inputs: {spec.task} has no input {unknown[0]!r}; {has}.")
+    named = {name: _named(columns) for name, columns in (inputs or {}).items()}
+    joined = as_columns(spec.text) if text is None else as_columns(_named(text))
+    if spec.template is not None and len(joined) > 1 and set(joined) != set(as_columns(spec.text)):
+        raise UsageError(
+            f"text: the model's texts are made by the template {spec.template!r}. Give a table with these columns, or "
+            "one column of texts that are made like this."
+        )
+    return replace(
+        spec,
+        text=spec.text if text is None else _named(text),
+        text_pair=spec.text_pair if text_pair is None else _named(text_pair),
+        inputs={**spec.inputs, **named},
+    )
+
+
+def _named(columns: str | Sequence[str]) -> Columns:
+    names = (columns,) if isinstance(columns, str) else tuple(columns)
+    return names[0] if len(names) == 1 else names
 
 
 def check_options(given: Mapping[str, Any]) -> None:
@@ -161,10 +221,11 @@ def _check_generation(folder: Path, options: GenerationOptions | None, all_proba
 
 def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, where: str) -> ScoringSettings:
     """Return the settings, with `chat` set if the column holds conversations. Raises TableError and UsageError."""
-    if settings.generation is None:
-        check_text(schema, settings.text, where)
-        return settings
     task = plugins.load("tasks", spec.task)
+    if settings.generation is None or task.inputs["text"] != PROMPT:
+        check_columns(schema, task.inputs, settings.spec, where)
+        return settings
+    assert isinstance(settings.text, str), "a prompt is one column"
     chat = check_prompts(schema, settings.text, where, task, Path(settings.model), chat=settings.generation.chat)
     return replace(settings, generation=replace(settings.generation, chat=chat))
 
@@ -199,7 +260,9 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "task": spec.task,
         "runtime": runtime_name(runtime),
         **({} if export is None else {"export": export}),
-        "text": settings.text,
+        "text": settings.text if isinstance(settings.text, str) else list(settings.text),
+        **({} if settings.text_pair is None else {"text_pair": settings.text_pair}),
+        **({} if not settings.inputs else {"inputs": dict(settings.inputs)}),
         "key": settings.key,
         "columns": list(settings.keep),
         "prefix": settings.prefix,

@@ -90,7 +90,7 @@ def predict(
     table: Input,
     output: str | Path,
     *,
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
     runtime: Runtime | None = None,
@@ -104,7 +104,7 @@ def predict(
     model: str | Path,
     table: FrameT,
     *,
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
     runtime: Runtime | None = None,
     engine: Engine | str | None = None,
     **options: Unpack[PredictOptions],
@@ -116,7 +116,7 @@ def predict(
     table: Any,
     output: str | Path | None = None,
     *,
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
     key: str | None = None,
     columns: Sequence[str] = (),
     runtime: Runtime | None = None,
@@ -132,17 +132,19 @@ def predict(
     (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows are stored beside the
     output until the job ends, and the same rows resume a job that was killed.
 
-    Columns: `text` is the text column (default: as in training); `key` a column of unique values without nulls, copied
-    instead of a generated `row_id`; `columns` are further columns to copy; `prefix` is put before the names of the
-    prediction columns; `all_probabilities` adds a column per class.
+    Columns: `text` is the text column, or several that are joined as in training, `text_pair` the column of the second
+    text of a pair, and `inputs` the columns of the task's other inputs by name (defaults: as in training); `key` a
+    column of unique values without nulls, copied instead of a generated `row_id`; `columns` are further columns to
+    copy; `prefix` is put before the names of the prediction columns; `all_probabilities` adds a column per class.
 
     Rows of stored tables: those for which `where` is true ("stars >= 3 and lang = 'en'"), of these a `sample` (a share;
     `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out. `csv` says
     how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
 
-    Model: `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize`
-    chose for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded
-    tokens of a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
+    Model: `task` is the task of yours that the model was trained with; an installed one is found by its name.
+    `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
+    for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded tokens of
+    a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
     whose tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried
     alone, and become error rows the second time.
 
@@ -233,7 +235,7 @@ def _predict_new(table: Any, output: Output, call: _Call) -> Scored:
     if source is None:
         found: Iterator[Increment] = repeat(file_increment(table, output), 2)
     else:
-        rows = open_table(source.at(source.position), columns=(call.settings.text,))
+        rows = open_table(source.at(source.position), columns=call.spec.input_columns)
         settings = checked_input(call.settings, call.spec, rows.schema, rows.source)
         name = position_name(source.name, fingerprint_of(settings, call.spec))
         found = increments(source, output, name, settings.key)
@@ -288,7 +290,7 @@ def _predict_table(
     """Score a table, or an increment of one; None if that has no new file."""
     began = time.perf_counter()
     settings, spec, engine, options = call.settings, call.spec, call.engine, call.options
-    columns = tuple(dict.fromkeys((*settings.keep, settings.text)))
+    columns = tuple(dict.fromkeys((*settings.keep, *settings.spec.input_columns)))
     runner = engine or Local()
     source = open_input(table, output, columns, options, runner.spread)
     settings = checked_input(settings, spec, source.schema, source.source)

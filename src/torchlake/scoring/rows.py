@@ -4,11 +4,9 @@ A row never affects another one: unreadable and empty texts, unknown tokens and 
 become errors of their own row and never reach the model.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,14 +15,17 @@ import pyarrow.compute as pc
 
 from torchlake import plugins
 from torchlake.chunk_jobs.read_ahead import Workspace
-from torchlake.config.task_spec import TaskSpec
+from torchlake.config.task_spec import Columns, TaskSpec
 from torchlake.data.batching import Ragged
-from torchlake.errors import TableError, UsageError
+from torchlake.data.features import INPUT_IDS, Features
+from torchlake.errors import UsageError
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
-from torchlake.tables.arrays import from_numpy, is_blank, nulls_as_empty, without_rows
+from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
+from torchlake.tasks import PROMPT, TEXT, Inputs
+from torchlake.tasks._inputs import NULL_INPUT, check_column, read_inputs, rows_of
 
 Runtime = str | Callable[..., Forward]
 "A runtime's name, or a module-level function like a runtime's `load` (text generation: `load_generator`)."
@@ -39,8 +40,12 @@ class ScoringSettings:
     runtime: Runtime
     exact: bool = False
     "The runtime is the default and must be exact: on a GPU, where `varlen` computes in bf16, `eager` runs instead."
-    text: str
-    "The column that holds the text."
+    text: Columns
+    "The column that holds the text, or several; empty for a task without text."
+    text_pair: Columns | None = None
+    "The column of the second text of a pair."
+    inputs: Mapping[str, Columns] = field(default_factory=dict)
+    "Columns of the task's other inputs."
     keep: tuple[str, ...]
     "Columns copied from the input to the output, key first."
     key: str | None
@@ -61,6 +66,12 @@ class ScoringSettings:
     workspace: Workspace | None = None
     "Where a chunk job writes; None for frames."
 
+    @property
+    def spec(self) -> TaskSpec:
+        """The model's task with the columns of this job."""
+        trained = models.load_spec(Path(self.model))
+        return replace(trained, text=self.text, text_pair=self.text_pair, inputs=dict(self.inputs))
+
 
 def runtime_name(runtime: Runtime) -> str:
     """Return a runtime's name in records; of a function its module and name."""
@@ -69,63 +80,85 @@ def runtime_name(runtime: Runtime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokenized rows: M of `count` rows can be scored, the others have an error."""
+    """Rows ready for the model: M of `count` rows can be scored, the others have an error."""
 
     count: int
     rows: np.ndarray
     "(M,) int64: their positions among the `count` rows."
-    tokens: Ragged
-    truncated: np.ndarray
-    "(M,) bool"
+    features: Features
+    "Of the M rows."
     errors: dict[int, str]
     "{position: reason}"
 
 
 @dataclass(kw_only=True)
-class TextReader:
-    """Tokenizes rows for one model; loads its tokenizer, not its weights."""
+class RowReader:
+    """Makes rows ready for one model; loads its tokenizer, not its weights."""
 
     settings: ScoringSettings
     spec: TaskSpec = field(init=False)
 
     def __post_init__(self) -> None:
         folder = Path(self.settings.model)
-        self.spec = models.load_spec(folder)
+        self.spec = self.settings.spec
         self.task = plugins.load("tasks", self.spec.task)
-        # A task that generates text also decodes, and needs the templates of transformers' tokenizer.
-        load = models.load_tokenizer if self.task.PACKED else models.load_text_tokenizer
-        self.tokenizer: Any = load(folder)
+        self.processor: Any = self.task.load_processor(folder, self.spec, scoring=True)
         self.max_prompt = max_prompt_tokens(folder, self.settings.generation)
         self.embeddings = models.embeddings(folder)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Tokenize a column of strings or, for text generation, conversations.
+        """Make a column of texts ready, for a model that reads one column."""
+        assert isinstance(self.spec.text, str), "one column"
+        return self.read(pa.table({self.spec.text: texts}), unreadable)
 
-        `unreadable` rows, and empty ones unless `null` is "score", become errors and are not tokenized.
+    def read(self, table: pa.Table, unreadable: dict[int, str]) -> Work:
+        """Make the rows of a table ready.
+
+        `unreadable` rows, and ones that lack an input unless `null` is "score", become errors and never reach the task.
         """
-        errors, tokens_of = dict(unreadable), self.task.tokenize
-        generation = self.settings.generation
-        if generation is not None and (generation.chat or pa.types.is_nested(texts.type)):
+        if self.settings.generation is not None and self.task.inputs["text"] == PROMPT:
+            inputs, errors, options = self._prompts(table, unreadable)
+        else:
+            inputs, errors = read_inputs(table, self.task.inputs, self.spec, unreadable, null=self.settings.null)
+            options = {}
+        rows = np.setdiff1d(np.arange(len(table)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
+        made = self.task.features(rows_of(inputs, rows), self.processor, self.spec, **options)
+        if made.errors:
+            errors |= {int(rows[row]): reason for row, reason in made.errors.items()}
+            good = np.setdiff1d(np.arange(len(rows)), list(made.errors))
+            rows, made = rows[good], made.take(good)
+        self._find_unfit(rows, made, errors)
+        return Work(len(table), rows, made, errors)
+
+    def _prompts(self, table: pa.Table, unreadable: dict[int, str]) -> tuple[Inputs, dict[int, str], dict[str, Any]]:
+        """The prompts, with conversations rendered as texts; errors; options of the task's `features`."""
+        generation, column = self.settings.generation, self.settings.text
+        assert generation is not None, "prompts are for generation"
+        assert isinstance(column, str), "a prompt is one column"
+        texts, errors = string_column(table[column]), dict(unreadable)
+        chat = generation.chat or pa.types.is_nested(texts.type)
+        if chat:
             texts, bad = self.task.render_chats(
-                self.tokenizer, without_rows(texts, unreadable), add_generation_prompt=True
+                self.processor, without_rows(texts, unreadable), add_generation_prompt=True
             )
             errors = {**bad, **errors}
-            tokens_of = partial(tokens_of, chat=True)
         texts = nulls_as_empty(texts)
         if self.settings.null == "error":
             for row in pc.indices_nonzero(is_blank(texts)).to_pylist():
-                errors.setdefault(row, "null_input")
-        rows = np.setdiff1d(np.arange(len(texts)), np.fromiter(errors, dtype=np.int64, count=len(errors)))
-        readable = texts.take(from_numpy(rows)).to_pylist()
-        flat, offsets, cut = tokens_of(self.tokenizer, readable, self.spec)
-        tokens = Ragged(flat, offsets)
-        for row, reason in beyond_embeddings(tokens, self.embeddings, self.tokenizer).items():
+                errors.setdefault(row, NULL_INPUT)
+        return {"text": texts}, errors, {"chat": chat}
+
+    def _find_unfit(self, rows: np.ndarray, made: Features, errors: dict[int, str]) -> None:
+        """Add errors for rows that the model has no embedding or no room for."""
+        tokens = made.arrays.get(INPUT_IDS)
+        if not isinstance(tokens, Ragged):
+            return
+        for row, reason in beyond_embeddings(tokens, self.embeddings, self.processor).items():
             errors[int(rows[row])] = f"unknown_token: {reason}"
         if self.max_prompt is not None:
-            for row in np.flatnonzero(tokens.lengths > self.max_prompt):
+            for row in np.flatnonzero(tokens.lengths > self.max_prompt).tolist():
                 reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {self.max_prompt}"
                 errors[int(rows[row])] = f"{reason} before the new ones; lower max_new_tokens or shorten it"
-        return Work(len(texts), rows, tokens, cut > 0, errors)
 
 
 def beyond_embeddings(tokens: Ragged, embeddings: int | None, tokenizer: Any) -> dict[int, str]:
@@ -154,21 +187,10 @@ def within(errors: dict[int, str], first: int, stop: int) -> dict[int, str]:
 
 def check_text(schema: pa.Schema, text: str, where: str) -> None:
     """Raise TableError if the table has no column `text`, or it does not hold strings."""
-    if text not in schema.names:
-        raise TableError(
-            f"{where}: there is no text column {text!r}; it has: {', '.join(schema.names)}. Name it with text=."
-        )
-    kind = schema.field(text).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    if not any(is_text(kind) for is_text in texts):
-        raise TableError(f"{where}: the text column {text!r} holds {kind}, not strings; name another with text=.")
+    check_column(schema, "text", text, TEXT, where)
 
 
-def check_prompts(
-    schema: pa.Schema, text: str, where: str, task: ModuleType, tokenizer: Path, *, chat: bool = False
-) -> bool:
+def check_prompts(schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, *, chat: bool = False) -> bool:
     """Return whether the prompts are conversations: by the column's type, or as JSON strings if `chat` is set.
 
     Raises TableError as `check_text` does, and UsageError if the tokenizer's folder has no chat template.

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torchlake import atomic_io, plugins
 from torchlake.errors import DataError, TorchlakeError, UsageError
 from torchlake.models import exports, folders
+from torchlake.models.load import uses_token_types
 
 log = logging.getLogger(__name__)
 
@@ -53,23 +54,32 @@ def requested(folder: Path, task: str, runtime: Any) -> RuntimeChoice:
 
 def refuse_unable(runtime: Any, task: str) -> None:
     """Raise UsageError if the runtime does not support the task."""
-    never = plugins.load("runtimes", runtime).never if isinstance(runtime, str) else {}
-    if task in never:
-        raise UsageError(f"The runtime {runtime!r} cannot run {task}: {never[task]}.")
+    reason = _unable(plugins.load("runtimes", runtime), task) if isinstance(runtime, str) else None
+    if reason is not None:
+        raise UsageError(f"The runtime {runtime!r} cannot run {task}: {reason}.")
+
+
+def _unable(module: Any, task: str) -> str | None:
+    if module.tasks is None or task in module.tasks:
+        return None
+    return str(module.never.get(task, f"it computes {', '.join(module.tasks)} only; {REFERENCE!r} computes every task"))
 
 
 def refusal(runtime: Any, folder: Path) -> str | None:
     """Return why the runtime cannot run the model with the installed libraries, or None."""
     if not isinstance(runtime, str) or runtime == REFERENCE:
         return None
-    reason: str | None = plugins.load("runtimes", runtime).refusal(folder)
+    module = plugins.load("runtimes", runtime)
+    if not module.TOKEN_TYPES and uses_token_types(folder):
+        return "it has no input for token types, by which this model tells the texts of a pair apart"
+    reason: str | None = module.refusal(folder)
     return reason
 
 
 def default_runtime(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
     """Return `varlen` if it can run the model and computes in fp32 on this device, else `eager`."""
     module = plugins.load("runtimes", FAST_DEFAULT)
-    fits = task not in module.never and module.refusal(folder) is None and device() == "cpu"
+    fits = _unable(module, task) is None and module.refusal(folder) is None and device() == "cpu"
     return RuntimeChoice(runtime=FAST_DEFAULT if fits else REFERENCE, why="default")
 
 
@@ -103,7 +113,7 @@ def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
 
 def lacks_export(folder: Path, runtime: Any) -> ModuleType | None:
     """Return the runtime's module if it has to `prepare` this model first, else None."""
-    module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
+    module: ModuleType | None = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
     if module is None or not hasattr(module, "prepare") or exports.current(folder, runtime) is not None:
         return None
     return module

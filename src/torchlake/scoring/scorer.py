@@ -14,7 +14,11 @@ Sorting costs one argsort per chunk and saves the padding.
 import gc
 import logging
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +28,17 @@ from torchlake import plugins
 from torchlake.chunk_jobs.isolation import run_isolated
 from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
-from torchlake.data.batching import Ragged, length_batches, pad
+from torchlake.data.batching import length_batches
+from torchlake.data.features import joined_outputs
+from torchlake.errors import TaskError
 from torchlake.models import folders
 from torchlake.models import load as models
-from torchlake.models.generation import NON_FINITE, NOTHING
+from torchlake.models.generation import NON_FINITE
 from torchlake.runtimes import Forward
-from torchlake.scoring.rows import ScoringSettings, TextReader, Work, runtime_name
+from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
+from torchlake.tasks import ColumnOptions
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ class Scorer:
     """One model in one process. `batch_tokens` shrinks when memory runs out, and stays small."""
 
     settings: ScoringSettings
-    reader: TextReader = field(init=False)
+    reader: RowReader = field(init=False)
     spec: TaskSpec = field(init=False)
     batch_tokens: int = field(init=False)
     device: str = field(init=False)
@@ -64,8 +71,8 @@ class Scorer:
         began = time.perf_counter()
         self.device = device()
         imported = time.perf_counter()
-        self.reader = TextReader(settings=self.settings)
-        self.spec, self.task, self.tokenizer = self.reader.spec, self.reader.task, self.reader.tokenizer
+        self.reader = RowReader(settings=self.settings)
+        self.spec, self.task, self.processor = self.reader.spec, self.reader.task, self.reader.processor
         tokenizer_loaded = time.perf_counter()
         generation = self.settings.generation
         load = REFERENCE if self.settings.exact and self.device != "cpu" else self.settings.runtime
@@ -90,74 +97,110 @@ class Scorer:
         budgets = BATCH_TOKENS if generation is None else CACHED_TOKENS
         self.batch_tokens = self.settings.batch_tokens or budgets[self.device]
 
+    def read(self, table: pa.Table, unreadable: dict[int, str]) -> Work:
+        """Make the rows of a table ready, as `RowReader.read`."""
+        return self.reader.read(table, unreadable)
+
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Tokenize a column, as `TextReader.tokenize`."""
+        """Make a column of texts ready, as `RowReader.tokenize`."""
         return self.reader.tokenize(texts, unreadable)
 
     def score(self, work: Work, attempt: Attempt | None = None) -> pa.Table:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
         errors = dict(work.errors)
-        answers = self._no_answers(work.count)
+        found: list[tuple[np.ndarray, np.ndarray]] = []
         alone = [] if attempt is None else sorted(attempt.suspects["score"])
         singles = [np.flatnonzero(work.rows == row) for row in alone]
         for batch in [single for single in singles if len(single)]:
-            self._run(work, batch, answers, errors, attempt)
+            self._run(work, batch, found, errors, attempt)
         free = np.flatnonzero(~np.isin(work.rows, [*alone, *errors]))
-        lengths = work.tokens.lengths[free] + self._new_tokens
-        for batch in length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS):
-            self._run(work, free[batch], answers, errors, attempt)
+        lengths = work.features.lengths[free] + self._new_tokens
+        cuts = length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
+        for batch, collated in self._collated(work, [free[cut] for cut in cuts]):
+            self._run(work, batch, found, errors, attempt, collated)
         if attempt is not None:
             attempt.idle()
-        return self._assemble(work, answers, errors)
+        return self._assemble(work, found, errors)
+
+    def _collated(
+        self, work: Work, batches: list[np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, Callable[[], dict[str, np.ndarray]]]]:
+        """Each batch, and a function that returns the model's inputs; a thread makes the next if that takes long."""
+        make = partial(self._collate, work)
+        if not self.task.collates_ahead:
+            yield from ((batch, partial(make, batch)) for batch in batches)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="collate") as thread:
+            ahead = [thread.submit(make, batch) for batch in batches[:1]]
+            for batch, following in zip_longest(batches, batches[1:]):
+                ready = ahead.pop()
+                if following is not None:
+                    ahead.append(thread.submit(make, following))
+                yield batch, ready.result
+
+    def _collate(self, work: Work, batch: np.ndarray) -> dict[str, np.ndarray]:
+        inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
+        return inputs
 
     @property
     def _new_tokens(self) -> int:
         """Maximum tokens generated for a row."""
         return 0 if self.settings.generation is None else self.settings.generation.max_new_tokens
 
-    def _no_answers(self, rows: int) -> np.ndarray:
-        """Return an array for the runtime's results: logits (B, C) float32 or token ids (B, W) int32."""
-        if self.settings.generation is not None:
-            return np.full((rows, self._new_tokens), NOTHING, dtype=np.int32)
-        return np.full((rows, max(1, len(self.spec.labels))), np.nan, dtype=np.float32)
-
     def _run(
-        self, work: Work, batch: np.ndarray, answers: np.ndarray, errors: dict[int, str], attempt: Attempt | None
+        self,
+        work: Work,
+        batch: np.ndarray,
+        found: list[tuple[np.ndarray, np.ndarray]],
+        errors: dict[int, str],
+        attempt: Attempt | None,
+        collated: Callable[[], dict[str, np.ndarray]] | None = None,
     ) -> None:
-        """Fill `answers` (or `errors`) for the rows of one batch."""
+        """Add the outputs of one batch to `found`, or `errors` of its rows."""
+        ready = collated
 
         def forward(rows: np.ndarray) -> None:
-            input_ids, mask = pad(work.tokens, np.searchsorted(work.rows, rows), self.tokenizer.pad_token_id)
+            nonlocal ready
+            made, ready = ready, None  # the batch as a whole; its halves are made again
+            inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
             began = time.perf_counter()
-            out = self.forward(input_ids, mask)
+            out = self.forward(**inputs)
             seconds = time.perf_counter() - began
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
-            self.padded_tokens += input_ids.size
-            answers[rows] = out
+            self.padded_tokens += padded(rows)
             for row in rows[_non_finite(out)]:
                 errors[int(row)] = "non_finite: the model gave NaN or infinity"
+            found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
+
+        def padded(rows: np.ndarray) -> int:
+            return len(rows) * int(work.features.lengths[np.searchsorted(work.rows, rows)].max(initial=1))
 
         def shrink(rows: np.ndarray) -> None:
-            longest = int(work.tokens.lengths[np.searchsorted(work.rows, rows)].max())
-            self.batch_tokens = max(1, min(self.batch_tokens, len(rows) * longest) // 2)
+            self.batch_tokens = max(1, min(self.batch_tokens, padded(rows)) // 2)
             log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
-        run_isolated(work.rows[batch], forward, errors, attempt, out_of_memory=shrink)
+        run_isolated(work.rows[batch], forward, errors, attempt, passed_on=(TaskError,), out_of_memory=shrink)
 
-    def _assemble(self, work: Work, answers: np.ndarray, errors: dict[int, str]) -> pa.Table:
-        scored = np.setdiff1d(np.arange(work.count), np.fromiter(errors, dtype=np.int64, count=len(errors)))
-        if self.settings.generation is not None:
-            columns = self.task.output_columns(answers[scored], self.tokenizer, self.settings.generation.stop)
+    def _assemble(self, work: Work, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]) -> pa.Table:
+        settings = self.settings
+        stop = () if settings.generation is None else settings.generation.stop
+        options = ColumnOptions(all_probabilities=settings.all_probabilities, stop=stop)
+        rows = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, dtype=np.int64)
+        kept = np.flatnonzero(~np.isin(rows, list(errors)))
+        kept = kept[np.argsort(rows[kept])]
+        scored = rows[kept]
+        if len(scored):
+            answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
+            columns = self.task.output_columns(answers, self.processor, self.spec, options)
         else:
-            probabilities = self.task.probabilities(answers[scored], self.spec)
-            columns = self.task.output_columns(probabilities, self.spec, self.settings.all_probabilities)
+            columns = self.task.output_schema(self.spec, options).empty_table()
         position = np.full(work.count, -1, dtype=np.int64)
         position[scored] = np.arange(len(scored))
         table = columns.take(from_numpy(position, null=position < 0))
-        table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
+        table = table.rename_columns([settings.prefix + name for name in table.column_names])
         truncated = np.zeros(work.count, dtype=bool)
-        truncated[work.rows] = work.truncated
+        truncated[work.rows] = work.features.cut > 0
         table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))
         reasons = from_strings([errors.get(row) for row in range(work.count)])
         return table.append_column(pa.field("error", pa.string()), reasons)
@@ -176,10 +219,12 @@ def prepare_runtime(model: str, runtime: str, texts: pa.Array) -> None:
     """
     folder = Path(model)
     spec = models.load_spec(folder)
-    tokenizer = models.load_tokenizer(folder)
-    tokens = Ragged(*plugins.load("tasks", spec.task).tokenize(tokenizer, texts.to_pylist(), spec)[:2])
-    cuts = length_batches(tokens.lengths, batch_tokens=BATCH_TOKENS["cpu"], max_rows=MAX_BATCH_ROWS)
-    batches = [pad(tokens, cut, tokenizer.pad_token_id) for cut in cuts]
+    task = plugins.load("tasks", spec.task)
+    processor = task.load_processor(folder, spec, scoring=False)
+    made = task.features({"text": texts}, processor, spec)
+    cuts = length_batches(made.lengths, batch_tokens=BATCH_TOKENS["cpu"], max_rows=MAX_BATCH_ROWS)
+    inputs = [task.checked_batch(made.arrays, cut, processor, spec) for cut in cuts]
+    batches = [(each["input_ids"], each["attention_mask"]) for each in inputs]
     plugins.load("runtimes", runtime).prepare(folder, spec, batches)
 
 
@@ -198,5 +243,5 @@ def device() -> str:
 def _non_finite(out: np.ndarray) -> np.ndarray:
     """Return (B,) bool: rows for which the model returned NaN or infinity."""
     if np.issubdtype(out.dtype, np.integer):
-        return np.asarray((out == NON_FINITE).any(axis=1))
-    return np.asarray(~np.isfinite(out).all(axis=1))
+        return np.asarray((out.reshape(len(out), -1) == NON_FINITE).any(axis=1))
+    return np.asarray(~np.isfinite(out.reshape(len(out), -1)).all(axis=1))

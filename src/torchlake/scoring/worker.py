@@ -18,12 +18,18 @@ from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
 from torchlake.chunk_jobs.read_ahead import examples_of, reading_ahead
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
-from torchlake.scoring.rows import ScoringSettings, TextReader, Work, within
+from torchlake.data.features import INPUT_IDS, Features, from_arrow, to_arrow
+from torchlake.data.features import joined as joined_features
+from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
-from torchlake.tables.arrays import from_numpy, from_strings, string_column
+from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.output.parts import Part
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
+from torchlake.tasks import ColumnOptions
+
+LENGTH = "length"
+"The column of what a row costs in a batch, if that is not its number of tokens."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,7 @@ class ScoredChunk:
 def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
     """Load the model; the returned worker scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
     scorer = Scorer(settings=settings)
-    reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, settings.text))))
+    reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, *scorer.spec.input_columns))))
     workspace = settings.workspace
     assert workspace is not None, "a job has a workspace"
 
@@ -56,8 +62,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         table, unreadable = read_chunk(reader, chunk, attempt)
 
         def tokens(first: int, stop: int) -> Work:
-            texts = string_column(table[settings.text].slice(first, stop - first))
-            return scorer.tokenize(texts, within(unreadable, first, stop))
+            return scorer.read(table.slice(first, stop - first), within(unreadable, first, stop))
 
         return table, joined(attempt.tokenizing(tokens))
 
@@ -67,7 +72,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
             part=workspace.parts.write(name, output, chunk=chunk.index),
-            tokens=int(work.tokens.lengths.sum()),
+            tokens=int(work.features.lengths.sum()),
             padded_tokens=scorer.padded_tokens - padded,
             seconds=scorer.seconds - seconds,
             runtime=scorer.runtime,
@@ -86,8 +91,8 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
     scorer = Scorer(settings=settings)
 
     def worker(table: pa.Table) -> pa.Table:
-        texts, unreadable = isolate_bad_text(table.select([settings.text]))
-        predictions = scorer.score(scorer.tokenize(string_column(texts[settings.text]), unreadable))
+        rows, unreadable = isolate_bad_text(table.select(scorer.spec.input_columns))
+        predictions = scorer.score(scorer.read(rows, unreadable))
         for name in predictions.column_names:
             table = table.append_column(predictions.schema.field(name), predictions[name])
         return table
@@ -96,21 +101,23 @@ def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Tabl
 
 
 def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
-    """Return a worker that adds the text's tokens (`input_ids`), `truncated` and `error` to any Arrow table."""
-    reader = TextReader(settings=settings)
+    """Return a worker that adds the features (of texts `input_ids`), `truncated` and `error` to any Arrow table."""
+    reader = RowReader(settings=settings)
+    types = stage_types(settings)
 
     def worker(table: pa.Table) -> pa.Table:
-        texts, unreadable = isolate_bad_text(table.select([settings.text]))
-        work = reader.tokenize(string_column(texts[settings.text]), unreadable)
-        lengths, truncated = np.zeros(work.count, dtype=np.int64), np.zeros(work.count, dtype=bool)
-        lengths[work.rows], truncated[work.rows] = work.tokens.lengths, work.truncated
-        unread = ~np.isin(np.arange(work.count), work.rows)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        tokens = pa.ListArray.from_arrays(offsets, work.tokens.values, mask=from_numpy(unread))
+        rows, unreadable = isolate_bad_text(table.select(reader.spec.input_columns))
+        work = reader.read(rows, unreadable)
+        position = np.full(work.count, -1, dtype=np.int64)
+        position[work.rows] = np.arange(len(work.rows))
+        place = from_numpy(position, null=position < 0)
+        made = {**work.features.arrays, LENGTH: work.features.lengths}
+        truncated = np.zeros(work.count, dtype=bool)
+        truncated[work.rows] = work.features.cut > 0
+        for name, kind in types.items():
+            table = table.append_column(name, to_arrow(made[name], kind).take(place))
         reasons = from_strings([work.errors.get(row) for row in range(work.count)])
-        for name, column in (("input_ids", tokens), ("truncated", truncated), ("error", reasons)):
-            table = table.append_column(name, column if isinstance(column, pa.Array) else from_numpy(column))
-        return table
+        return table.append_column("truncated", from_numpy(truncated)).append_column("error", reasons)
 
     return worker
 
@@ -118,25 +125,37 @@ def make_reading_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Ta
 def make_token_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
     """Load the model; the returned worker replaces the columns of `make_reading_worker` by predictions."""
     scorer = Scorer(settings=settings)
+    types = stage_types(settings)
 
     def worker(table: pa.Table) -> pa.Table:
-        tokens, reasons = table["input_ids"].combine_chunks(), table["error"].to_pylist()
-        rows = np.flatnonzero(tokens.is_valid().to_numpy(zero_copy_only=False))
-        lengths = tokens.value_lengths().to_numpy(zero_copy_only=False)[rows]
+        columns = {name: table[name].combine_chunks() for name in types}
+        reasons = table["error"].to_pylist()
+        valid = next(iter(columns.values())).is_valid()
+        arrays = {name: from_arrow(column.filter(valid).cast(types[name])) for name, column in columns.items()}
+        sizes, ids = arrays.pop(LENGTH, None), arrays.get(INPUT_IDS)
+        lengths = ids.lengths if isinstance(ids, Ragged) else np.asarray(sizes)
+        rows = np.flatnonzero(valid.to_numpy(zero_copy_only=False))
+        cut = table["truncated"].to_numpy()[rows].astype(np.int64)
         work = Work(
             len(table),
             rows,
-            Ragged(tokens.flatten().to_numpy(), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
-            table["truncated"].to_numpy()[rows],
+            Features(arrays=arrays, lengths=lengths, cut=cut),
             {row: reason for row, reason in enumerate(reasons) if reason is not None},
         )
-        table = table.drop_columns(["input_ids", "truncated", "error"])
+        table = table.drop_columns([*types, "truncated", "error"])
         predictions = scorer.score(work)
         for name in predictions.column_names:
             table = table.append_column(predictions.schema.field(name), predictions[name])
         return table
 
     return worker
+
+
+def stage_types(settings: ScoringSettings) -> dict[str, pa.DataType]:
+    """Return the columns between tokenizing and scoring, besides `truncated` and `error`."""
+    spec = settings.spec
+    types: dict[str, pa.DataType] = plugins.load("tasks", spec.task).feature_types(spec)
+    return types if INPUT_IDS in types else {**types, LENGTH: pa.int64()}
 
 
 def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]]:
@@ -153,7 +172,7 @@ def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
     """Return the schema of the scored table."""
     task = plugins.load("tasks", spec.task)
-    predicted = task.output_schema(spec, settings.all_probabilities)
+    predicted = task.output_schema(spec, ColumnOptions(all_probabilities=settings.all_probabilities))
     return pa.schema(
         [
             *([pa.field("row_id", pa.string())] if settings.key is None else []),
@@ -170,12 +189,10 @@ def joined(works: Sequence[Work]) -> Work:
     if len(works) == 1:
         return works[0]
     starts = np.cumsum([0, *(work.count for work in works)])
-    lengths = np.concatenate([work.tokens.lengths for work in works])
     return Work(
         int(starts[-1]),
         np.concatenate([start + work.rows for start, work in zip(starts, works, strict=False)]),
-        Ragged(np.concatenate([work.tokens.values for work in works]), np.concatenate([[0], np.cumsum(lengths)])),
-        np.concatenate([work.truncated for work in works]),
+        joined_features([work.features for work in works]),
         {int(start) + row: why for start, work in zip(starts, works, strict=False) for row, why in work.errors.items()},
     )
 

@@ -1,47 +1,381 @@
-"""What a model predicts from which columns; one file per task.
+"""What a model predicts from which columns: one file per task, each an instance of a subclass of `Task`.
 
-A task is a module with these names. B rows, C classes (1: regression), L tokens of the longest row, V vocabulary size:
+    training   columns, labels -> examples -> stored arrays -> collate -> model -> outputs -> loss_sum / divisor
+    scoring    columns -> features -> collate -> runtime -> reduce_outputs -> answers -> output_columns
 
-    AUTO_CLASS: str                     transformers' Auto class for such a model
-    PACKED: bool                        whether training concatenates rows into blocks for a causal language model
-    FORWARD: dict[str, bool]            keyword arguments of a forward pass besides tokens and mask
-    DEFAULT_METRIC: dict[problem, str]  the validation metric that chooses the best model
-    DIRECTIONS: dict[metric, "higher" | "lower"]    which direction is better, for its metrics and for "loss"
+A file here ends with `task = MyTask()`. An installed package adds tasks by the entry point group `torchlake.tasks`, and
+`train`, `predict` and `evaluate` take one as `task=MyTask()`. Read `text_classification.py` first.
 
-    tokenize(tokenizer, texts, spec) -> (values (T,) int32, offsets (B+1,) int64, cut (B,) int64)
-                                        model inputs for scoring; `cut`: tokens removed from each row
-    output_schema(spec, all_probabilities) -> pa.Schema     the prediction columns, each nullable
+`Task` itself is a classifier or a regression of texts, whose label column decides which; a task overrides where it
+differs. The engine, the strategy and the number of ranks never matter to it:
 
-A task with labels (not PACKED) also has
+    Inputs    come from columns by their names in `inputs`; a row that lacks one never reaches the task. A row that the
+              task itself cannot use is an entry of `Features.errors`: one error row, or a refused training row.
+    Features  are flat arrays: `Ragged` for values of any number per row, or numpy of a fixed width. Training stores
+              them once and reads each batch from disk, so an epoch does no preprocessing except `collate`.
+    A batch   is a dict of numpy arrays of B rows, the keyword arguments of the model. An exception there costs scoring
+              the one row that causes it.
+    The loss  is summed over the rows that a rank has at once, and divided by `divisor` of the whole batch: it must not
+              be a mean, or it would depend on the number of ranks.
+    A model   is built by code that is installed or given, never by code in a folder; its weights are safetensors.
 
-    find_labels(arrays, problem, drop_bad=) -> LabelColumn      reads the label column; infers the problem if None
-    count_labels(arrays, problem, drop_bad=)                    reads a part of it; the result can be pickled
-    decide_labels(parts, problem) -> LabelColumn                the label column of which these are the parts
-    target_type(spec) -> pa.DataType              type of encoded labels
-    encode_labels(array, spec) -> pa.Array        labels as targets, nulls kept
-    bad_labels(array, spec) -> {row: reason}      rows with an invalid label
-    loss_sum(logits (B, C), targets, spec, objective) -> Tensor ()  summed; divide by the divisor of the whole batch
-    divisor(targets, spec, objective) -> float    over the rows of all ranks
-    probabilities(logits (B, C) float32, spec) -> (B, C) float32
-    probability_names(spec) -> list[str]          the output columns that hold `probabilities`
-    output_columns(probabilities, spec, all_probabilities) -> pa.Table
-    metrics(probabilities, targets, spec) -> dict[str, float]     fast, for validation
-
-A PACKED task generates text and also has
-
-    PROBLEMS: dict[str, problem]                  by `data.learn`: "all" tokens, or the "assistant"'s turns only
-    documents(tokenizer, texts, spec)             like `tokenize`: training rows, each with an end token
-    targets(ids (B, L), mask (B, L)) -> (B, L) int64        the next token, or NO_TARGET
-    loss_sum(logits (B, L, V), targets (B, L), spec) -> Tensor ()   summed
-    find_chunks(model, row (L,), tokens=) -> dict | None        how the model can compute its loss in chunks, as JSON
-    chunk_loss(model, found, compiled=)           lets model(targets=...) return the loss
-    num_targets(lengths (B,), spec) -> int        the divisor of the summed loss
-    loss_metrics(loss) -> dict[str, float]        metrics of the mean loss
-    output_columns(answers (B, W) int32, tokenizer, stop) -> pa.Table     answers as in models/generation.py
-    is_chat(type) -> bool                         whether a column of this type holds conversations
-    render_chats(tokenizer, column, add_generation_prompt=) -> (pa.Array of strings, {row: reason})
-    marks_answers(tokenizer) -> bool              whether its template marks the assistant's turns
-    tokenize_chats(tokenizer, column) -> (rows, {row: reason})     token ids; ~id outside the assistant's turns
-    conversations(tokenizer, rows, spec)          like `tokenize`: concatenates such rows, each truncated to a block
-    flat(rows)                                    like `tokenize`: concatenates rows of token ids
+B rows, C classes (1: regression), L tokens of the longest row. Nothing here imports torch before a method needs it.
 """
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
+from torchlake.data.batching import Ragged, pad, ranges, rectangle
+from torchlake.data.features import INPUT_IDS, Array, Features, as_matrix, from_arrow, text_features
+from torchlake.errors import TaskError
+from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
+from torchlake.models import load, write
+from torchlake.tasks import _classes, _inputs, _label_column, _labels, _tokens
+from torchlake.tasks._inputs import ANY, NUMBER, PAIR, PROMPT, TEXT, Inputs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = [
+    "ANY",
+    "NUMBER",
+    "PAIR",
+    "PROMPT",
+    "TEXT",
+    "ColumnOptions",
+    "Features",
+    "Inputs",
+    "Ragged",
+    "Task",
+    "load_encoder",
+]
+
+NO_TARGET = -100
+"Fills the targets of rows with fewer than others; losses of PyTorch ignore it."
+TOKEN_TYPES = "token_type_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnOptions:
+    """Options of `predict` that change its columns."""
+
+    all_probabilities: bool = False
+    "Whether to add a column for each class."
+    stop: Sequence[str] = ()
+    "Strings that end a generated text."
+
+
+class Task:
+    """A task; the methods are in the order in which they are called.
+
+    `spec` has the names of the columns, the problem and its classes; it is stored in the model folder as task.json.
+    """
+
+    name: str = ""
+    "In jobs and in task.json; by default the class's name in lower case with underscores."
+    inputs: Mapping[str, str] = {"text": TEXT, PAIR: TEXT}
+    "Each input and what its columns hold: TEXT, PROMPT, NUMBER or ANY (see `_inputs.py`)."
+    has_labels: bool = True
+    "Whether it learns a label column (`data.label`)."
+    problems: Mapping[str, Problem] = {}
+    "By `data.learn`, what a task without labels predicts; by default the task's name."
+    auto_class: str = ""
+    "transformers' Auto class of such models; empty: `build` makes the model."
+    hub_task: str = "other"
+    "The hub's name of the task, for the model card."
+    packs: bool = False
+    "Whether training concatenates rows into blocks of tokens, as for a causal language model."
+    generates: bool = False
+    "Whether `predict` writes text, with the options of generation."
+    couples_rows: bool = False
+    "Whether the loss of a row depends on the batch's other rows, as with in-batch negatives."
+    measures_outputs: bool = True
+    "Whether `metrics` are computed from outputs; False: only from the loss, and a validation keeps no outputs."
+    collates_ahead: bool = False
+    "Whether `collate` takes long (decoding images): then a thread does it while the model computes."
+    forward_options: Mapping[str, Any] = {}
+    "Keyword arguments of the model besides the batch."
+    kept_back: Sequence[str] = ()
+    "Arrays of a batch that the model does not get, only `reduce_outputs`, such as the places of tokens in the text."
+    default_metric: Mapping[Problem, str] = _classes.DEFAULT_METRIC
+    "By problem, the validation metric that chooses the best model; without an entry the loss."
+    directions: Mapping[str, Direction] = DIRECTIONS
+    "Whether higher or lower is better, for its metrics and for loss."
+
+    def __init_subclass__(cls) -> None:
+        """Give the class its name."""
+        cls.name = vars(cls).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+    # Columns to features.
+
+    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+        """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer."""
+        fast = scoring and spec.text_pair is None  # only transformers knows whether a model has token types
+        return load.load_text_tokenizer(folder) if fast else load.load_tokenizer(folder)
+
+    def max_length(self, base: Path, requested: int | None) -> int:
+        """Return the maximum tokens of a row, if `requested` is the job's `model.max_length`."""
+        return load.max_length(base, requested)
+
+    def count_labels(
+        self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
+    ) -> Any:
+        """Return what is to be known of a part of the training table's label column, in any process."""
+        return _label_column.count_labels(arrays, problem, drop_bad=drop_bad)
+
+    def decide_labels(self, parts: Iterable[Any], problem: Problem | None = None) -> LabelColumn:
+        """Return the label column of which these are the parts; infer the problem if it is None."""
+        return _label_column.decide_labels(parts, problem)
+
+    def find_labels(
+        self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
+    ) -> LabelColumn:
+        """Return what a whole label column holds."""
+        return self.decide_labels([self.count_labels(arrays, problem, drop_bad=drop_bad)], problem)
+
+    def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
+        """Return the Arrow type in which each array of `features` is stored."""
+        types = {INPUT_IDS: pa.list_(pa.int32())}
+        return types if spec.text_pair is None else {**types, TOKEN_TYPES: pa.list_(pa.uint8())}
+
+    def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
+        """Return the model inputs of rows without an error; by default the tokens of `text` and `text_pair`."""
+        texts = inputs["text"].to_pylist()
+        if spec.text_pair is None:
+            return text_features(_tokens.tokenize(processor, texts, spec.max_length))
+        pairs = list(zip(texts, inputs[PAIR].to_pylist(), strict=True))
+        tokens, types = _tokens.tokenize_pairs(processor, pairs, spec.max_length)
+        return text_features(tokens, **{TOKEN_TYPES: Ragged(types, tokens[1])})
+
+    def examples(
+        self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
+    ) -> tuple[Features, pa.Array | None]:
+        """Return the model inputs and the targets of training rows; `labels` None: without targets."""
+        targets = None if labels is None else self.encode_labels(labels, spec)
+        return self.features(inputs, processor, spec), targets
+
+    def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs | None:
+        """Return inputs made of `texts`, if the task reads texts only: a model is tried on them; else None."""
+        return _inputs.sample_inputs(self.inputs, spec, tuple(texts))
+
+    def target_type(self, spec: TaskSpec) -> pa.DataType:
+        """Return the Arrow type of the targets."""
+        return _labels.target_type(spec)
+
+    def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
+        """Return labels as targets, nulls kept. Raises DataError for labels that the model does not know."""
+        return _labels.encode_labels(array, spec)
+
+    def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
+        """Return {row: reason} for rows with an invalid label."""
+        return _labels.bad_labels(array, spec)
+
+    # Features to a batch.
+
+    def collate(
+        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the model's keyword arguments for the rows (B,) of the arrays.
+
+        `seed` is one for each epoch, for augmentation that depends on it and on the row's number; None: no
+        augmentation. By default `input_ids` are padded with the processor's padding token, beside an `attention_mask`;
+        other values are padded with 0.
+        """
+        batch: dict[str, np.ndarray] = {}
+        for name, array in arrays.items():
+            if isinstance(array, np.ndarray):
+                batch[name] = array[rows]
+            elif name == INPUT_IDS:
+                batch[name], batch["attention_mask"] = pad(array, rows, processor.pad_token_id)
+            elif name != TOKEN_TYPES or TOKEN_TYPES in processor.model_input_names:
+                batch[name], _ = pad(array, rows, 0)
+        return batch
+
+    def collate_targets(self, targets: Array, rows: np.ndarray, spec: TaskSpec) -> np.ndarray:
+        """Return the targets of the rows (B,), those of different numbers filled up with NO_TARGET."""
+        if isinstance(targets, np.ndarray):
+            chosen: np.ndarray = targets[rows]
+            return chosen
+        lengths = targets.lengths_of(rows)
+        return rectangle(targets.values[ranges(targets.offsets[rows], lengths)], lengths, NO_TARGET)[0]
+
+    # The model.
+
+    def build(self, folder: Path, spec: TaskSpec, *, weights: bool) -> "nn.Module":
+        """Return the task's own module, in fp32; only for tasks without an `auto_class`.
+
+        `folder` is the base model, whose weights are read if `weights`, or a trained model folder, whose weights are
+        loaded into the module afterwards: `load_encoder` knows both.
+        """
+        raise TaskError(f"the task {self.name!r} has neither an auto_class nor a method build")
+
+    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+        """Return the model that training starts from; `empty`: on the meta device, without weights."""
+        from torchlake.tasks import _pretrained
+
+        if self.auto_class:
+            return _pretrained.base_model(base, spec, self.auto_class, empty=empty)
+        return _pretrained.own_model(self, base, spec, empty=empty)
+
+    def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
+        """Return a trained model in evaluation mode; `options` are those of `models.load.load_model`."""
+        from torchlake.tasks import _pretrained
+
+        if self.auto_class:
+            return load.load_model(folder, spec, auto_class=self.auto_class, **options)
+        return _pretrained.load_own(self, folder, spec, **options)
+
+    def save_model(
+        self, folder: Path, model_or_state: Any, config: Any, processor: Any, spec: TaskSpec, **card: Any
+    ) -> None:
+        """Write a model folder; `card` are further arguments of `models.write.save_model_folder`."""
+        about = write.About(auto_class=self.auto_class, hub_task=self.hub_task)
+        write.save_model_folder(folder, model_or_state, config, processor, spec, about=about, **card)
+
+    def outputs(self, answer: Any) -> "torch.Tensor":
+        """Return the outputs (B, ...) in what the model returned: a tensor itself, or its `logits`."""
+        outputs: torch.Tensor = answer if hasattr(answer, "shape") else answer.logits
+        return outputs
+
+    # The loss and the metrics.
+
+    def loss_sum(
+        self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
+    ) -> "torch.Tensor":
+        """Return the summed loss (), in fp32, of outputs (B, ...) and targets (B, ...)."""
+        assert targets is not None, "rows have labels"
+        self._check_width(outputs.shape, spec)
+        return _classes.loss_sum(outputs, targets, spec, objective)
+
+    def divisor(self, targets: Array, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
+        """Return the divisor of the loss summed over all ranks, whose rows have these targets."""
+        if isinstance(targets, Ragged):
+            return max(1, int((targets.values != NO_TARGET).sum()))
+        return _classes.divisor(targets, spec, objective)
+
+    def reduce_outputs(self, outputs: np.ndarray, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
+        """Return what to keep of a batch's outputs (B, ...); batches of other widths are filled up with NaN or -1."""
+        return outputs
+
+    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
+        """Return what the outputs of N rows mean: probabilities, or numbers in the unit of the labels."""
+        self._check_width(outputs.shape, spec)
+        return _classes.probabilities(outputs, spec)
+
+    def metrics(self, answers: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> dict[str, float]:
+        """Return validation metrics, including the default one; `targets` as in `collate_targets`."""
+        assert targets is not None, "rows have labels"
+        return validation_metrics(answers, targets, spec.problem)
+
+    def metric_names(self, spec: TaskSpec) -> list[str]:
+        """Return the metrics that can choose the best model, besides loss: those in `directions` that it has."""
+        if type(self).metrics is Task.metrics and self.measures_outputs:
+            return _classes.metric_names(spec)
+        return [name for name in self.directions if name != "loss"]
+
+    def loss_metrics(self, loss: float) -> dict[str, float]:
+        """Return metrics of the mean loss."""
+        return {}
+
+    # Outputs to columns.
+
+    def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
+        """Return the prediction columns, each nullable."""
+        return _classes.output_schema(spec, options.all_probabilities)
+
+    def output_columns(
+        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
+    ) -> pa.Table:
+        """Return the prediction columns of the answers of N rows, in `output_schema`."""
+        return _classes.output_columns(answers, spec, options.all_probabilities)
+
+    def probability_names(self, spec: TaskSpec) -> list[str]:
+        """Return the columns that hold `answers` if all probabilities are requested."""
+        return _classes.probability_names(spec)
+
+    def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
+        """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; no row lacks one."""
+        answers = np.column_stack([scored[name].to_numpy() for name in self.probability_names(spec)])
+        targets = from_arrow(self.encode_labels(labels, spec))
+        return self.metrics(answers, self.collate_targets(as_matrix(targets), np.arange(len(labels)), spec), spec)
+
+    @property
+    def measures_classes(self) -> bool:
+        """Whether its metrics are those of `torchlake.metrics`, which `evaluate` computes with intervals."""
+        mine = type(self)
+        own = (mine.metrics, mine.measure, mine.count_labels, mine.decide_labels)
+        return own == (Task.metrics, Task.measure, Task.count_labels, Task.decide_labels)
+
+    # What torchlake calls: the methods above, checked.
+
+    def _check_width(self, shape: Sequence[int], spec: TaskSpec) -> None:
+        """Raise TaskError for outputs that are not one number per class."""
+        wanted = (max(1, len(spec.labels)),)
+        if tuple(shape[1:]) != wanted:
+            raise TaskError(
+                f"the task {self.name!r}: the model's outputs have the shape {tuple(shape)}; for {spec.problem} with "
+                f"{len(spec.labels)} classes they have the shape (rows, {wanted[0]})"
+            )
+
+    def checked_batch(
+        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return `collate` of the rows. Raises TaskError if it loses or adds a row."""
+        batch = self.collate(arrays, rows, processor, spec, seed=seed)
+        for name, array in batch.items():
+            if array.ndim == 0 or len(array) != len(rows):
+                raise TaskError(
+                    f"the task {self.name!r}: collate returned {name!r} of shape {array.shape} for {len(rows)} rows; "
+                    "its first dimension has to be the rows"
+                )
+        return batch
+
+    def checked_outputs(self, answer: Any, rows: int) -> "torch.Tensor":
+        """Return `outputs` of what the model returned for so many rows. Raises TaskError if they are of other rows."""
+        try:
+            outputs = self.outputs(answer)
+        except AttributeError:
+            raise TaskError(
+                f"the task {self.name!r}: the model returned a {type(answer).__name__}; the method outputs has to make "
+                "a tensor of it"
+            ) from None
+        if outputs.ndim == 0 or len(outputs) != rows:
+            raise TaskError(
+                f"the task {self.name!r}: the model's outputs have the shape {tuple(outputs.shape)} for {rows} rows; "
+                "their first dimension has to be the rows"
+            )
+        return outputs
+
+    def checked_loss(
+        self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective
+    ) -> "torch.Tensor":
+        """Return `loss_sum`. Raises TaskError unless it is one number that depends on the outputs."""
+        loss = self.loss_sum(outputs, targets, spec, objective)
+        shape = getattr(loss, "shape", None)
+        if shape is None or len(shape):
+            what = f"a {type(loss).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+            raise TaskError(f"the task {self.name!r}: loss_sum returned {what}; it has to be the sum over the rows, ()")
+        if outputs.requires_grad and not loss.requires_grad:
+            raise TaskError(
+                f"the task {self.name!r}: the loss does not depend on the model's outputs; is one detached?"
+            )
+        return loss
+
+
+def load_encoder(folder: Path, *, weights: bool) -> "nn.Module":
+    """Return the transformers model in a folder without its head, for a task's own module.
+
+    `weights=False` makes the same module without reading weights. Refuses folders as every load does.
+    """
+    from torchlake.tasks import _pretrained
+
+    return _pretrained.load_encoder(folder, weights=weights)

@@ -12,56 +12,29 @@ an error row.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from torchlake.metrics import DIRECTIONS
+from torchlake.config.task_spec import Problem, TaskSpec
+from torchlake.data.features import Features, text_features
+from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.models import load
 from torchlake.models.generation import END, NOTHING, decoded, stop_place
-from torchlake.models.load import Problem, TaskSpec
+from torchlake.tables.arrays import is_blank, nulls_as_empty
+from torchlake.tasks import NO_TARGET, PROMPT, ColumnOptions, Inputs, Task
 from torchlake.tasks._chat import is_chat, marks_answers, render_chats, tokenize_chats
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "AUTO_CLASS",
-    "DEFAULT_METRIC",
-    "DIRECTIONS",
-    "FORWARD",
-    "NO_TARGET",
-    "PACKED",
-    "PROBLEMS",
-    "chunk_loss",
-    "conversations",
-    "documents",
-    "find_chunks",
-    "flat",
-    "is_chat",
-    "loss_metrics",
-    "loss_sum",
-    "marks_answers",
-    "num_targets",
-    "output_columns",
-    "output_schema",
-    "render_chats",
-    "targets",
-    "tokenize",
-    "tokenize_chats",
-]
-
-AUTO_CLASS = "AutoModelForCausalLM"
-PACKED = True
-# Training does not use the key-value cache; it would only hold memory.
-FORWARD = {"use_cache": False}
 PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token"}
-DEFAULT_METRIC: dict[Problem, str] = dict.fromkeys(PROBLEMS.values(), "perplexity")
-
-NO_TARGET = -100
+"By `data.learn`."
 ROWS_AT_ONCE = 1_000
 ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
 
@@ -69,7 +42,7 @@ Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 "values (T,) int32, offsets (B+1,) int64, cut (B,) int64: tokens removed from each row."
 
 
-def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool = False) -> Tokens:
+def tokenize(tokenizer: Any, texts: Sequence[str], *, chat: bool = False) -> Tokens:
     """Tokenize prompts into one flat array; `chat`: they are rendered conversations.
 
     An empty prompt becomes one token: the tokenizer's begin token, or its end token if it has none.
@@ -83,7 +56,7 @@ def tokenize(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool
     return flat(map(open_ended, _encoded(tokenizer, texts, chat)))
 
 
-def documents(tokenizer: Any, texts: Sequence[str], spec: TaskSpec, *, chat: bool = False) -> Tokens:
+def documents(tokenizer: Any, texts: Sequence[str], *, chat: bool = False) -> Tokens:
     """Tokenize training texts into one flat array, each complete and followed by one end token."""
     end = tokenizer.eos_token_id
     return flat(ids if ids and ids[-1] == end else [*ids, end] for ids in _encoded(tokenizer, texts, chat))
@@ -120,68 +93,120 @@ def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[
         yield from (each.ids for each in backend.encode_batch_fast(rows, add_special_tokens=not chat))
 
 
-def targets(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The token after each token, (B, L) int64; NO_TARGET where there is nothing to learn."""
-    following = np.full(ids.shape, NO_TARGET, dtype=np.int64)
-    following[:, :-1] = np.where(mask[:, 1:].astype(bool) & (ids[:, 1:] >= 0), ids[:, 1:], NO_TARGET)
-    return following
+class TextGeneration(Task):
+    """A causal language model, which learns its texts and writes their continuations."""
+
+    inputs = {"text": PROMPT}
+    "Strings or conversations."
+    has_labels = False
+    problems = PROBLEMS
+    auto_class = "AutoModelForCausalLM"
+    hub_task = "text-generation"
+    packs = True
+    generates = True
+    measures_outputs = False
+    directions = {"loss": "lower", "perplexity": "lower"}
+    # Training does not use the key-value cache; it would only hold memory.
+    forward_options = {"use_cache": False}
+    default_metric = dict.fromkeys(PROBLEMS.values(), "perplexity")
+
+    is_chat = staticmethod(is_chat)
+    render_chats = staticmethod(render_chats)
+    marks_answers = staticmethod(marks_answers)
+
+    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+        """Return the tokenizer with all of transformers, which decodes and renders templates."""
+        return load.load_tokenizer(folder)
+
+    def features(self, inputs: Inputs, processor: Any, spec: TaskSpec, *, chat: bool = False) -> Features:
+        """Return the tokens of prompts; `chat`: they are rendered conversations."""
+        return text_features(tokenize(processor, inputs["text"].to_pylist(), chat=chat))
+
+    def examples(
+        self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
+    ) -> tuple[Features, pa.Array | None]:
+        """Return the tokens of training texts or conversations, each with an end token."""
+        texts, chat, errors = inputs["text"], False, dict[int, str]()
+        if spec.problem == "next_answer_token" and is_chat(texts.type):
+            rows, errors = tokenize_chats(processor, texts)
+            errors |= {row: "null_input" for row, ids in enumerate(rows) if ids is None and row not in errors}
+            made = conversations(processor, (ids or [] for ids in rows), spec)
+        else:
+            if is_chat(texts.type):
+                texts, errors = render_chats(processor, texts, add_generation_prompt=False)
+                chat = True
+            blank = np.flatnonzero(np.asarray(is_blank(texts)))
+            errors |= {row: "null_input" for row in blank.tolist() if row not in errors}
+            made = documents(processor, nulls_as_empty(texts).to_pylist(), chat=chat)
+        return replace(text_features(made), errors=errors), None
+
+    def targets(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """The token after each token, (B, L) int64; NO_TARGET where there is nothing to learn."""
+        following = np.full(ids.shape, NO_TARGET, dtype=np.int64)
+        following[:, :-1] = np.where(mask[:, 1:].astype(bool) & (ids[:, 1:] >= 0), ids[:, 1:], NO_TARGET)
+        return following
+
+    def loss_sum(
+        self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
+    ) -> "torch.Tensor":
+        """The cross entropy summed over all targets, in fp32. `outputs` (B, L, V); `targets` (B, L) int64."""
+        from torch.nn import functional
+
+        assert targets is not None, "every token is one"
+        return functional.cross_entropy(
+            outputs.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
+        )
+
+    def find_chunks(self, model: "nn.Module", row: np.ndarray, *, tokens: int) -> dict[str, Any] | None:
+        """Return how the model can compute its loss without holding a micro-batch's logits, as JSON; None: it cannot.
+
+        See `_chunked_loss.find`. `row` (L,) int64: token ids; `tokens`: the most of one call.
+        """
+        import torch
+
+        from torchlake.tasks import _chunked_loss
+
+        after = _chunked_loss.find(model, torch.from_numpy(row)[None], dict(self.forward_options), tokens=tokens)
+        return None if after is None else asdict(after)
+
+    def chunk_loss(self, model: "nn.Module", found: dict[str, Any], *, compiled: bool) -> None:
+        """Let the model return the loss of `loss_sum` if called with `targets`; `found` is from `find_chunks`."""
+        from torchlake.tasks import _chunked_loss
+
+        _chunked_loss.attach(model, _chunked_loss.AfterHead(**found), compiled=compiled)
+
+    def num_targets(self, lengths: np.ndarray, spec: TaskSpec) -> int:
+        """Number of targets in blocks of these lengths (B,): every token except the first of each block."""
+        return int(lengths.sum()) - len(lengths)
+
+    def loss_metrics(self, loss: float) -> dict[str, float]:
+        """The perplexity, exp of the mean loss."""
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
+        """The generated text, its number of tokens, and the finish reason: "stop" or "length"."""
+        return ANSWERS
+
+    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
+        """Return the generated tokens."""
+        return outputs
+
+    def output_columns(
+        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
+    ) -> pa.Table:
+        """The prediction columns of the answers (B, W) int32, in row order.
+
+        A text is cut before a stop string; the count includes the stop string's tokens but not the end token.
+        """
+        texts, counts, reasons = [], [], []
+        for answer in answers:
+            written = answer[(answer != NOTHING) & (answer != END)]
+            text = decoded(processor, written)
+            place = stop_place(text, options.stop)
+            texts.append(text[:place])
+            counts.append(len(written))
+            reasons.append("length" if place is None and END not in answer else "stop")
+        return pa.table([texts, counts, reasons], schema=ANSWERS)
 
 
-def loss_sum(logits: "torch.Tensor", targets: "torch.Tensor", spec: TaskSpec) -> "torch.Tensor":
-    """The cross entropy summed over all targets, in fp32. `logits` (B, L, V); `targets` (B, L) int64."""
-    from torch.nn import functional
-
-    return functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
-    )
-
-
-def find_chunks(model: "nn.Module", row: np.ndarray, *, tokens: int) -> dict[str, Any] | None:
-    """Return how the model can compute its loss without holding a micro-batch's logits, as JSON; None: it cannot.
-
-    See `_chunked_loss.find`. `row` (L,) int64: token ids; `tokens`: the most of one call.
-    """
-    import torch
-
-    from torchlake.tasks import _chunked_loss
-
-    after = _chunked_loss.find(model, torch.from_numpy(row)[None], FORWARD, tokens=tokens)
-    return None if after is None else asdict(after)
-
-
-def chunk_loss(model: "nn.Module", found: dict[str, Any], *, compiled: bool) -> None:
-    """Let the model return the loss of `loss_sum` if called with `targets`; `found` is from `find_chunks`."""
-    from torchlake.tasks import _chunked_loss
-
-    _chunked_loss.attach(model, _chunked_loss.AfterHead(**found), compiled=compiled)
-
-
-def num_targets(lengths: np.ndarray, spec: TaskSpec) -> int:
-    """Number of targets in blocks of these lengths (B,): every token except the first of each block."""
-    return int(lengths.sum()) - len(lengths)
-
-
-def loss_metrics(loss: float) -> dict[str, float]:
-    """The perplexity, exp of the mean loss."""
-    return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
-
-
-def output_schema(spec: TaskSpec, all_probabilities: bool) -> pa.Schema:
-    """The generated text, its number of tokens, and the finish reason: "stop" or "length"."""
-    return ANSWERS
-
-
-def output_columns(answers: np.ndarray, tokenizer: Any, stop: Sequence[str]) -> pa.Table:
-    """The prediction columns of the answers (B, W) int32, in row order.
-
-    A text is cut before a stop string; the count includes the stop string's tokens but not the end token.
-    """
-    texts, counts, reasons = [], [], []
-    for answer in answers:
-        written = answer[(answer != NOTHING) & (answer != END)]
-        text = decoded(tokenizer, written)
-        place = stop_place(text, stop)
-        texts.append(text[:place])
-        counts.append(len(written))
-        reasons.append("length" if place is None and END not in answer else "stop")
-    return pa.table([texts, counts, reasons], schema=ANSWERS)
+task = TextGeneration()

@@ -26,6 +26,7 @@ from torchlake.runs import folder as run_folder
 from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
 from torchlake.training import train as training
+from torchlake.training.rows import OnStep
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def train_folds(
     engine: Engine | str | None,
     overrides: Sequence[str],
     sections: Mapping[str, Any],
+    on_step: OnStep | None = None,
 ) -> Folds:
     """Train `job` once per fold in folders below `run`; arguments and errors are those of `train`."""
     began = time.monotonic()
@@ -81,7 +83,7 @@ def train_folds(
         for fold in range(1, folds + 1):
             log.info("fold %d of %d", fold, folds)
             one = load_job(wanted, data={"validation": {"fold": fold, "folds": folds}})
-            runs.append(training.train(one, run=folder / f"fold_{fold}", engine=engine))
+            runs.append(training.train(one, run=folder / f"fold_{fold}", engine=engine, on_step=on_step))
         found = _result(wanted, folder, runs)
         atomic_io.write_json(folder / run_folder.RESULT, found, site="folds.result")
     from torchlake.reporting import report

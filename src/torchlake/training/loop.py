@@ -15,13 +15,16 @@ written). So all ranks stop, save and fail at the same step. Each reads it when 
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchlake import atomic_io, distributed, plugins
@@ -29,15 +32,15 @@ from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.store import STATE, Draft
 from torchlake.config.types import Every
-from torchlake.errors import Interrupted
+from torchlake.errors import Interrupted, UsageError
 from torchlake.loss import find_objective
 from torchlake.optim import averages, schedule
 from torchlake.optim.precision import arithmetic
 from torchlake.progress import progress as progress_bar
-from torchlake.runs import metrics_log
+from torchlake.runs import folder, metrics_log
 from torchlake.training import saving
 from torchlake.training.model.setup import make_train_state
-from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
+from torchlake.training.rows import OnStep, RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
 from torchlake.training.validation import validate
@@ -87,10 +90,12 @@ def _run(
     train = settings.job.train
     total = total_steps(train, steps_per_epoch(training, train, settings.spec))
     schedule.check(total, train)
-    state, progress = make_train_state(settings, group)
+    state, progress = make_train_state(settings, group, training)
     if group.rank == 0:
         _log_new_length(settings, progress, total)
-    state.objective = find_objective(train, settings.spec, training.table.targets, training.numbers)
+    targets = training.table.targets
+    known = targets if isinstance(targets, np.ndarray) else None
+    state.objective = find_objective(train, settings.spec, known, training.numbers)
     if group.device.type in TRIED_ON:
         try_largest(state, largest_batch(training, state, settings), train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
@@ -136,6 +141,7 @@ def train_loop(
     per_epoch = steps_per_epoch(training, train, settings.spec)
     total = total_steps(train, per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
+    upcoming = deque(islice(batches, 1))
     saved_step = -1 if settings.checkpoint is None else progress.step
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
@@ -167,9 +173,7 @@ def train_loop(
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
-                    write_line(
-                        {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
-                    )
+                    write_line(_validation_line(step, outcome))
                     show(0, outcome)
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
@@ -185,10 +189,18 @@ def train_loop(
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            launched = train_step(state, *next(batches), progress, train, total, votes.flags)
+            epoch, rows = upcoming.popleft()
+            launched = train_step(state, epoch, rows, progress, train, total, votes.flags)
+            upcoming.extend(islice(batches, 1))
+            state.collate_ahead([rows for _, rows in upcoming])
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
             read()
             votes.pending = (launched, oldest)
+
+
+def _validation_line(step: int, outcome: dict[str, float]) -> dict[str, Any]:
+    """The line of metrics.jsonl for a validation."""
+    return {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
 
 
 def _validate(
@@ -265,7 +277,25 @@ def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: 
     path = Path(settings.run) / metrics_log.METRICS
     metrics_log.truncate_metrics(path, progress.step, progress.validated)
     with metrics_log.metrics_file(path) as file:
-        yield lambda line: metrics_log.write_line(file, line)
+
+        def write(line: metrics_log.Line) -> None:
+            metrics_log.write_line(file, line)
+            if settings.on_step is not None:
+                _call(settings.on_step, line, Path(settings.run))
+
+        yield write
+
+
+def _call(on_step: OnStep, line: metrics_log.Line, run: Path) -> None:
+    """Call the user's function; if it returns True, ask all ranks to stop as a person would."""
+    try:
+        stop = on_step(dict(line))
+    except Exception as error:
+        raise UsageError(f"on_step raised {type(error).__name__} at step {line['step']:,}: {error}") from error
+    if stop is not None and not isinstance(stop, bool):
+        raise UsageError(f"on_step returned {stop!r}; it returns True to stop the run, else None or False.")
+    if stop:
+        (run / folder.STOP).touch()
 
 
 @contextmanager

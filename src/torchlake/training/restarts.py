@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchlake import atomic_io
+from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.engines import Engine, ProcessRange, process_bounds
@@ -78,7 +78,7 @@ def run_with_restarts(
         try:
             with announce_interrupt(SAVING), _watching_capacity(engine, processes, number, run):
                 summary: dict[str, Any] = engine.launch(
-                    train_rank,
+                    plugins.carried(settings["spec"].task, train_rank),
                     start,
                     processes=number,
                     gpus_per_process=None,

@@ -10,9 +10,10 @@ prefetch thread: a batch of 64 rows takes 0.03 ms, a step of the smallest model 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching, bins, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.models.load import TaskSpec
+
+OnStep = Callable[[dict[str, Any]], Any]
+"A user's function of the numbers of a step or of a validation; True stops the run after a checkpoint."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,8 @@ class RankSettings:
     "Unique name of this launch."
     lease: tuple[str, str]
     "The folder of the run's lease, and the token that has to be in it while this run may write."
+    on_step: OnStep | None = None
+    "Called by rank 0 with every line of metrics.jsonl."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,13 @@ class Rows:
     table: loading.TokenTable
     numbers: np.ndarray
     "(N,) int64, rows of the table."
+    seed: int | None = None
+    "Of augmentation, another one in each epoch; None: none."
 
     @property
     def lengths(self) -> np.ndarray:
-        """(N,) int64, tokens of each row."""
-        return self.table.tokens.lengths_of(self.numbers)
+        """(N,) int64, what each row costs in a batch: its tokens."""
+        return self.table.lengths_of(self.numbers)
 
 
 def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
@@ -82,16 +90,17 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
         return Rows(tables[0], every[0]), None
     assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
     classes = tables[0].targets if spec.problem == "single_label" else None
+    assert classes is None or isinstance(classes, np.ndarray), "one class for each row"
     kept, held_out = order.hold_out(len(tables[0]), share, settings.job.train.seed, classes)
     return Rows(tables[0], kept), pack_rows(Rows(tables[0], held_out), spec)
 
 
 def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:
     """The rows packed into blocks, in their order; unchanged for a task that does not pack."""
-    if not plugins.load("tasks", spec.task).PACKED:
+    if not plugins.load("tasks", spec.task).packs:
         return rows
     tokens = rows.table.tokens
-    assert isinstance(tokens, batching.Ragged), "these are blocks already"
+    assert isinstance(tokens, batching.Ragged), "these are blocks already, or no texts"
     pack = bins.pack_whole if spec.problem == "next_answer_token" else packing.pack
     blocks = pack(tokens, rows.numbers, spec.max_length)
     return Rows(loading.TokenTable(blocks, None), np.arange(len(blocks)))
@@ -104,11 +113,16 @@ def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: Task
     for step in steps:
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            if plugins.load("tasks", spec.task).PACKED:
+            if plugins.load("tasks", spec.task).packs:
                 shuffled = order.shuffled(training.numbers, seed=train.seed, epoch=epoch)
                 rows = pack_rows(Rows(training.table, shuffled), spec)
             batches = order.epoch_batches(rows.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
-        yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]])
+        yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]], seed=epoch_seed(train.seed, epoch))
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """A seed for the augmentation of one epoch's rows."""
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
 
 
 def steps_per_epoch(training: Rows, train: TrainConfig, spec: TaskSpec) -> int:

@@ -23,12 +23,11 @@ from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
-from torchlake.models.load import save_model_folder
+from torchlake.models.load import model_folder
 from torchlake.optim import averages
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.training.model import lora
-from torchlake.training.model.base import base_model
 from torchlake.training.model.traits import stores_all
 from torchlake.training.rows import RankSettings, total_steps
 from torchlake.training.state import TrainProgress, TrainState
@@ -72,7 +71,7 @@ def save_if_best(
 ) -> None:
     """Record a validation in `progress`; if it is the best so far, save the model."""
     value = outcome[settings.metric]
-    sign = -1 if lower_is_better(settings.metric, state.task.DIRECTIONS) else 1
+    sign = -1 if lower_is_better(settings.metric, state.task.directions) else 1
     before = progress.best
     progress.validated = progress.step
     if not math.isfinite(value) or (before is not None and sign * value <= sign * before["metrics"][settings.metric]):
@@ -102,22 +101,24 @@ def model_exporter(
         tensors |= format.load_field(stored, averages.AVERAGE, state.names)
     store.delete_fetched()
     options = settings.job.model.lora
-    write = partial(save_model_folder, config=state.config, tokenizer=state.tokenizer, spec=settings.spec)
+    write = partial(
+        state.task.save_model, config=state.config, processor=state.processor, spec=settings.spec, card=card
+    )
     if stores_all(settings.job):
-        return partial(write, model_or_state=tensors, card=card)
+        return partial(write, model_or_state=tensors)
 
     def write_beside_frozen(folder: Path) -> None:
         whole = dict(_initial_model(settings).state_dict())
         for name, tensor in tensors.items():
             whole[name].copy_(tensor)
-        write(folder, model_or_state=whole, card=card)
+        write(folder, model_or_state=whole)
 
     def write_merged(folder: Path) -> None:
         assert options is not None, "else it would have no adapters"
         base = _initial_model(settings)
         with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
             merge_adapters = lora.merge_adapters(base, options, tensors, Path(scratch) / lora.ADAPTER)
-            write(folder, model_or_state=merge_adapters, card=card, beside=Path(scratch) / lora.ADAPTER)
+            write(folder, model_or_state=merge_adapters, beside=Path(scratch) / lora.ADAPTER)
 
     return write_beside_frozen if options is None else write_merged
 
@@ -126,8 +127,8 @@ def _initial_model(settings: RankSettings) -> Any:
     """The model that the run began with, heads that were drawn included."""
     with torch.random.fork_rng([]):
         torch.manual_seed(settings.job.train.seed)
-        auto_class = plugins.load("tasks", settings.spec.task).AUTO_CLASS
-        return base_model(settings.job.model.base, settings.spec, auto_class)
+        task = plugins.load("tasks", settings.spec.task)
+        return task.base_model(model_folder(settings.job.model.base), settings.spec)
 
 
 @contextmanager

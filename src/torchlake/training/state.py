@@ -6,9 +6,10 @@ both.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torchlake import atomic_io
 from torchlake.checkpoints.shards import Pieces
 from torchlake.data import batching, bins, packing
+from torchlake.data.features import take
 from torchlake.distributed import Group, to_device
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
@@ -30,6 +32,8 @@ from torchlake.training.model import kernels
 from torchlake.training.rows import Rows
 
 log = logging.getLogger(__name__)
+
+MASK = "attention_mask"
 
 
 @dataclass(kw_only=True)
@@ -61,7 +65,8 @@ class TrainState:
     """The model and everything that updates it, on this rank."""
 
     group: Group
-    task: ModuleType
+    task: Any
+    "A `torchlake.tasks.Task`."
     strategy: ModuleType
     spec: TaskSpec
     model: nn.Module
@@ -70,7 +75,8 @@ class TrainState:
     "The model as the strategy wrapped it."
     config: Any
     "The model's configuration, for the model folder."
-    tokenizer: Any
+    processor: Any
+    "The task's: its tokenizer."
     optimizer: torch.optim.Optimizer
     names: list[str]
     "Names of the optimizer's parameters."
@@ -83,9 +89,15 @@ class TrainState:
     "The same, lowered after running out of memory."
     limit_file: Path
     "Where it is stored, so that a restarted run uses it at once."
-    filler: np.ndarray
-    "(L,) int64, the row that ranks without rows process."
+    filler: dict[str, np.ndarray]
+    "The batch of one row that ranks without rows process."
     speed: Speed
+    batch_size: int
+    "Rows of one optimizer step over all ranks."
+    collating: ThreadPoolExecutor | None = None
+    "The thread that makes batches ahead."
+    collated: dict[Any, Future[Any]] = field(default_factory=dict)
+    "The batches that it makes, by their rows."
     data_seconds: float = 0.0
     "Time spent on reading and padding rows, so far."
     objective: Objective = UNWEIGHTED
@@ -99,62 +111,114 @@ class TrainState:
     equal_lengths: bool
     "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
 
-    def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (B, C) or (B, L, V) of the rows at `positions` (B,) of `rows`, and the sum of their losses, fp32.
+    def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, dict[str, np.ndarray]]:
+        """Outputs (B, ...) of the rows at `positions` (B,) of `rows`, the sum of their losses, fp32, and their batch.
 
         A rank without rows processes the filler, to take part in every collective; its loss is 0. A model that computes
-        the loss in chunks returns no logits; the loss is there twice.
+        the loss in chunks returns no outputs; the loss is there twice.
         """
-        device, began = self.group.device, time.perf_counter()
-        numbers, tokens = rows.numbers[positions], rows.table.tokens
-        options: dict[str, torch.Tensor] = {}
-        if not len(numbers):
-            ids, mask = self.filler[None], np.ones((1, len(self.filler)), dtype=np.int64)
-        elif isinstance(tokens, bins.Bins) and not self.isolates:
-            ids, mask = tokens.unpacked(numbers, self.tokenizer.pad_token_id)
-        else:
-            ids, mask = tokens.padded(numbers, self.tokenizer.pad_token_id)
-        seen = mask
-        if isinstance(tokens, bins.Bins) and self.isolates and len(numbers):
-            # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
-            options["position_ids"] = to_device(tokens.positions_of(numbers), device)
-            seen = np.ones_like(mask)
-            if self.one_line:
-                ids, mask, seen = ids.reshape(1, -1), mask.reshape(1, -1), seen.reshape(1, -1)
-                options["position_ids"] = options["position_ids"].reshape(1, -1)
-        packed = bool(options)
-        if self.chunked and len(numbers):
-            options["targets"] = to_device(self.task.targets(ids, mask), device)
+        answer, targets, batch = self._answer(rows, positions)
+        if self.chunked and isinstance(answer, torch.Tensor):
+            return answer, answer, batch
+        outputs = self.task.checked_outputs(answer, len(next(iter(batch.values()))))
+        if not len(positions):
+            return outputs[:0], outputs.float().sum() * 0, batch
+        if self.task.couples_rows:  # its loss is of the whole batch
+            return outputs, torch.zeros((), device=outputs.device), batch
+        return outputs, self.loss_of(outputs, targets), batch
+
+    def loss_of(self, outputs: torch.Tensor, targets: np.ndarray | None) -> torch.Tensor:
+        """The sum of the losses of outputs (B, ...), fp32."""
+        wanted = None if targets is None else to_device(targets, self.group.device)
+        loss: torch.Tensor = self.task.checked_loss(outputs, wanted, self.spec, self.objective)
+        return loss
+
+    def targets_of(self, rows: Rows, positions: np.ndarray) -> np.ndarray | None:
+        """The targets of the rows at `positions` (B,); None without labels."""
+        labels = rows.table.targets
+        if labels is None:
+            return None
+        targets: np.ndarray = self.task.collate_targets(labels, rows.numbers[positions], self.spec)
+        return targets
+
+    def _answer(self, rows: Rows, positions: np.ndarray) -> tuple[Any, np.ndarray | None, dict[str, np.ndarray]]:
+        """What the model returns for some rows, their targets and their batch."""
+        began = time.perf_counter()
+        batch, targets, packed = self._ready_batch(rows, rows.numbers[positions])
         self.data_seconds += time.perf_counter() - began
-        precision = self.precision
+        return self._compute(batch, packed=packed), targets, batch
+
+    def collate_ahead(self, steps: Sequence[Rows]) -> None:
+        """Begin to make the micro-batches of the next steps in a thread, if that takes the task long."""
+        if not self.task.collates_ahead:
+            return
+        if self.collating is None:
+            self.collating = ThreadPoolExecutor(1, thread_name_prefix="collate")
+        wanted = [(rows, rows.numbers[positions]) for rows in steps for positions in self.micro_batches(rows)[0]]
+        self.collated = {_key(*each): self.collating.submit(self._batch, *each) for each in wanted}
+
+    def _ready_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
+        ready = self.collated.pop(_key(rows, numbers), None)
+        return self._batch(rows, numbers) if ready is None else ready.result()
+
+    def _compute(self, batch: Mapping[str, np.ndarray], *, packed: bool) -> Any:
+        """What the model returns for a batch."""
+        device, precision = self.group.device, self.precision
+        inputs: dict[str, torch.Tensor | None] = {
+            name: to_device(array, device)
+            for name, array in batch.items()
+            if name != MASK and name not in self.task.kept_back
+        }
+        if MASK in batch:
+            # Without padding transformers' models are faster without a mask; another module may need it.
+            unmasked = self.task.auto_class and batch[MASK].all()
+            inputs[MASK] = None if unmasked else to_device(batch[MASK], device)
         with (
             torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast),
             kernels.masks_known(packed=packed),
         ):
-            answer = self.module(
-                input_ids=to_device(packing.input_ids_of(ids), device),
-                attention_mask=None if seen.all() else to_device(seen, device),
-                **options,
-                **self.task.FORWARD,
-            )
-        if isinstance(answer, torch.Tensor):
-            return answer, answer
-        logits = answer.logits
+            return self.module(**inputs, **self.task.forward_options)
+
+    def _batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
+        """The model's inputs for rows of a table, their targets, and whether the inputs are packed rows."""
         if not len(numbers):
-            return logits[:0], logits.float().sum() * 0
-        labels = rows.table.targets
-        if labels is not None:
-            targets = to_device(labels[numbers], device)
-            return logits, self.task.loss_sum(logits, targets, self.spec, self.objective)
-        following = to_device(self.task.targets(ids, mask), device)
-        return logits, self.task.loss_sum(logits, following, self.spec)
+            return self.filler, None, False
+        if self.task.packs:
+            return self._packed_batch(rows, numbers)
+        table = rows.table
+        batch = self.task.checked_batch(table.arrays, numbers, self.processor, self.spec, seed=rows.seed)
+        labels = table.targets
+        return batch, None if labels is None else self.task.collate_targets(labels, numbers, self.spec), False
+
+    def _packed_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
+        tokens, pad_id = rows.table.tokens, self.processor.pad_token_id
+        assert isinstance(tokens, packing.Blocks | bins.Bins), "rows are packed"
+        whole = tokens if isinstance(tokens, bins.Bins) else None
+        if whole is not None and not self.isolates:
+            ids, mask = whole.unpacked(numbers, pad_id)
+        else:
+            ids, mask = tokens.padded(numbers, pad_id)
+        seen = mask
+        options: dict[str, np.ndarray] = {}
+        if whole is not None and self.isolates:
+            # Restarting position ids keep rows (and padding) apart; together with a mask they would not.
+            options["position_ids"] = whole.positions_of(numbers)
+            seen = np.ones_like(mask)
+            if self.one_line:
+                ids, mask, seen = ids.reshape(1, -1), mask.reshape(1, -1), seen.reshape(1, -1)
+                options["position_ids"] = options["position_ids"].reshape(1, -1)
+        targets = self.task.targets(ids, mask)
+        batch = {"input_ids": packing.input_ids_of(ids), MASK: seen, **options}
+        return ({**batch, "targets": targets} if self.chunked else batch), targets, bool(options)
 
     def num_targets(self, rows: Rows) -> float:
         """The divisor of the loss summed over the rows of all ranks: their targets, or the sum of their weights."""
         labels = rows.table.targets
         if labels is not None:
-            divisor: float = self.task.divisor(labels[rows.numbers], self.spec, self.objective)
+            divisor: float = self.task.divisor(take(labels, rows.numbers), self.spec, self.objective)
             return divisor
+        if not self.task.packs:
+            return len(rows.numbers)
         if self.spec.problem == "next_answer_token":
             tokens = rows.table.tokens
             assert isinstance(tokens, bins.Bins), "conversations are packed whole"
@@ -229,3 +293,8 @@ class TrainState:
         )
         padded = sum(len(each) * int(lengths[each].max(initial=0)) for share in shares for each in share)
         return shares[self.group.data_rank], padded
+
+
+def _key(rows: Rows, numbers: np.ndarray) -> tuple[int, int | None, bytes]:
+    """What tells the batch of these rows from others."""
+    return id(rows.table), rows.seed, numbers.tobytes()

@@ -134,7 +134,7 @@ def largest_batch(training: Rows, state: TrainState, settings: RankSettings) -> 
     chosen = int(np.argmax(counts * sizes + sizes / (sizes.max() + 1)))  # of equal products the longest rows
     fitting = np.flatnonzero(lengths <= sizes[chosen])
     number = min(train.batch_size, 2 * int(counts[chosen]) * ranks)
-    return Rows(rows.table, rows.numbers[fitting[np.argsort(lengths[fitting], kind="stable")[-number:]]])
+    return Rows(rows.table, rows.numbers[fitting[np.argsort(lengths[fitting], kind="stable")[-number:]]], rows.seed)
 
 
 def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
@@ -209,9 +209,14 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
         torch.manual_seed(seed)
         loss_sum = torch.zeros((), device=state.group.device)
         try:
+            gradient: torch.Tensor | None = None
+            if state.task.couples_rows:
+                loss_sum, gradient = _coupled_loss(state, rows, share, seed)
             for index, positions in enumerate(share, start=1):
+                if gradient is not None:
+                    torch.manual_seed(seed + index)
                 with nullcontext() if index == len(share) else strategy.no_sync(module):
-                    loss_sum += _micro_batch_loss(state, rows, positions, factor)
+                    loss_sum += _micro_batch_loss(state, rows, positions, factor, gradient)
             return loss_sum, padded
         except (RuntimeError, MemoryError) as error:
             state.shrink_micro_batches(error, rows, "computing gradients")
@@ -220,12 +225,42 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
         state.release_memory()
 
 
-def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
+def _coupled_loss(
+    state: TrainState, rows: Rows, share: list[np.ndarray], seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of the batch's loss, and the loss's gradient by the outputs of all rows (B, ...).
+
+    For a loss that couples the rows of a batch: the outputs of all micro-batches and ranks are computed first without a
+    graph, and again afterwards, one micro-batch at a time, with the gradients of their outputs (Gao et al. 2021). So
+    neither the number of ranks nor the micro-batches change the loss. Cost: a second forward pass.
+    """
+    pieces = []
+    for index, positions in enumerate(share, start=1):
+        torch.manual_seed(seed + index)
+        with torch.no_grad():
+            pieces.append(state.forward(rows, positions)[0].float())
+    whole = torch.zeros(len(rows.numbers), *pieces[0].shape[1:], device=state.group.device)
+    if state.group.counts:
+        whole[torch.from_numpy(np.concatenate(share)).to(whole.device)] = torch.cat(pieces)
+    whole = distributed.sum_on_device(state.group, whole, "gathering the batch's outputs").requires_grad_()
+    loss = state.loss_of(whole, state.targets_of(rows, np.arange(len(rows.numbers))))
+    (gradient,) = torch.autograd.grad(loss, whole)
+    return loss.detach() / state.group.data_ranks, gradient
+
+
+def _micro_batch_loss(
+    state: TrainState, rows: Rows, positions: np.ndarray, factor: float, gradient: torch.Tensor | None
+) -> torch.Tensor:
     """The sum of the losses of one micro-batch, () fp32, after its backward pass.
 
+    `gradient`: that of the batch's loss by all outputs (B, ...), if the loss couples rows; the result is then 0.
     A separate function, so that the logits (a language model's largest tensor) are freed before the next forward pass.
     """
-    _, loss = state.forward(rows, positions)
+    outputs, loss, _ = state.forward(rows, positions)
+    if gradient is not None:
+        wanted = gradient[torch.from_numpy(positions).to(gradient.device)]
+        state.strategy.backward(state.module, (outputs.float() * wanted).sum() * factor + loss * 0)
+        return loss.detach() * 0
     state.strategy.backward(state.module, loss * factor)
     return loss.detach()
 

@@ -12,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Unpack, overload
-
-import numpy as np
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
@@ -28,7 +25,7 @@ from torchlake.models.load import check_folder, model_folder
 from torchlake.optim import optimizers
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
-from torchlake.preparation.problem import find_task_spec
+from torchlake.preparation.problem import draft_spec, find_task_spec
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.arguments import Sections
@@ -39,8 +36,10 @@ from torchlake.tables.sources import streams
 from torchlake.tables.sources.frames import engine_of
 from torchlake.tables.storage.versions import ContentChecker
 from torchlake.tables.table import open_table
+from torchlake.tasks import Task
 from torchlake.training import restarts
 from torchlake.training.model import lora
+from torchlake.training.rows import OnStep
 
 if TYPE_CHECKING:
     from torchlake.training.folds import Folds
@@ -73,6 +72,8 @@ def train(
     run: str | Path | None = None,
     engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
     folds: None = None,
     **sections: Unpack[Sections],
 ) -> Run: ...
@@ -85,6 +86,8 @@ def train(
     run: str | Path | None = None,
     engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
     folds: int,
     **sections: Unpack[Sections],
 ) -> "Folds": ...
@@ -96,6 +99,8 @@ def train(
     run: str | Path | None = None,
     engine: Engine | str | None = None,
     overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
     folds: int | None = None,
     **sections: Unpack[Sections],
 ) -> "Run | Folds":
@@ -111,6 +116,11 @@ def train(
     continues it. With `folds=5` it trains five times, each time validating on another fifth of the rows, in fold_1 to
     fold_5 below the run folder, and returns `Folds`: the mean and the standard deviation of the metrics.
 
+    `task` is a task of yours, an instance of a subclass of `torchlake.Task`; it takes the place of `model.task`. Give
+    it again to resume, and to `predict` and `evaluate`. `on_step` is called in rank 0's process with the numbers of
+    each step and validation (the lines of metrics.jsonl); if it returns True, the run stops after a checkpoint, and the
+    same call continues it.
+
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
     trains in it, Interrupted when stopped (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
@@ -118,19 +128,18 @@ def train(
     all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
+    overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
     if folds is not None:
         from torchlake.training.folds import train_folds
 
-        return train_folds(job, folds, run=run, engine=engine, overrides=overrides, sections=sections)
+        given = {"run": run, "engine": engine, "overrides": overrides, "sections": sections, "on_step": on_step}
+        return train_folds(job, folds, **given)  # type: ignore[arg-type]
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
-    tracking.check(wanted.track)
-    optimizers.check_installed(wanted.train)
-    if wanted.model.lora is not None:
-        lora.check_installed()
+    _check_libraries(wanted)
     engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
     for number in process_bounds(processes):
@@ -160,6 +169,7 @@ def train(
             "validation_tokens": str(prepared[1]) if len(prepared) == 2 else None,
             "metric": metric,
             "lease": lease,
+            "on_step": on_step,
         }
         identity = run_folder.run_identity(wanted, spec, folder)
         with tracking.tracked(wanted, folder):
@@ -177,6 +187,14 @@ def train(
 
     report.report(folder)
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
+
+
+def _check_libraries(job: Job) -> None:
+    """Raise MissingExtra for a library that the job needs and that is not installed."""
+    tracking.check(job.track)
+    optimizers.check_installed(job.train)
+    if job.model.lora is not None:
+        lora.check_installed()
 
 
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
@@ -268,25 +286,11 @@ def choose_metric(job: Job, spec: TaskSpec) -> str:
     if job.data.validation is None and (wanted is not None or job.train.patience is not None):
         raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
     if wanted is None:
-        return str(task.DEFAULT_METRIC[spec.problem])
-    choices = ["loss", *_metric_names(task, spec)]
+        return str(task.default_metric.get(spec.problem, "loss"))
+    choices = ["loss", *task.metric_names(spec)]
     if wanted not in choices:
         raise ConfigError(f"train.metric: there is no {wanted!r} for {spec.problem}; choose from {', '.join(choices)}")
     return wanted
-
-
-def _metric_names(task: ModuleType, spec: TaskSpec) -> list[str]:
-    """The names of the task's metrics, found by computing them on two rows."""
-    if task.PACKED:
-        return list(task.loss_metrics(1.0))
-    classes = max(1, len(spec.labels))
-    targets = {
-        "single_label": np.array([0, 1]),
-        "multi_label": np.eye(2, classes, dtype=np.float32),
-        "regression": np.array([0.0, 1.0], dtype=np.float32),
-    }
-    scores = np.eye(2, classes, dtype=np.float32)
-    return list(task.metrics(scores, targets[spec.problem], spec))
 
 
 def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float, complete: bool) -> Run:
@@ -303,7 +307,7 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
 def _check_columns(job: Job, folder: Path, engine: Engine, *, trained: bool) -> None:
     """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
     data = job.data
-    named = (data.text, *(() if plugins.load("tasks", job.model.task).PACKED else (data.label,)), data.key)
+    named = (*draft_spec(job).columns, data.key)
     for name, table in run_folder.stored_tables(job).items():
         try:
             columns = tuple(column for column in named if column is not None)

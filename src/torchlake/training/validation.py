@@ -6,11 +6,16 @@ import numpy as np
 import torch
 
 from torchlake import distributed
+from torchlake.data.features import joined_outputs
+from torchlake.distributed import Group
 from torchlake.failpoints import failpoint
 from torchlake.runs import metrics_log
 from torchlake.training.rows import Rows
 from torchlake.training.saving import LOSS
 from torchlake.training.state import TrainState
+
+Pieces = list[tuple[np.ndarray, np.ndarray]]
+"Outputs of this rank's batches: positions (B,) in the rows, and what the task keeps of them, (B, ...)."
 
 
 def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
@@ -18,13 +23,13 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
 
     When memory runs out, it starts again with smaller micro-batches.
     """
-    group, task, labels = state.group, state.task, rows.table.targets
+    group, task, targets = state.group, state.task, rows.table.targets
     doing = "validating"
-    logits = np.zeros((0 if labels is None else len(rows.numbers), max(1, len(state.spec.labels))), dtype=np.float32)
     while True:
+        pieces: Pieces = []
         state.module.eval()
         try:
-            loss_sum = _validation_pass(state, rows, logits, stop_requested)
+            loss_sum = _validation_pass(state, rows, pieces if task.measures_outputs else None, stop_requested)
             break
         except (RuntimeError, MemoryError) as error:
             state.shrink_micro_batches(error, rows, doing)
@@ -33,32 +38,63 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
         state.release_memory()
     if loss_sum is None:
         return None
-    (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
+    outputs = _gathered(group, pieces, len(rows.numbers), doing) if task.measures_outputs else None
+    if task.couples_rows:
+        assert outputs is not None, "a task whose loss couples rows measures outputs"
+        loss_sum = _coupled_loss(state, rows, outputs)
+    else:
+        (loss_sum,) = distributed.all_sum(group, [loss_sum], doing)
     mean = loss_sum / state.num_targets(rows)
-    if labels is None:
-        return {LOSS: mean, **task.loss_metrics(mean)}
-    # Each row is filled on one rank and zero on the others.
-    logits = distributed.all_sum_array(group, logits, doing)
-    targets = np.asarray(labels[rows.numbers])
-    return {LOSS: mean, **task.metrics(task.probabilities(logits, state.spec), targets, state.spec)}
+    found: metrics_log.Line = {LOSS: mean, **task.loss_metrics(mean)}
+    if outputs is None:
+        return found
+    answers = task.answers(outputs, state.spec)
+    wanted = None if targets is None else task.collate_targets(targets, rows.numbers, state.spec)
+    found |= task.metrics(answers, wanted, state.spec)
+    return found
 
 
 def _validation_pass(
-    state: TrainState, rows: Rows, logits: np.ndarray, stop_requested: Callable[[], bool]
+    state: TrainState, rows: Rows, pieces: Pieces | None, stop_requested: Callable[[], bool]
 ) -> float | None:
-    """The summed loss of this rank's share of the rows; writes their logits into `logits` (N, C), if it has rows.
+    """The summed loss of this rank's share of the rows; adds their outputs to `pieces`, unless it is None.
 
     Every rank runs the same number of batches and all stop after the same one; None when one was asked to stop.
     """
     group, loss_sum = state.group, 0.0
     for positions in state.micro_batches(rows)[0]:
         with torch.no_grad(), distributed.explain_lost_peers(group, "validating"):
-            out, loss = state.forward(rows, positions)
-        if len(logits) and group.counts:
-            logits[positions] = out.float().cpu().numpy()
+            out, loss, batch = state.forward(rows, positions)
+        if pieces is not None:
+            pieces.append((positions, state.task.reduce_outputs(out.float().cpu().numpy(), batch, state.spec)))
         loss_sum += loss.item() if group.counts else 0.0
-        del out, loss  # free them before the next forward pass
+        del out, loss, batch  # free them before the next forward pass
         failpoint(f"rank{group.rank}.validate")
         if distributed.any_rank(group, stop_requested(), "validating"):
             return None
     return loss_sum
+
+
+def _coupled_loss(state: TrainState, rows: Rows, outputs: np.ndarray) -> float:
+    """The summed loss of rows that are coupled within batches of the training's size, in the order of the table."""
+    total = 0.0
+    for first in range(0, len(outputs), state.batch_size):
+        positions = np.arange(first, min(first + state.batch_size, len(outputs)))
+        with torch.no_grad():
+            piece = torch.from_numpy(outputs[positions]).to(state.group.device)
+            total += state.loss_of(piece, state.targets_of(rows, positions)).item()
+    return total
+
+
+def _gathered(group: Group, pieces: Pieces, rows: int, doing: str) -> np.ndarray:
+    """The outputs (N, ...) of all rows on every rank, from the pieces of all ranks."""
+    # Every rank has a piece, maybe of no row; their widths may differ.
+    widths = np.zeros((group.world_size, pieces[0][1].ndim - 1))
+    widths[group.rank] = np.max([piece.shape[1:] for _, piece in pieces], axis=0)
+    widths = np.reshape(distributed.all_sum(group, widths.ravel().tolist(), doing), widths.shape)
+    shape = tuple(int(width) for width in widths.max(axis=0)) if widths.size else ()
+    mine = joined_outputs([piece for _, piece in pieces], shape)
+    whole = np.zeros((rows, *shape), dtype=np.float32)
+    if group.counts:  # each row is filled on one rank and zero on the others
+        whole[np.concatenate([positions for positions, _ in pieces])] = mine
+    return distributed.all_sum_array(group, whole, doing).astype(mine.dtype, copy=False)

@@ -136,7 +136,7 @@ def tune(
         base, trained = model_folder(wanted.model.base), is_trained(folder, wanted)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=spread)
         metric = choose_metric(wanted, spec)
-        minimize = lower_is_better(metric, plugins.load("tasks", spec.task).DIRECTIONS)
+        minimize = lower_is_better(metric, plugins.load("tasks", spec.task).directions)
         with open_study(folder, minimize=minimize, prune=prune) as study:
             while True:
                 done = ended_trials(study, folder)

@@ -15,7 +15,8 @@ TABLES = frozenset({"--input", "--csv"})
 OPTIONS = {
     "init": frozenset({"--text", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
     "schema": frozenset(set()),
-    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}) | ROWS,
+    "train": frozenset({"--set", "--processes", "--engine", "--run", "--folds", "--mlflow", "--wandb", "--tensorboard"})
+    | ROWS,
     "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"})
     | ROWS,
     "predict": frozenset(

@@ -10,7 +10,8 @@ from torchlake.data.batching import Ragged
 from torchlake.data.bins import one_per_block, pack_whole
 from torchlake.data.packing import target_counts
 from torchlake.errors import DataError
-from torchlake.tasks.text_generation import NO_TARGET, targets
+from torchlake.tasks import NO_TARGET
+from torchlake.tasks.text_generation import task
 
 PAD = 0
 LENGTH = 12
@@ -61,7 +62,7 @@ def test_what_is_learned_is_the_rows_own_and_never_their_first_token(lengths: li
         blocks.unpacked(every, PAD),
         one_per_block(tokens, LENGTH).padded(np.arange(len(lengths)), PAD),
     ):
-        goals = targets(ids, mask)
+        goals = task.targets(ids, mask)
         assert sorted(goals[goals != NO_TARGET].tolist()) == wanted
         # A target's own conversation is before it: tokens are numbered through.
         line, place = np.nonzero(goals != NO_TARGET)

@@ -11,7 +11,8 @@ from torchlake.data import batching, order
 from torchlake.data.batching import Ragged
 from torchlake.data.packing import Blocks, input_ids_of, num_blocks, pack, target_counts
 from torchlake.errors import DataError
-from torchlake.tasks.text_generation import NO_TARGET, targets
+from torchlake.tasks import NO_TARGET
+from torchlake.tasks.text_generation import task
 
 PAD = -1
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) >= 2)
@@ -58,7 +59,7 @@ def test_what_is_learned_of_a_row_is_so_across_the_cuts_of_blocks(lengths: list[
     blocks = pack(tokens, laid, block)
     numbers = np.arange(len(blocks))
     ids, mask = blocks.padded(numbers, 0)
-    goals = targets(ids, mask)
+    goals = task.targets(ids, mask)
     assert goals[goals != NO_TARGET].tolist() == [token for token in stream[1:] if learned[token]]
     assert target_counts(blocks, numbers).tolist() == (goals != NO_TARGET).sum(axis=1).tolist()
     assert (input_ids_of(ids) == pack(plain, laid, block).padded(numbers, 0)[0]).all()

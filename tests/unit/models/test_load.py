@@ -32,7 +32,7 @@ from torchlake.errors import DataError, StorageError
 from torchlake.models import folders, load
 from torchlake.models.load import TaskSpec
 from torchlake.models.write import quiet
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 AUTO = "AutoModelForSequenceClassification"
 

@@ -16,7 +16,7 @@ import pytest
 
 from torchlake.errors import DataError, TorchlakeError, UnsafeError
 from torchlake.models import load, safety
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 
 class Canary:

@@ -27,7 +27,7 @@ from torchlake.planning import cluster, display, survey, workload
 from torchlake.planning.costs import SHARDINGS
 from torchlake.planning.workload import Workload
 from torchlake.preparation.prepare import prepare
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 FAST = {"flops": 1e12}
 

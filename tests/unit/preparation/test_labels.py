@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import tiny
 from torchlake.errors import DataError
-from torchlake.tasks import text_classification as task
+from torchlake.tasks import ColumnOptions
 from torchlake.tasks._label_column import NUMBER
+from torchlake.tasks.text_classification import task
 
 
 def find(*pieces: pa.Array, problem: Any = None, drop_bad: bool = False) -> tuple[str, tuple[object, ...]]:
@@ -145,10 +146,15 @@ def test_lists_of_any_kind_become_ones_and_zeros() -> None:
 
 def test_the_chosen_labels_and_the_score() -> None:
     many = tiny.spec_for("multi_label", ("a", "b"))
-    table = task.output_columns(np.array([[0.9, 0.6], [0.1, 0.4], [0.5, 0.2]], np.float32), many, False)
+    table = task.output_columns(np.array([[0.9, 0.6], [0.1, 0.4], [0.5, 0.2]], np.float32), None, many)
     assert table["label"].to_pylist() == [["a", "b"], [], ["a"]]
     assert table["score"].to_pylist() == pytest.approx([0.9, 0.4, 0.5])
-    one = task.output_columns(np.array([[0.3, 0.7]], np.float32), tiny.spec_for("single_label", (5, 9)), True)
+    one = task.output_columns(
+        np.array([[0.3, 0.7]], np.float32),
+        None,
+        tiny.spec_for("single_label", (5, 9)),
+        ColumnOptions(all_probabilities=True),
+    )
     assert one.to_pylist() == [
         {"label": 9, "score": pytest.approx(0.7), "prob_5": pytest.approx(0.3), "prob_9": pytest.approx(0.7)}
     ]
@@ -156,8 +162,8 @@ def test_the_chosen_labels_and_the_score() -> None:
 
 def test_probabilities_of_large_logits() -> None:
     logits = np.array([[1000.0, -1000.0], [-1000.0, -1000.0]], np.float32)
-    assert task.probabilities(logits, tiny.spec_for("single_label", ("a", "b"))).tolist() == [[1.0, 0.0], [0.5, 0.5]]
-    assert task.probabilities(logits, tiny.spec_for("multi_label", ("a", "b"))).tolist() == [[1.0, 0.0], [0.0, 0.0]]
+    assert task.answers(logits, tiny.spec_for("single_label", ("a", "b"))).tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert task.answers(logits, tiny.spec_for("multi_label", ("a", "b"))).tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
 KINDS = st.sampled_from(
@@ -291,6 +297,6 @@ def test_a_guess_that_may_be_wrong_names_the_setting(values: list[Any], problem:
 
 def test_a_predicted_number_is_in_the_units_of_the_labels() -> None:
     spec = replace(tiny.spec_for("regression", ()), mean=1000.0, deviation=50.0)
-    assert task.probabilities(np.array([[0.0], [-2.0]], np.float32), spec).tolist() == [[1000.0], [900.0]]
+    assert task.answers(np.array([[0.0], [-2.0]], np.float32), spec).tolist() == [[1000.0], [900.0]]
     logits, targets = torch.tensor([[0.5], [0.0]]), torch.tensor([1050.0, 1000.0])
     assert float(task.loss_sum(logits, targets, spec)) == pytest.approx(0.25)

@@ -42,7 +42,9 @@ def test_the_padding_token_in_a_text_has_no_position(tiny_roberta: Path, tmp_pat
     model = load.load_model(folder, spec, auto_class="AutoModelForSequenceClassification")
     with torch.inference_mode():
         expected = model(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).logits.numpy()
-    np.testing.assert_allclose(varlen.load(folder, spec, device="cpu")(ids, mask), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        varlen.load(folder, spec, device="cpu")(input_ids=ids, attention_mask=mask), expected, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("shift", [None, 0.17])
@@ -130,7 +132,7 @@ def test_one_compilation_serves_all_shapes(tiny_model: Path) -> None:
     counters.clear()
     for rows, length in [(1, 1), (3, 5), (8, 40), (2, 64), (1, 17), (40, 8)]:
         ids = np.full((rows, length), 5)
-        assert forward(ids, np.ones_like(ids)).shape == (rows, 2)
+        assert forward(input_ids=ids, attention_mask=np.ones_like(ids)).shape == (rows, 2)
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -29,7 +29,7 @@ from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
-from torchlake.tasks import text_classification
+from torchlake.tasks import _tokens
 
 
 def settings(model: Path, **changes) -> ScoringSettings:
@@ -221,8 +221,8 @@ def test_a_row_that_has_killed_is_in_no_step_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts: list[str] = []
-    tokenize = text_classification.tokenize
-    monkeypatch.setattr(text_classification, "tokenize", lambda *given: texts.extend(given[1]) or tokenize(*given))
+    tokenize = _tokens.tokenize
+    monkeypatch.setattr(_tokens, "tokenize", lambda *given: texts.extend(given[1]) or tokenize(*given))
     whole = [row for chunk in scored(model, tmp_path / "whole") for row in chunk]
     every = list(texts)
     texts.clear()

@@ -96,7 +96,7 @@ def test_a_small_adapter_learns_beside_frozen_weights(tmp_path: Path, tiny_bert:
 
 def one_loss_is_infinite_its_gradient_not() -> None:
     """And all losses are scaled up, as in fp16, which CPUs do not have here."""
-    from torchlake.tasks import text_classification as task
+    from torchlake.tasks.text_classification import task
 
     calls = 0
     right = task.loss_sum

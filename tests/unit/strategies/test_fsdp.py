@@ -18,7 +18,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.models import load, probes
 from torchlake.optim.optimizers import make_optimizer
 from torchlake.strategies import fsdp
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 WRITER = TaskSpec(task="text_generation", problem="next_token", labels=(), text="text", label=None, max_length=64)
 TRAIN = TrainConfig(strategy="fsdp", precision="fp32")
@@ -41,7 +41,7 @@ def group() -> Iterator[distributed.Group]:
 def wrapped(folder: Path, name: str, kind: Any, group: distributed.Group) -> nn.Module:
     families.build(folder, name, kind=kind, dropout=False)
     spec = WRITER if kind == "writer" else tiny.SPEC
-    model = base_model(folder, spec, plugins.load("tasks", spec.task).AUTO_CLASS)
+    model = base_model(folder, spec, plugins.load("tasks", spec.task).auto_class)
     module, _ = fsdp.wrap(model, lambda each: make_optimizer(each, TRAIN), group=group, train=TRAIN)
     return module
 
@@ -93,13 +93,14 @@ def test_every_architecture_computes_in_units(kind: Any, name: str, tmp_path: Pa
     task = plugins.load("tasks", spec.task)
     folder = families.build(tmp_path / "base", name, kind=kind, dropout=False)
     torch.manual_seed(0)
-    model: Any = base_model(folder, spec, task.AUTO_CLASS)
-    row = probes.rows(task, load.load_tokenizer(folder), spec)[1]
-    probes.freeze(model, probes.find_unreached(model, row, task.FORWARD))
-    ids = torch.from_numpy(row)[None]
+    model: Any = base_model(folder, spec, task.auto_class)
+    tokenizer = load.load_tokenizer(folder)
+    batch = probes.batches(task, probes.features(task, tokenizer, spec), tokenizer, spec)[1]
+    probes.freeze(model, probes.find_unreached(model, task, batch))
+    ids = torch.from_numpy(batch["input_ids"])
 
     def loss() -> torch.Tensor:
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **task.FORWARD).logits
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **task.forward_options).logits
         return logits.float().logsumexp(-1).sum()  # type: ignore[no-any-return]
 
     plain = loss()

@@ -71,8 +71,8 @@ def note_dtypes() -> None:
     """Write the dtypes of frozen and trained parameters into a file beside the run."""
     make = setup.make_train_state
 
-    def noting(settings: object, group: object) -> object:
-        made = make(settings, group)  # type: ignore[arg-type]
+    def noting(settings: object, group: object, training: object) -> object:
+        made = make(settings, group, training)  # type: ignore[arg-type]
         parameters = list(made[0].model.parameters())
         frozen = {str(each.dtype) for each in parameters if not each.requires_grad}
         trained = {str(each.dtype) for each in parameters if each.requires_grad}

@@ -16,7 +16,7 @@ from sweeps import sweep
 from torchlake.errors import ConfigError
 from torchlake.models.load import layers
 from torchlake.optim.parameters import freeze, frozen_names, untrained_layers
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 FAMILIES = {
     "bert": ("bert.embeddings.", "bert.encoder.layer.{}.", {"bert.pooler.dense", "classifier"}),

@@ -17,7 +17,7 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models import load, probes
 from torchlake.strategies import _weights
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 MODEL_BYTES = 4 * (2 * 120_000 * 256)
 "Of the two matrices that are nearly all of `large_vocabulary`."
@@ -34,8 +34,8 @@ def note_initial_weights() -> None:
 
     make = loop.make_train_state
 
-    def noting(settings: Any, group: Any) -> Any:
-        made = make(settings, group)
+    def noting(settings: Any, group: Any, training: Any) -> Any:
+        made = make(settings, group, training)
         held = dict(made[0].model.named_parameters()) | dict(made[0].model.named_buffers())
         whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in held.items()}
         copies = {name: each.detach().clone().contiguous() for name, each in whole.items()}
@@ -115,10 +115,10 @@ def measure_loading() -> None:
 
     make = loop.make_train_state
 
-    def measuring(settings: Any, group: Any) -> Any:
+    def measuring(settings: Any, group: Any, training: Any) -> Any:
         before = _private()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-        made = make(settings, group)
+        made = make(settings, group, training)
         peak = int(next(line for line in _status() if line.startswith("VmHWM:")).split()[1]) * 1024
         Path(settings.run, f"peak-{group.rank}").write_text(str(peak - before))
         return made
@@ -154,7 +154,7 @@ def test_an_empty_model_has_the_tensors_of_a_loaded_one(kind: Any, name: str, tm
     folder = families.build(tmp_path / "base", name, kind=kind)
     task = plugins.load("tasks", WRITER.task if kind == "writer" else tiny.SPEC.task)
     spec = WRITER if kind == "writer" else tiny.SPEC
-    loaded, empty = (base_model(folder, spec, task.AUTO_CLASS, empty=empty) for empty in (False, True))
+    loaded, empty = (base_model(folder, spec, task.auto_class, empty=empty) for empty in (False, True))
     names = [{id(each): name for name, each in every(model)} for model in (loaded, empty)]
     described = [
         [(names[index][id(each)], each.shape, each.dtype, len(places)) for each, places in _weights._held(model)]
@@ -162,12 +162,12 @@ def test_an_empty_model_has_the_tensors_of_a_loaded_one(kind: Any, name: str, tm
     ]
     assert described[0] == described[1]
     assert all(each.is_meta for each in empty.parameters()) or name in MADE_ON_THE_CPU
-    row = probes.rows(task, load.load_tokenizer(folder), spec)[1]
-    unreached = probes.find_unreached(loaded, row, task.FORWARD)
+    tokenizer = load.load_tokenizer(folder)
+    batch = probes.batches(task, probes.features(task, tokenizer, spec), tokenizer, spec)[1]
+    unreached = probes.find_unreached(loaded, task, batch)
     assert all(each.grad is None for each in loaded.parameters())
-    ids = torch.from_numpy(row)[None]
     loaded.eval()
-    loaded(input_ids=ids, attention_mask=torch.ones_like(ids), **task.FORWARD).logits.sum().backward()
+    probes.run(loaded, task, batch).logits.sum().backward()
     assert unreached == [name for name, each in loaded.named_parameters() if each.grad is None]
 
 
@@ -182,7 +182,8 @@ def test_a_pooler_that_the_head_ignores_is_not_trained(tmp_path: Path) -> None:
     config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     model = BertForMaskedLM(config)
     model.bert = BertModel(config)  # the one with a pooler
-    unreached = probes.find_unreached(model, torch.arange(5, 12).numpy(), {})
+    batch = {"input_ids": torch.arange(5, 12)[None].numpy()}
+    unreached = probes.find_unreached(model, plugins.load("tasks", "text_classification"), batch)
     assert unreached == ["bert.pooler.dense.weight", "bert.pooler.dense.bias"]
     probes.freeze(model, unreached)
     assert [name for name, each in model.named_parameters() if not each.requires_grad] == unreached

@@ -23,7 +23,7 @@ from torchlake.optim import optimizers
 from torchlake.optim.optimizers import check_installed, make_optimizer, set_learning_rate, trainable_names
 from torchlake.optim.parameters import depths, layer_scales
 from torchlake.optim.schedule import check, learning_rate, phases
-from torchlake.training.model.base import base_model
+from torchlake.tasks._pretrained import base_model
 
 OTHERS = ("adamw_8bit", "sgd", "adafactor", "lion")
 BETWEEN_STRATEGIES = 1e-4

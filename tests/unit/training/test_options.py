@@ -16,9 +16,9 @@ from sweeps import sweep
 from torchlake.data import batching
 from torchlake.errors import UsageError
 from torchlake.models import load
+from torchlake.tasks._pretrained import base_model
 from torchlake.training import state
 from torchlake.training.model import kernels
-from torchlake.training.model.base import base_model
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow

@@ -1,10 +1,12 @@
 """The section `data` of a job: the tables, their columns and the rows to read."""
 
 from collections.abc import Mapping
+from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationInfo, field_validator
 
+from torchlake.config.task_spec import as_columns
 from torchlake.config.types import STRICT, Float, Int, Name
 from torchlake.tables.selection.grammar import parse
 
@@ -17,8 +19,15 @@ def _kind(value: Any) -> str:
     return "<paths>" if isinstance(value, list | tuple) else "<path>"
 
 
+def _columns_kind(value: Any) -> str:
+    return "<columns>" if isinstance(value, list | tuple) else "<column>"
+
+
 OnePath = Annotated[Name, Tag("<path>")]
 ManyPaths = Annotated[tuple[Name, ...], Field(min_length=1), Tag("<paths>")]
+OneColumn = Annotated[Name, Tag("<column>")]
+ManyColumns = Annotated[tuple[Name, ...], Field(min_length=1), Tag("<columns>")]
+Columns = Annotated[OneColumn | ManyColumns, Discriminator(_columns_kind)]
 
 
 class Fraction(BaseModel):
@@ -74,8 +83,16 @@ class DataConfig(BaseModel):
     """Training table: a file, folder, glob or URL, or a list of them."""
     validation: Annotated[OnePath | ManyPaths | Share, Discriminator(_kind)] | None = Fraction(fraction=0.1)
     """Validation table, or {fraction: f} of the training rows, or {fold: k, folds: n} of them; null: none."""
-    text: Name = "text"
-    """Column of the input."""
+    text: Columns = "text"
+    """Column of the input, or a list of columns whose texts are joined."""
+    separator: str | None = None
+    """Between the texts of several columns, those that are null or blank left out; null: a space."""
+    template: Name | None = None
+    """The text of several columns, such as "{title}: {body}", nothing for a null; null: joined by the separator."""
+    text_pair: Columns | None = None
+    """Column of the second text of a pair, or a list of columns; null: a row has one text."""
+    inputs: dict[Name, Columns] = {}
+    """Columns of the task's other inputs, by the input's name; without one, the column of that name."""
     label: Name = "label"
     """Column of the target: strings or integers, lists of strings, or floats; text generation has none."""
     problem: Literal["single_label", "multi_label", "regression"] | None = None
@@ -103,9 +120,33 @@ class DataConfig(BaseModel):
             parse(where)
         return where
 
+    @field_validator("template")
+    @classmethod
+    def _template_has_the_columns(cls, template: str | None, given: ValidationInfo) -> str | None:
+        if template is not None:
+            if given.data.get("separator") is not None:
+                raise ValueError("separator and template cannot be combined; leave one of them out")
+            _check_template(template, as_columns(given.data.get("text", "")))
+        return template
+
     @field_validator("label")
     @classmethod
     def _columns_differ(cls, label: str, given: ValidationInfo) -> str:
-        if label == given.data.get("text"):
-            raise ValueError(f"text and label both name the column {label!r}; they must differ")
+        for name in ("text", "text_pair"):
+            if label in as_columns(given.data.get(name) or ""):
+                raise ValueError(f"{name} and label both name the column {label!r}; they must differ")
         return label
+
+
+def _check_template(template: str, columns: tuple[str, ...]) -> None:
+    """Raise ValueError unless the template has each of the columns as {column}, and nothing else in braces."""
+    try:
+        fields = [(name, kind, how) for _, name, how, kind in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"{template!r} is no template: {error}; write a brace itself as {{{{ or }}}}") from None
+    names = {name for name, _, _ in fields}
+    if any(kind or how for _, kind, how in fields) or names != set(columns) or len(columns) < 2:
+        raise ValueError(
+            f"{template!r} has {', '.join(map(repr, sorted(names))) or 'no column'} in braces; it needs each of the "
+            f"columns in text, which is a list of two or more"
+        )

@@ -14,10 +14,11 @@ from torchlake.errors import UsageError
 from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.output.compatibility import planned_inputs, recorded_fingerprint
 from torchlake.tables.record import URL_AS_PATH, local_output
+from torchlake.tables.sinks._begin import Earlier, earlier_write, table_transaction
 from torchlake.tables.sinks._interface import SinkOptions, Target
 from torchlake.tables.sinks._records import read_record
 from torchlake.tables.sinks._state import temporary_folder
-from torchlake.tables.sinks._write import Earlier, TableWrite, WriteRequest, earlier_write, table_transaction
+from torchlake.tables.sinks._write import TableWrite, WriteRequest
 from torchlake.tables.storage.urls import is_url
 
 Write = WriteTransaction | TableWrite
@@ -36,7 +37,7 @@ def sink_of(output: str | Path, format: str | None = None) -> ModuleType:
     """
     text = output_text(output)
     kinds = [plugins.load("sinks", name) for name in _order()]
-    found = next((kind for kind in kinds if kind.recognizes(text, format)), None)
+    found: ModuleType | None = next((kind for kind in kinds if kind.recognizes(text, format)), None)
     if found is None:
         raise UsageError(
             f"{redacted(text)}: cannot be written as {format}. Iceberg tables have a name in a catalog "

@@ -17,7 +17,6 @@ from torchlake.atomic_io import fingerprint
 from torchlake.errors import OutputError
 from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.output.parts import Part, PartFolder, delta_statistics
-from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.spread import Spread
 
 
@@ -72,9 +71,9 @@ def _rewritten(key: str, values: pa.Array, folder: PartFolder, one: LiveFile) ->
     content = sink.getvalue().to_pybytes()
     digest = hashlib.sha256(content).hexdigest()
     name = f"kept-{fingerprint([one.path, digest])[:16]}.parquet"
-    folder_at(folder.location).write_new(name, content, site="kept")
+    folder.store(name, content, rows.num_rows, site="kept")  # its bytes: the name is a hash of them
     part = Part(
-        name=name,
+        name=f"{folder.below}{name}",
         chunk=-1,
         rows=rows.num_rows,
         failed=0,

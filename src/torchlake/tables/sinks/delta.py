@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from torchlake.errors import MissingExtra, OutputError, StorageError, UsageError
+from torchlake.errors import MissingExtra, OutputError, UsageError
 from torchlake.tables.output.grouping import partition_text
 from torchlake.tables.output.parts import Part, PartFolder
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions
@@ -25,7 +25,7 @@ from torchlake.tables.sinks._rewrite import LiveFile
 from torchlake.tables.sinks._schemas import check_fit, delta_schema
 from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path
-from torchlake.tables.storage.objects import RETRIES, RETRY_S
+from torchlake.tables.storage.objects import RETRIES, RETRY_S, storage_failure
 from torchlake.tables.storage.urls import is_url, object_store_options
 
 APP = "torchlake"
@@ -78,10 +78,7 @@ class DeltaTarget:
         except TableNotFoundError:
             return DeltaSnapshot(table=None)
         except (DeltaError, OSError, ValueError) as error:
-            raise StorageError(
-                f"{self.shown}: the Delta table cannot be opened: {str(error).splitlines()[0]}. Run the same command "
-                "again once its storage answers."
-            ) from error
+            raise storage_failure(self.shown, f"the Delta table cannot be opened: {error}") from error
 
     def prepare(self, schema: pa.Schema) -> None:
         """Nothing: a table is created at its first commit."""
@@ -263,6 +260,8 @@ def open_target(output: str, options: SinkOptions) -> DeltaTarget:
     if source.VERSION.fullmatch(text) and source.recognizes(text):
         raise UsageError(f"{output}: a version of a table cannot be written to; give the table without @v.")
     root = text.rstrip("/") if is_url(text) else os.path.realpath(os.path.expanduser(text))
+    if not is_url(root) and Path(root).exists() and not Path(root).is_dir():
+        raise OutputError(f"{root}: is a file; an output is a folder. Give another output.")
     if not is_url(root) and Path(root).is_dir() and any(Path(root).iterdir()) and not source.recognizes(root):
         _refuse_other_files(Path(root))
     target = DeltaTarget(shown=root, root=root, options=options, partition_by=options.partition_by)

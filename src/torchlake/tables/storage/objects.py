@@ -5,6 +5,7 @@ repeats the request; and a conflict (409) may mean that nothing was written. So 
 its content decides. Contents that must differ between writers have a random token in them.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -19,6 +20,11 @@ RETRIES, RETRY_S = 6, 60.0
 "Of a request that the store did not answer or answered with an error of its own; then the job fails."
 ATTEMPTS = 5
 "At a conditional write that was refused although the object is as it was."
+
+
+_PERMISSION = ("Unauthenticated", "credential", "Credential", "403", "Forbidden", "401", "169.254.169.254")
+"In errors of missing permission; the last one is the address where machines in a cloud find their role."
+_COLORS, _CODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"<Code>(\w+)</Code>")
 
 
 class Found(NamedTuple):
@@ -106,8 +112,9 @@ class ObjectFolder:
     def sizes(self, below: str = "") -> dict[str, int]:
         """The size in bytes of every object below a folder, by its name in this one."""
         prefix = "/".join(part for part in (_path(self.location), below.strip("/")) if part)
+        store = _store(self.location)
         try:
-            listed = [one for batch in _store(self.location).list(prefix or None) for one in batch]
+            listed = [one for batch in store.list(prefix or None) for one in batch]
         except Exception as error:
             raise self._failure(below, error) from error
         top = f"{_path(self.location)}/".lstrip("/")
@@ -120,8 +127,9 @@ class ObjectFolder:
             self._delete(wanted[first : first + 1000])
 
     def _delete(self, paths: list[str]) -> None:
+        store = _store(self.location)
         try:
-            _store(self.location).delete(paths)
+            store.delete(paths)
         except FileNotFoundError:  # some stores end a request of several objects at one that is gone
             if len(paths) > 1:
                 for path in paths:
@@ -131,11 +139,12 @@ class ObjectFolder:
 
     def _call(self, method: str, name: str, *arguments: Any, **options: Any) -> Any:
         """A request for one object. Raises FileNotFoundError, _Refused for a failed condition, else StorageError."""
+        store = _store(self.location)  # before obstore is imported: it says which extra is missing
         from obstore import exceptions
 
         path = f"{_path(self.location)}/{name}".lstrip("/")
         try:
-            return getattr(_store(self.location), method)(path, *arguments, **options)
+            return getattr(store, method)(path, *arguments, **options)
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             raise _Refused from error
         except FileNotFoundError as error:
@@ -148,20 +157,25 @@ class ObjectFolder:
             raise self._failure(name, error) from error
 
     def _failure(self, name: str, why: Exception | str) -> StorageError:
-        text = str(why) or type(why).__name__
-        cause = text.splitlines()[0].strip().rstrip(".")
-        advice = ""
-        if any(word in text for word in ("Unauthenticated", "credential", "Credential", "403", "Forbidden", "401")):
-            advice = f" Credentials come from {credentials_of(self.location)}."
-        elif "301" in text or "PermanentRedirect" in text or "region" in text:
-            advice = " The bucket is in another region: set AWS_DEFAULT_REGION to its region."
-        shown = f"{self.location}/{name}".rstrip("/")
-        return StorageError(
-            str(
-                redacted(f"{shown}: {cause}.{advice} Run the same command again once the store answers: finished work ")
-            )
-            + "is kept."
-        )
+        return storage_failure(f"{self.location}/{name}".rstrip("/"), why)
+
+
+def storage_failure(url: str, why: Exception | str) -> StorageError:
+    """An error of an object store that says what to do; `why` is the error of a library."""
+    text = _COLORS.sub("", str(why)).partition("Debug source:")[0] or type(why).__name__
+    plain, _, answer = text.partition("<?xml")
+    cause = ": ".join(line.strip(" \u21b3:.") for line in plain.splitlines() if line.strip(" \u21b3:."))
+    code = _CODE.search(answer)
+    cause += f" {code[1]}" if code else ""
+    advice = ""
+    if "NoSuchBucket" in text:
+        advice = " There is no such bucket: create it, or correct the URL."
+    elif any(word in text for word in _PERMISSION):
+        advice = f" Credentials come from {credentials_of(url)}."
+    elif "301" in text or "PermanentRedirect" in text or "region" in text:
+        advice = " The bucket is in another region: set AWS_DEFAULT_REGION to its region."
+    again = "Run the same command again once the store answers: finished work "
+    return StorageError(str(redacted(f"{url}: {cause.rstrip(' .-')}.{advice} {again}")) + "is kept.")
 
 
 class _Refused(Exception):

@@ -10,10 +10,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -44,9 +42,7 @@ KEPT = (
 "Operators whose outputs selective activation checkpointing keeps: nearly all of the work is in them."
 
 
-def usable_precision(
-    train: TrainConfig, model: nn.Module, row: np.ndarray, task: ModuleType, device: torch.device
-) -> str:
+def usable_precision(train: TrainConfig, model: nn.Module, task: Any, batch: probes.Batch, device: torch.device) -> str:
     """Return train.precision, or "bf16" for "auto" if the model cannot compute with 16-bit weights.
 
     Raises ConfigError if they were asked for by name.
@@ -54,7 +50,7 @@ def usable_precision(
     precision = find_precision(train.precision, device)
     if precision.dtype is None or not precision.weights:
         return train.precision
-    obstacle = probes.obstacle_in(precision.dtype, model, row, task.FORWARD)
+    obstacle = probes.obstacle_in(precision.dtype, model, task, batch)
     if obstacle is None:
         return train.precision
     if train.precision != "auto":

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,18 +23,19 @@ from torchlake.checkpoints import format
 from torchlake.checkpoints.store import STATE
 from torchlake.config.job import Job
 from torchlake.config.sections.train import TrainConfig
+from torchlake.data.features import Features, take
 from torchlake.distributed import Group
 from torchlake.errors import UsageError, ran_out_of_memory
 from torchlake.models import probes
-from torchlake.models.load import TaskSpec, layers, load_tokenizer, model_folder
+from torchlake.models.load import TaskSpec, layers, model_folder
 from torchlake.optim.optimizers import make_optimizer, trainable_names
 from torchlake.optim.parameters import freeze, layer_scales
 from torchlake.optim.precision import find_precision
 from torchlake.runs.speed import measure
+from torchlake.tasks import Task
 from torchlake.training.model import kernels, lora
-from torchlake.training.model.base import base_model
 from torchlake.training.model.traits import Traits, find_traits, stores_all
-from torchlake.training.rows import RankSettings
+from torchlake.training.rows import RankSettings, Rows
 from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
@@ -41,17 +43,20 @@ log = logging.getLogger(__name__)
 MICRO_BATCH = "micro_batch.json"
 
 
-def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, TrainProgress]:
-    """Load the model from the base or the checkpoint, wrap it with the strategy, and make its optimizer."""
+def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tuple[TrainState, TrainProgress]:
+    """Load the model from the base or the checkpoint, wrap it with the strategy, and make its optimizer.
+
+    The model is first tried on a short and a long text or, if the task reads other things, on two `training` rows.
+    """
     job, spec = settings.job, settings.spec
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
     loads = group.rank == 0 or not strategy.receives(job.train, group)
-    base, model = _build(job, spec, task.AUTO_CLASS, empty=not loads)
-    tokenizer = load_tokenizer(model_folder(job.model.base))
-    rows = probes.rows(task, tokenizer, spec)
+    base, model = _build(job, spec, task, empty=not loads)
+    processor = task.load_processor(model_folder(job.model.base), spec, scoring=False)
+    made = probes.features(task, processor, spec) or _first_rows(training)
     traits = None
     if group.rank == 0:
-        traits = asdict(find_traits(model, base, rows, job, spec, tokenizer.pad_token_id, group.device))
+        traits = asdict(find_traits(model, base, task, made, processor, job, spec, group.device))
     told = Traits(**distributed.from_rank_0(group, traits, "waiting for rank 0 to load the model"))
     probes.freeze(model, told.unreached)
     scales = layer_scales(model, job.train.layer_decay)
@@ -62,8 +67,9 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
     train = job.train.model_copy(update={"precision": told.precision})
     precision = find_precision(train.precision, group.device)
+    config = getattr(base, "config", None)
     speed = measure(
-        layers(model), base.config, per_token=task.PACKED, device=group.device, dtype=precision.dtype or torch.float32
+        layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
     )
     _set_up(model, base, told, job, train, spec, task, group)
     module, optimizer = _wrap(strategy, model, group, train, scales)
@@ -81,17 +87,18 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
         spec=spec,
         model=model,
         module=module,
-        config=base.config,
-        tokenizer=tokenizer,
+        config=config,
+        processor=processor,
         optimizer=optimizer,
         names=names,
         stored=stored,
         precision=precision,
         speed=speed,
+        batch_size=train.batch_size,
         requested_tokens=train.micro_batch_tokens,
         micro_batch_tokens=_tokens_that_fit(limit_file, train.micro_batch_tokens),
         limit_file=limit_file,
-        filler=rows[0],
+        filler=dict(probes.batches(task, made, processor, spec)[0]),
         isolates=told.isolates,
         one_line=job.model.attention == "flash",
         chunked=told.after_head is not None,
@@ -99,10 +106,18 @@ def make_train_state(settings: RankSettings, group: Group) -> tuple[TrainState, 
     ), progress
 
 
-def _build(job: Job, spec: TaskSpec, auto_class: str, *, empty: bool) -> tuple[Any, nn.Module]:
+def _first_rows(training: Rows) -> Features:
+    """The first two training rows, or the first twice."""
+    rows, table = training.numbers[[0, min(1, len(training.numbers) - 1)]], training.table
+    lengths = table.lengths_of(rows)
+    arrays = {name: take(array, rows) for name, array in table.arrays.items()}
+    return Features(arrays=arrays, lengths=lengths, cut=np.zeros_like(lengths))
+
+
+def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool) -> tuple[Any, nn.Module]:
     """The base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
     torch.manual_seed(job.train.seed)
-    base = base_model(job.model.base, spec, auto_class, empty=empty)
+    base = task.base_model(model_folder(job.model.base), spec, empty=empty)
     freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base
@@ -117,7 +132,7 @@ def _set_up(
     job: Job,
     train: TrainConfig,
     spec: TaskSpec,
-    task: ModuleType,
+    task: Any,
     group: Group,
 ) -> None:
     """Set how the model computes, after rank 0 has computed with it on the CPU in fp32."""

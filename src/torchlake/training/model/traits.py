@@ -7,17 +7,18 @@ they have to be equal on all ranks.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from torchlake import plugins
 from torchlake.checkpoints import format
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
+from torchlake.data.features import Features
+from torchlake.errors import TaskError
 from torchlake.models import probes
 from torchlake.optim.optimizers import trainable_names
 from torchlake.optim.precision import find_precision
+from torchlake.tasks import Task
 from torchlake.training.model import kernels
 
 
@@ -45,30 +46,64 @@ def stores_all(job: Job) -> bool:
 
 
 def find_traits(
-    model: nn.Module, base: Any, rows: list[np.ndarray], job: Job, spec: TaskSpec, pad_id: int, device: torch.device
+    model: nn.Module,
+    base: Any,
+    task: Any,
+    made: Features,
+    processor: Any,
+    job: Job,
+    spec: TaskSpec,
+    device: torch.device,
 ) -> Traits:
-    """Test `model`, which is `base` with or without adapters, on two `rows`, each (L,) int64.
+    """Test `model`, which is `base` with or without adapters, on the two rows `made`.
 
     The parameters that are not reached are frozen; the model is in training mode afterwards. Raises DataError if it
-    cannot process the rows, ConfigError if it cannot compute in a precision that was asked for by name.
+    cannot process the rows, ConfigError if it cannot compute in a precision that was asked for by name, TaskError if
+    the outputs of a task's own module do not fit the task.
     """
-    task, train, row = plugins.load("tasks", spec.task), job.train, rows[1]
-    unreached = probes.find_unreached(model, row, task.FORWARD)
+    train, batches = job.train, probes.batches(task, made, processor, spec)
+    batch = batches[1]
+    unreached = probes.find_unreached(model, task, batch)
     probes.freeze(model, unreached)
+    if not task.auto_class:
+        try_task(model, task, batch, processor, spec)
     weights = model.state_dict()
     if not stores_all(job):
         weights = {name: weights[name] for name in trainable_names(model, train)}
-    isolates = spec.problem == "next_answer_token" and probes.isolates(model, rows, task.FORWARD)
-    precision = kernels.usable_precision(train, model, row, task, device)
+    rows = [each["input_ids"][0] for each in batches] if task.packs else []
+    isolates = spec.problem == "next_answer_token" and probes.isolates(model, rows, dict(task.forward_options))
+    precision = kernels.usable_precision(train, model, task, batch, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
-    chunked = task.PACKED and find_precision(precision, device).dtype is not torch.float16
+    chunked = task.packs and find_precision(precision, device).dtype is not torch.float16
     if isolates and job.model.attention == "flash":
-        isolates = kernels.passes_positions(base, torch.from_numpy(row)[None], task.FORWARD)
+        isolates = kernels.passes_positions(base, torch.from_numpy(rows[1])[None], dict(task.forward_options))
     return Traits(
         unreached=unreached,
         stored=list(format.untied(weights)),
         precision=precision,
-        equal_lengths=not task.PACKED and probes.padding_matters(model, rows, pad_id),
+        # A task's own module is trusted to ignore padding by its mask.
+        equal_lengths=bool(task.auto_class)
+        and not task.packs
+        and "attention_mask" in batch
+        and probes.padding_matters(model, task, made, processor, spec),
         isolates=isolates,
-        after_head=task.find_chunks(base, row, tokens=train.micro_batch_tokens) if chunked else None,
+        after_head=task.find_chunks(base, rows[1], tokens=train.micro_batch_tokens) if chunked else None,
     )
+
+
+def try_task(model: nn.Module, task: Task, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
+    """Take one row through all methods of a task that training and scoring will call; raises their TaskErrors."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = task.checked_outputs(probes.run(model, task, batch), 1)
+    finally:
+        model.train(training)
+    kept = task.reduce_outputs(outputs.float().cpu().numpy(), batch, spec)
+    table = task.output_columns(task.answers(kept, spec), processor, spec)
+    if table.schema != task.output_schema(spec) or len(table) != 1:
+        raise TaskError(
+            f"the task {task.name!r}: output_columns made {len(table)} rows of {table.schema.to_string()!r} for one "
+            f"row; output_schema is {task.output_schema(spec).to_string()!r}"
+        )

@@ -1,18 +1,26 @@
-"""The model that a job starts from: a base model, with a new head if the task needs one.
+"""The model that a job starts from, and the one that it has made: of transformers, or a task's own module.
 
 One rank reads the weights. The others build the same modules on the meta device, which takes no memory, and get their
 part of the weights from the strategy: loading N ranks takes the main memory of one model, not of N.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.config.task_spec import GENERATIVE, TaskSpec, label_name
-from torchlake.errors import DataError
+from torchlake.errors import DataError, TaskError
 from torchlake.models.config import load_config
 from torchlake.models.folders import model_folder
-from torchlake.models.load import PROBLEM_TYPES, from_pretrained, head_spec, load_model, whole_config
+from torchlake.models.load import (
+    PROBLEM_TYPES,
+    from_pretrained,
+    head_spec,
+    load_model,
+    load_weights,
+    whole_config,
+)
 from torchlake.models.safety import check_folder
 from torchlake.models.write import quiet
 
@@ -138,3 +146,72 @@ def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
         for tensor in module.parameters(recurse=False):
             tensor._is_hf_initialized = False  # type: ignore[attr-defined]
         initialize(module)
+
+
+def own_model(task: Any, base: str | Path, spec: TaskSpec, *, empty: bool) -> "torch.nn.Module":
+    """Return the module that a task builds on the model folder `base`; `empty`: on the meta device."""
+    import torch
+
+    folder = model_folder(base)
+    check_folder(folder)
+    with torch.device("meta" if empty else "cpu"):
+        return _built(task, folder, spec, weights=not empty)
+
+
+def load_own(
+    task: Any,
+    folder: Path,
+    spec: TaskSpec,
+    *,
+    dtype: "torch.dtype | None" = None,
+    placement: Mapping[str, Any] | None = None,
+) -> "torch.nn.Module":
+    """Return a task's module with the weights of a model folder, in evaluation mode.
+
+    Raises TaskError if the module has other tensors than the folder, and as `load_weights`.
+    """
+    from torchlake.checkpoints.format import untied
+
+    if placement:
+        raise TaskError(f"the task {task.name!r}: its own module cannot be split over several devices")
+    module = _built(task, folder, spec, weights=False)
+    tensors = load_weights(folder)
+    expected = untied(module.state_dict())
+    wrong = [name for name, tensor in expected.items() if name in tensors and tensors[name].shape != tensor.shape]
+    differing = [*wrong, *sorted(expected.keys() ^ tensors.keys())]
+    if differing:
+        raise TaskError(
+            f"the task {task.name!r}: build made a module whose tensors are not those in {folder}: "
+            f"{', '.join(differing[:4])}. Give the task that trained this model."
+        )
+    module.load_state_dict(tensors, strict=False)
+    if dtype is not None:
+        module.to(dtype)
+    module.train(False)
+    return module
+
+
+def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
+    """Return the transformers model in a folder without its head; `weights=False`: none are read."""
+    import torch
+    import transformers
+
+    config = load_config(folder)
+    if weights:
+        model, info = from_pretrained(folder, "AutoModel", config=config)
+        torn = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+        if torn:
+            raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
+        return model
+    with quiet():
+        made: torch.nn.Module = transformers.AutoModel.from_config(config, dtype=torch.float32)
+    return made
+
+
+def _built(task: Any, folder: Path, spec: TaskSpec, *, weights: bool) -> "torch.nn.Module":
+    import torch
+
+    module = task.build(folder, spec, weights=weights)
+    if not isinstance(module, torch.nn.Module):
+        raise TaskError(f"the task {task.name!r}: build returned a {type(module).__name__}, not a torch.nn.Module")
+    return module

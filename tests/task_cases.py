@@ -1,0 +1,143 @@
+"""A job, a table and bad rows for every task: what the conformance suite of tasks runs."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import own_task
+import tiny
+import training_runs as runs
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A task as a job trains it and `predict` scores it."""
+
+    build: Callable[[Path], Path]
+    "Writes the base model."
+    table: Callable[[int], pa.Table]
+    "A learnable table of so many rows, with `id`."
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    task: Any = None
+    "The task that is given in Python; None: it comes with torchlake."
+    bad: tuple[tuple[str, Row], ...] = ()
+    "Reasons of error rows, and what such a row has in some of its columns."
+    predict: dict[str, Any] = field(default_factory=dict)
+    "Options of `predict`."
+
+    def sections(self, folder: Path, base: Path, **train: Any) -> dict[str, Any]:
+        """Sections of a job over 96 rows; 20 steps."""
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(self.table(96), folder / "reviews.parquet")
+        sections = runs.job(folder, base, **{"batch_size": 8, "epochs": 3, "max_steps": 20, **train})
+        sections["data"] |= self.data
+        sections["model"] |= self.model
+        return sections
+
+
+def pairs(rows: int) -> pa.Table:
+    """Whether a question and an answer have the same mood."""
+    first, second = tiny.reviews(rows, seed=1), tiny.reviews(rows, seed=2)
+    same = [str(one == other) for one, other in zip(first["label"], second["label"], strict=True)]
+    return pa.table({"id": first["id"], "question": first["text"], "answer": second["text"], "label": same})
+
+
+def stars(rows: int) -> pa.Table:
+    """Reviews whose label is in the text and in two columns of numbers."""
+    table = tiny.reviews(rows, seed=3)
+    good = [label == "good" for label in table["label"].to_pylist()]
+    numbers = [float(one) + row % 3 / 4 for row, one in enumerate(good)]
+    helpful = pa.array([row % 5 for row in range(rows)], pa.int32())
+    return table.append_column("stars", pa.array(numbers)).append_column("helpful", helpful)
+
+
+def titles(rows: int) -> pa.Table:
+    """Reviews in two columns, of which the first is null in every third row."""
+    table = tiny.reviews(rows, seed=4)
+    title = [None if row % 3 == 0 else text.split()[0] for row, text in enumerate(table["text"].to_pylist())]
+    return table.append_column("title", pa.array(title))
+
+
+CASES = {
+    "text_classification": Case(
+        build=tiny.build_encoder,
+        table=lambda rows: tiny.reviews(rows, seed=3),
+        bad=(("null_input", {"text": None}), ("null_input", {"text": " \n"})),
+    ),
+    "text_of_two_columns": Case(
+        build=tiny.build_encoder,
+        table=titles,
+        data={"text": ["title", "text"], "template": "{title}: {text}"},
+        bad=(("null_input", {"title": None, "text": None}), ("null_input", {"title": "", "text": " "})),
+    ),
+    "text_pair": Case(
+        build=tiny.build_encoder,
+        table=pairs,
+        data={"text": "question", "text_pair": "answer"},
+        bad=(("null_input", {"question": None}), ("null_input", {"answer": ""})),
+    ),
+    "text_generation": Case(
+        build=tiny.build_language_model,
+        table=lambda rows: tiny.reviews(rows, seed=3).select(["id", "text"]),
+        model={"task": "text_generation", "max_length": 24},
+        bad=(
+            ("null_input", {"text": None}),
+            ("null_input", {"text": ""}),
+            ("prompt_too_long", {"text": "good " * 500}),
+        ),
+        predict={"max_new_tokens": 4},
+    ),
+    "text_and_numbers": Case(
+        build=tiny.build_encoder,
+        table=stars,
+        data={"inputs": {"numbers": ["stars", "helpful"]}},
+        task=own_task.TextAndNumbers(),
+        bad=(
+            ("null_input", {"text": None}),
+            ("null_input", {"stars": None}),
+            ("bad_number", {"stars": float("nan")}),
+            ("bad_number", {"stars": 1e300}),
+        ),
+    ),
+}
+
+
+def with_bad_rows(case: Case, rows: int) -> tuple[pa.Table, dict[int, str]]:
+    """A table whose first rows cannot be scored, and why; the others can."""
+    table = case.table(rows).to_pylist()
+    for row, (_, values) in zip(table, case.bad, strict=False):
+        row |= values
+    wide = pa.Table.from_pylist(table, case.table(rows).schema)
+    return wide, {row: reason for row, (reason, _) in enumerate(case.bad)}
+
+
+def predict(name: str, options: dict[str, Any], **tools: Any) -> Any:
+    """`tl.predict` with the task of a case in a fresh process, as `scoring_runs.predict`."""
+    from scoring_runs import run
+
+    return run(PREDICT, [name, json.dumps(options, default=str)], **tools)
+
+
+PREDICT = """
+import json, sys
+import task_cases
+import torchlake as tl
+from torchlake.errors import TorchlakeError
+
+case, options = task_cases.CASES[sys.argv[1]], json.loads(sys.argv[2])
+try:
+    given = {} if case.task is None else {"task": case.task}
+    scored = tl.predict(engine=tl.Local(processes=1), **given, **case.predict, **options)
+except TorchlakeError as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+print(scored.record["provenance"]["rows_scored"])
+"""
