@@ -11,6 +11,7 @@ import json
 import sqlite3
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
@@ -22,11 +23,11 @@ import deltalake
 import duckdb
 import duckdb_extension_avro
 import duckdb_extension_delta
+import duckdb_extension_httpfs
 import duckdb_extension_iceberg
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.catalog import Catalog, load_catalog
-from pyiceberg.exceptions import NoSuchTableError
 
 import hub_repositories
 from s3_server import BUCKET, S3Server
@@ -178,27 +179,27 @@ def lake_environment(place: Place, *, on_s3: bool = False) -> dict[str, str]:
     return {f"PYICEBERG_CATALOG__LAKE__{name.upper()}": properties[name] for name in ("uri", "warehouse")}
 
 
-def read_iceberg(place: Place) -> pa.Table | None:
-    """The rows as DuckDB reads them, by the metadata file that the catalog's database names."""
-    with sqlite3.connect(place.folder / "catalog.db") as database:
+def read_iceberg(place: Place, *, on_s3: bool = False) -> pa.Table | None:
+    """The rows as DuckDB reads them, by the metadata file that the catalog's database names.
+
+    pyiceberg 0.12 reads a null list of structs as an empty one.
+    """
+    with closing(sqlite3.connect(place.folder / "catalog.db")) as database:
         named = database.execute("SELECT metadata_location FROM iceberg_tables WHERE table_name = 't'").fetchone()
-    database.close()
     if named is None:
         return None
+    modules = [duckdb_extension_avro, duckdb_extension_iceberg, *([duckdb_extension_httpfs] if on_s3 else [])]
     with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
-        for module in (duckdb_extension_avro, duckdb_extension_iceberg):
+        for module in modules:
             connection.execute(f"LOAD '{next(Path(module.__file__).parent.rglob('*.duckdb_extension'))}'")
+        if on_s3:
+            variables = place.server.environment
+            connection.execute(
+                f"CREATE SECRET (TYPE s3, KEY_ID '{variables['AWS_ACCESS_KEY_ID']}', "
+                f"SECRET '{variables['AWS_SECRET_ACCESS_KEY']}', REGION '{variables['AWS_DEFAULT_REGION']}', "
+                f"ENDPOINT '{variables['AWS_ENDPOINT_URL'].removeprefix('http://')}', USE_SSL false, URL_STYLE 'path')"
+            )
         return connection.sql(f"SELECT * FROM iceberg_scan('{named[0]}')").to_arrow_table()
-
-
-def read_iceberg_on_s3(place: Place) -> pa.Table | None:
-    catalog = lake(place, on_s3=True)
-    try:
-        return catalog.load_table("db.t").scan().to_arrow()
-    except NoSuchTableError:
-        return None
-    finally:
-        catalog.close()
 
 
 def append_iceberg(place: Place, rows: pa.Table, *, on_s3: bool = False) -> None:
@@ -270,7 +271,7 @@ KINDS = {
     "iceberg_on_s3": SinkKind(
         sink="iceberg",
         output=lambda place: "iceberg:lake.db.t",
-        read=read_iceberg_on_s3,
+        read=partial(read_iceberg, on_s3=True),
         append=partial(append_iceberg, on_s3=True),
         environment=partial(lake_environment, on_s3=True),
         partitions=True,

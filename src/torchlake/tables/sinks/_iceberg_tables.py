@@ -112,3 +112,17 @@ def checked_spec(shown: str, table: Any) -> tuple[str, ...]:
                 "which is not supported. Score into another table, and insert its rows with Spark."
             )
     return tuple(table.schema().find_column_name(field.source_id) for field in fields)
+
+
+def check_features(shown: str, table: Any) -> None:
+    """Raise OutputError for a table that pyiceberg cannot write to safely."""
+    if table.format_version > 2:
+        raise OutputError(
+            f"{shown}: has format version {table.format_version}; pyiceberg writes versions 1 and 2. Score into "
+            "another table, and insert its rows with Spark."
+        )
+    if CODE in table.properties:
+        raise OutputError(
+            f"{shown}: names code that pyiceberg would run ({CODE} = {redacted(table.properties[CODE])}), which is "
+            "refused. Remove the property."
+        )

@@ -17,15 +17,14 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake import atomic_io
-from torchlake.config.redaction import redacted
 from torchlake.errors import OutputError, StorageError, TableError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.sinks import _iceberg_files as files
 from torchlake.tables.sinks._iceberg_tables import (
-    CODE,
     Attempt,
     add_columns,
+    check_features,
     checked_spec,
     create_table,
     single_attempt,
@@ -127,7 +126,7 @@ class IcebergTarget:
         """Raise OutputError if the table holds rows that are not to be replaced, or has other columns."""
         rows, table = _stored(schema), snapshot.table
         if table is not None:
-            _check_features(self.shown, table)
+            check_features(self.shown, table)
         columns = self.options.partition_by if table is None else checked_spec(self.shown, table)
         for name in columns:
             if name not in rows.names:
@@ -307,17 +306,3 @@ def _stage(table: Any, change: Change, update: Any) -> None:
 
 def _commit_of(snapshot: Any) -> str | None:
     return None if snapshot.summary is None else snapshot.summary.additional_properties.get(COMMIT)
-
-
-def _check_features(shown: str, table: Any) -> None:
-    """Raise OutputError for a table that pyiceberg cannot write to safely."""
-    if table.format_version > 2:
-        raise OutputError(
-            f"{shown}: has format version {table.format_version}; pyiceberg writes versions 1 and 2. Score into "
-            "another table, and insert its rows with Spark."
-        )
-    if CODE in table.properties:
-        raise OutputError(
-            f"{shown}: names code that pyiceberg would run ({CODE} = {redacted(table.properties[CODE])}), which is "
-            f"refused. Remove the property."
-        )
