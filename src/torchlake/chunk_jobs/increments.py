@@ -56,6 +56,8 @@ def increments(source: Followed, output: Output, name: str, key: str | None) -> 
     target = _table_of(output)
     begun = output.earlier().positions.get(name)
     for position in dict.fromkeys([*([begun] if begun is not None else []), source.position]):
+        if position < 0:
+            continue
         reached = target.position(target.snapshot(), name)
         if reached is not None and reached >= position:
             continue

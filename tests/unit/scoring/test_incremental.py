@@ -9,8 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyiceberg.catalog
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from pyiceberg.utils.config import Config
 
 import tiny
 import torchlake as tl
@@ -154,6 +156,31 @@ def test_the_versions_in_between_are_a_table(tmp_path: Path) -> None:
     table = open_table(f"{source}@v0..v1")
     assert [pq.read_table(file)["id"].to_pylist() for file in table.files] == [list(range(10, 20))]
     assert table.sources[0]["since"] == 0
+
+
+def test_snapshots_of_an_iceberg_table_are_added_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/catalog.db")
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__WAREHOUSE", f"file://{tmp_path}/warehouse")
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # it is read once, when pyiceberg is imported
+    lake = pyiceberg.catalog.load_catalog("lake")
+    lake.create_namespace("films")
+    source = lake.create_table("films.reviews", rows(0, 1).schema)
+    out = tmp_path / "out"
+    assert score(tiny_model, "iceberg:lake.films.reviews", out) == 0
+    for first, stop in ((0, 10), (10, 14), (14, 20)):
+        source.append(rows(first, stop))
+        assert score(tiny_model, "iceberg:lake.films.reviews", out) == stop - first
+        assert score(tiny_model, "iceberg:lake.films.reviews", out) == 0
+    source.append(rows(20, 22))
+    source.append(rows(22, 25))
+    assert score(tiny_model, "iceberg:lake.films.reviews", out) == 5
+    assert ids(out) == list(range(25))
+    source.delete("id = 3")
+    with pytest.raises(TableError, match=r"changed or deleted rows .*mode overwrite"):
+        score(tiny_model, "iceberg:lake.films.reviews", out)
+    lake.close()
 
 
 @pytest.fixture(scope="module")

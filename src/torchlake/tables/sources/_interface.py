@@ -93,7 +93,7 @@ class Followed:
     name: str
     "The same at every version."
     position: int
-    "Of the current version."
+    "Of the current version; below 0 for a table that has none yet."
     at: Callable[[int], str]
     "The table at a position."
     added: Callable[[int, int], str]
