@@ -17,7 +17,10 @@ import deltalake
 import obstore.store
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyiceberg.catalog.sql
+import pyiceberg.io.pyarrow
 import s3fs
+from pyiceberg.utils.config import Config
 
 from exactly_once import state_of, until
 from sink_kinds import Place, SinkKind
@@ -36,7 +39,7 @@ from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.storage import objects
 from torchlake.tables.table import open_table
 
-IMPORTED = (deltalake, obstore.store, s3fs)
+IMPORTED = (deltalake, obstore.store, s3fs, pyiceberg.catalog.sql, pyiceberg.io.pyarrow)
 "Before the fork, but not used: their threads would not be in the child."
 
 
@@ -97,6 +100,7 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             os.environ.update(value["environment"])
+            pyiceberg.catalog._ENV_CONFIG = Config()  # it is read once, when pyiceberg is imported
             try:
                 said = {"computed": job(**value["job"])}
             except TorchlakeError as error:

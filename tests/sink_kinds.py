@@ -4,16 +4,24 @@ A new file in `tables/sinks/` needs an entry here; the suite fails without one.
 """
 
 import json
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deltalake
 import duckdb
+import duckdb_extension_avro
 import duckdb_extension_delta
+import duckdb_extension_iceberg
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import NoSuchTableError
 
 from s3_server import BUCKET, S3Server
 
@@ -65,10 +73,46 @@ class SinkKind:
     environment: Callable[[Place], dict[str, str]] = lambda place: {}
     "Variables with which any process finds the output, besides those of the S3 server."
     partitions: bool = False
+    empty_is_null: bool = False
+    "A partition of the empty text is read as null."
     fenced: bool = False
     "A writer that is suspended in the middle of a commit holds a lock of this machine: others wait for it."
     refused: frozenset[str] = frozenset()
     "Types that it cannot hold."
+
+
+TYPES: dict[str, pa.Array] = {
+    str(array.type): array
+    for array in (
+        pa.array([True, None, False]),
+        *(pa.array([-(2 ** (bits - 1)), None, 2 ** (bits - 1) - 1], f"int{bits}") for bits in (8, 16, 32, 64)),
+        *(pa.array([0, None, 2**bits - 1], f"uint{bits}") for bits in (8, 16, 32, 64)),
+        pa.array([1.5, None, -65504.0], pa.float16()),
+        pa.array([1.5, None, float("inf")], pa.float32()),
+        pa.array([-0.0, None, 5e-324], pa.float64()),
+        pa.array(["", None, "é\n\x00\U0010ffff"], pa.string()),
+        pa.array(["", None, "x" * 100], pa.large_string()),
+        pa.array([b"", None, b"\xff\x00"], pa.binary()),
+        pa.array([b"ab", None, b"\xff\x00"], pa.binary(2)),
+        pa.array([date(1, 1, 1), None, date(9999, 12, 31)]),
+        pa.array([time(0), None, time(23, 59, 59, 999_999)], pa.time64("us")),
+        pa.array([datetime(1, 1, 1), None, datetime(9999, 12, 31, 23, 59, 59, 999_999)], pa.timestamp("us")),
+        pa.array([datetime(1900, 1, 1, tzinfo=UTC), None, datetime(2999, 1, 1, tzinfo=UTC)], pa.timestamp("us", "UTC")),
+        pa.array([0, None, 1_700_000_000], pa.timestamp("s")),
+        pa.array([1000, None, -1000], pa.timestamp("ns")),
+        pa.array([timedelta(0), None, timedelta(days=-1)], pa.duration("us")),
+        pa.array([Decimal("-99999.99"), None, Decimal("0.01")], pa.decimal128(7, 2)),
+        pa.array([Decimal(10) ** 37, None, Decimal(-1)], pa.decimal128(38, 0)),
+        pa.array([[1, None], None, []], pa.list_(pa.int64())),
+        pa.array([[0.5, 1.0], [5e-40, 2.0], [0.0, -1.0]], pa.list_(pa.float32(), 2)),
+        pa.array([[{"a": [1]}], None, []], pa.list_(pa.struct({"a": pa.list_(pa.int32())}))),
+        pa.array([{"a": 1, "b": None}, None, {"a": None, "b": "x"}], pa.struct({"a": pa.int64(), "b": pa.string()})),
+        pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int64())),
+        pa.array(["a", None, "a"]).dictionary_encode(),
+        pa.nulls(3),
+    )
+}
+"A column of each type: the extreme values, and a null."
 
 
 def read_folder(place: Place) -> pa.Table | None:
@@ -100,6 +144,63 @@ def append_delta(where: str, place: Place, rows: pa.Table) -> None:
     deltalake.write_deltalake(where, rows, mode="append", storage_options=options)
 
 
+def lake(place: Place, *, on_s3: bool = False) -> Catalog:
+    """A catalog in a SQLite file, with the namespace `db`."""
+    catalog = load_catalog("lake", **{"type": "sql", **lake_properties(place, on_s3)})
+    catalog.create_namespace_if_not_exists("db")
+    return catalog
+
+
+def lake_properties(place: Place, on_s3: bool) -> dict[str, str]:
+    found = {"uri": f"sqlite:///{place.folder}/catalog.db", "warehouse": f"file://{place.folder}/warehouse"}
+    if on_s3:
+        variables = place.server.environment
+        found |= {
+            "warehouse": place.url,
+            "s3.endpoint": variables["AWS_ENDPOINT_URL"],
+            "s3.access-key-id": variables["AWS_ACCESS_KEY_ID"],
+            "s3.secret-access-key": variables["AWS_SECRET_ACCESS_KEY"],
+            "s3.region": variables["AWS_DEFAULT_REGION"],
+        }
+    return found
+
+
+def lake_environment(place: Place, *, on_s3: bool = False) -> dict[str, str]:
+    """The variables of a catalog, which is made."""
+    lake(place, on_s3=on_s3).close()
+    properties = lake_properties(place, on_s3)
+    return {f"PYICEBERG_CATALOG__LAKE__{name.upper()}": properties[name] for name in ("uri", "warehouse")}
+
+
+def read_iceberg(place: Place) -> pa.Table | None:
+    """The rows as DuckDB reads them, by the metadata file that the catalog's database names."""
+    with sqlite3.connect(place.folder / "catalog.db") as database:
+        named = database.execute("SELECT metadata_location FROM iceberg_tables WHERE table_name = 't'").fetchone()
+    database.close()
+    if named is None:
+        return None
+    with duckdb.connect(config={"autoinstall_known_extensions": "false"}) as connection:
+        for module in (duckdb_extension_avro, duckdb_extension_iceberg):
+            connection.execute(f"LOAD '{next(Path(module.__file__).parent.rglob('*.duckdb_extension'))}'")
+        return connection.sql(f"SELECT * FROM iceberg_scan('{named[0]}')").to_arrow_table()
+
+
+def read_iceberg_on_s3(place: Place) -> pa.Table | None:
+    catalog = lake(place, on_s3=True)
+    try:
+        return catalog.load_table("db.t").scan().to_arrow()
+    except NoSuchTableError:
+        return None
+    finally:
+        catalog.close()
+
+
+def append_iceberg(place: Place, rows: pa.Table, *, on_s3: bool = False) -> None:
+    catalog = lake(place, on_s3=on_s3)
+    catalog.load_table("db.t").append(rows)
+    catalog.close()
+
+
 KINDS = {
     "folder": SinkKind(sink="folder", output=lambda place: f"{place.folder}/out", read=read_folder, fenced=True),
     "object_folder": SinkKind(sink="object_folder", output=lambda place: place.url, read=read_object_folder),
@@ -110,8 +211,9 @@ KINDS = {
         options={"format": "delta"},
         append=lambda place, rows: append_delta(f"{place.folder}/table", place, rows),
         partitions=True,
+        empty_is_null=True,
         fenced=True,
-        refused=frozenset({"time64[us]", "duration[us]"}),
+        refused=frozenset({"time64[us]", "duration[us]", "null"}),
     ),
     "delta_on_s3": SinkKind(
         sink="delta",
@@ -120,6 +222,26 @@ KINDS = {
         options={"format": "delta"},
         append=lambda place, rows: append_delta(place.url, place, rows),
         partitions=True,
-        refused=frozenset({"time64[us]", "duration[us]"}),
+        empty_is_null=True,
+        refused=frozenset({"time64[us]", "duration[us]", "null"}),
+    ),
+    "iceberg": SinkKind(
+        sink="iceberg",
+        output=lambda place: "iceberg:lake.db.t",
+        read=read_iceberg,
+        append=append_iceberg,
+        environment=lake_environment,
+        partitions=True,
+        fenced=True,
+        refused=frozenset({"duration[us]"}),
+    ),
+    "iceberg_on_s3": SinkKind(
+        sink="iceberg",
+        output=lambda place: "iceberg:lake.db.t",
+        read=read_iceberg_on_s3,
+        append=partial(append_iceberg, on_s3=True),
+        environment=partial(lake_environment, on_s3=True),
+        partitions=True,
+        refused=frozenset({"duration[us]"}),
     ),
 }

@@ -1,6 +1,10 @@
 """The promise of a sink: what every file in `tables/sinks/` keeps, whatever kills, stops or races a writer."""
 
+import re
+import struct
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 import s3_server
 from s3_server import S3Server
 from sink_jobs import Output, Writers, source_rows, write_source
-from sink_kinds import KINDS, Place
+from sink_kinds import KINDS, TYPES, Place
 from torchlake import plugins
 
 ROWS = 7
@@ -310,5 +314,51 @@ def test_partitions_of_any_value(output: Output, tmp_path: Path) -> None:
     found = output.kind.read(output.place)
     assert found is not None
     by_id = {row["id"]: row["p"] for row in found.to_pylist()}
-    expected = {one: values[one] or None for one in range(len(values))}  # Hive's convention: an empty text is null
-    assert by_id == expected
+    assert by_id == {one: value or (None if output.kind.empty_is_null else value) for one, value in enumerate(values)}
+
+
+def values(column: Any) -> list[Any]:
+    """A column as Python values, whatever library made it: floats by their bits, decimals as whole numbers if they are,
+    times of a zone as UTC."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        if isinstance(value, float):
+            return struct.pack("d", value)
+        if isinstance(value, datetime):
+            return value.astimezone(UTC).isoformat() if value.tzinfo else value.isoformat()
+        return int(value) if isinstance(value, Decimal) and value == int(value) else value
+
+    return [plain(one) for one in column.to_pylist()]
+
+
+def test_a_type_is_carried_through_or_refused_before_any_row(output: Output, tmp_path: Path) -> None:
+    for name, column in TYPES.items():
+        there = output.at(re.sub(r"\W+", "-", name).strip("-"))
+        rows = source_rows(3).append_column("x", column)
+        source = write_source(there.place.folder / "in.parquet", rows)
+        read = pq.read_table(source)
+        said = there.run(source, log=there.place.folder / "log") or {}
+        if name in output.kind.refused:
+            assert said.get("error", "").startswith("TableError: "), (name, said)
+            assert "the column 'x' is " in said["error"]
+            assert "test.read" not in (there.place.folder / "log").read_text()
+            assert there.ids() == []
+            continue
+        assert said == {"computed": 2}, (name, said)
+        found = there.kind.read(there.place)
+        assert found is not None
+        assert values(found.sort_by("id")["x"]) == values(read["x"]), name
+
+
+def test_a_value_that_the_format_cannot_hold_is_an_error(table: Output, tmp_path: Path) -> None:
+    """Tables have microseconds."""
+    source = write_source(
+        tmp_path / "in.parquet", source_rows(2).append_column("x", pa.array([1, 2], pa.timestamp("ns")))
+    )
+    said = table.run(source) or {}
+    assert "a value cannot be kept by the table's format" in said.get("error", ""), said
+    assert table.ids() == []

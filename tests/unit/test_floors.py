@@ -45,7 +45,7 @@ NEIGHBORS = {
     "tables": {"config", "tables.formats", "tables.selection", "tables.sources", "tables.storage"},
     "tables.formats": {"tables.selection", "tables.storage"},
     "tables.output": {"tables", "tables.formats", "tables.sources", "tables.storage"},
-    "tables.sinks": {"config", "tables", "tables.output", "tables.sources", "tables.storage"},
+    "tables.sinks": {"config", "tables", "tables.formats", "tables.output", "tables.sources", "tables.storage"},
     "tables.sources": {"tables.formats", "tables.selection", "tables.storage"},
     "tables.storage": {"config"},
     "tables.verification": {"tables", "tables.formats", "tables.output", "tables.sinks", "tables.storage"},

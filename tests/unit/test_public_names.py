@@ -37,6 +37,7 @@ PUBLIC = {
     "load",
     "log_model",
     "map",
+    "open",
     "optimize",
     "plan",
     "predict",

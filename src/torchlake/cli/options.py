@@ -195,8 +195,9 @@ WriteMode = Annotated[
     Literal["create", "append", "overwrite", "replace-where"] | None,
     _output(
         "--mode",
-        "create|append|overwrite|replace-where",
-        "Rows that a table has: none, kept, replaced, or those with the same --key (default: create).",
+        "MODE",
+        "Rows that a table has: create (there are none), append, overwrite, or replace-where (those with the same "
+        "--key) (default: create).",
     ),
 ]
 Incremental = Annotated[bool, _output("--incremental", None, "Score what is new since the last call, and add it.")]

@@ -176,7 +176,7 @@ def _cast(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
     """The rows with other types. Raises TableError for a value that another type cannot hold."""
     try:
         return table.cast(schema)
-    except pa.ArrowInvalid as error:
+    except ValueError as error:  # ArrowInvalid is one; a null where there has to be a value is a plain one
         raise TableError(
             f"{where}: a value cannot be kept by the table's format: {error}. Leave the column out, or convert it."
         ) from error

@@ -16,7 +16,7 @@ from torchlake.tables.output.compatibility import planned_inputs, recorded_finge
 from torchlake.tables.record import URL_AS_PATH, local_output
 from torchlake.tables.sinks._interface import SinkOptions, Target
 from torchlake.tables.sinks._records import read_record
-from torchlake.tables.sinks._state import state_of
+from torchlake.tables.sinks._state import temporary_folder
 from torchlake.tables.sinks._write import Earlier, TableWrite, WriteRequest, earlier_write, table_transaction
 from torchlake.tables.storage.urls import is_url
 
@@ -65,12 +65,13 @@ class Output:
         """A local path that stands for the output: rows that are stored first are put beside it."""
         if self.target is None:
             return local_output(self.text)
-        return Path(self.target.root) if not is_url(self.target.root) else state_of(self.target.root).folder
+        root = self.target.root
+        return Path(root) if root and not is_url(root) else temporary_folder(root or self.text)
 
     @property
     def shared_folder(self) -> Path | None:
-        """A folder that the processes of an engine reach; None for an output in an object store."""
-        if self.target is not None and is_url(self.target.root):
+        """A folder that the processes of an engine reach; None for an output that is not in a local folder (yet)."""
+        if self.target is not None and (not self.target.root or is_url(self.target.root)):
             return None
         folder = self.place.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +107,8 @@ class Output:
     def refuse_input(self, files: Sequence[str]) -> None:
         """Raise UsageError if an input file lies in the output, which would replace it or add to it."""
         root = str(self.place) if self.target is None else self.target.root
+        if not root:
+            return
         inside = f"{root.rstrip('/')}/" if is_url(root) else f"{os.path.realpath(root)}/"
         for file in files:
             if (file if is_url(file) else os.path.realpath(file)).startswith(inside):

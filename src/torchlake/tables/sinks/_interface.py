@@ -95,13 +95,16 @@ class Target(Protocol):
     shown: str
     "Its name in messages and records."
     root: str
-    "The absolute path or URL of its folder."
+    "The absolute path or URL of its folder; empty if only `prepare` finds it."
     partition_by: tuple[str, ...]
     reusable: bool
     "Whether parts of an earlier commit are kept by a later one (a folder), or rows are only added (a table)."
 
     def snapshot(self) -> Any:
         """The newest version, read again at each call."""
+
+    def prepare(self, schema: pa.Schema) -> None:
+        """Create what has to be there before the first part of such rows is written; `check` has passed."""
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """Where the workers of this commit write their parts."""

@@ -29,6 +29,8 @@ def iceberg_schema(schema: pa.Schema) -> pa.Schema:
     narrow = {pa.int8(): pa.int32(), pa.int16(): pa.int32()}
 
     def stored(name: str, kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_time(kind):
+            return pa.time64("us")
         kind = _stored(name, kind, stored)
         return narrow.get(kind, kind)
 
@@ -83,6 +85,36 @@ def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: boo
             f"{where}: the rows do not fit the table: {'; '.join(problems)}. Choose columns, prefix or another "
             f"output{advice}."
         )
+
+
+def short(field: pa.Field) -> pa.Field:
+    """The field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
+    kind = field.type
+    if pa.types.is_large_string(kind):
+        kind = pa.string()
+    elif pa.types.is_large_binary(kind):
+        kind = pa.binary()
+    elif pa.types.is_large_list(kind):
+        kind = pa.list_(short(kind.value_field))
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([short(one) for one in kind])
+    elif pa.types.is_map(kind):
+        kind = pa.map_(short(kind.key_field), short(kind.item_field))
+    return field.with_type(kind)
+
+
+def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
+    """The rows' schema with the types of the table where those hold every value: float to double, int to long."""
+
+    def fits(kind: pa.DataType, there: pa.DataType) -> bool:
+        decimals = pa.types.is_decimal128(kind) and pa.types.is_decimal128(there) and kind.scale == there.scale
+        pairs = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
+        return (kind, there) in pairs or (decimals and kind.precision < there.precision)
+
+    types = {field.name: field.type for field in table}
+    return pa.schema(
+        [field.with_type(types[field.name]) if fits(field.type, types.get(field.name)) else field for field in rows]
+    )
 
 
 def plain(kind: pa.DataType) -> pa.DataType:

@@ -101,8 +101,7 @@ class StoredState:
 
     def __init__(self, root: str) -> None:
         self._objects = ObjectFolder(f"{root.rstrip('/')}/{STATE}/staging")
-        mark = atomic_io.fingerprint(root)[:16]
-        self.folder = Path(tempfile.gettempdir()) / f"torchlake-{getpass.getuser()}" / mark
+        self.folder = temporary_folder(root)
         self._lease: ObjectLease | None = None
 
     def acquire(self, lease_s: float, name: str) -> None:
@@ -143,6 +142,11 @@ class StoredState:
             self._objects.delete([staging.PLAN])
             lease.release()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def temporary_folder(name: str) -> Path:
+    """A folder of this machine and user for what belongs to an output that is not on it."""
+    return Path(tempfile.gettempdir()) / f"torchlake-{getpass.getuser()}" / atomic_io.fingerprint(name)[:16]
 
 
 def state_of(root: str) -> JobState:

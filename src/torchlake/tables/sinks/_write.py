@@ -213,6 +213,8 @@ class Earlier(NamedTuple):
 
 def earlier_write(target: Target) -> Earlier:
     """The interrupted write to a target, or torchlake's last commit there."""
+    if not target.root:
+        return Earlier({}, ())
     stored = state_of(target.root).read_plan()
     if stored is not None:
         return Earlier(stored["fingerprint"], plan_from_json(stored).inputs, stored.get("positions", {}))
@@ -247,6 +249,7 @@ def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: Job
         return made(job=job, id=finished["commit"], state=state_of(target.root), complete=True, record=finished)
     target.check(snapshot, request.schema, request.key)
     _check_positions(target, snapshot, options, request.positions)
+    target.prepare(request.schema)
     state = state_of(target.root)
     try:
         state.acquire(request.lease_s, target.shown)

@@ -83,6 +83,9 @@ class DeltaTarget:
                 "again once its storage answers."
             ) from error
 
+    def prepare(self, schema: pa.Schema) -> None:
+        """Nothing: a table is created at its first commit."""
+
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """A folder of this commit, in the table."""
         return PartFolder(

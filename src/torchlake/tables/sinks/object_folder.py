@@ -70,6 +70,9 @@ class FolderTarget:
             raise DataError(f"{self.root}/{COMMIT}: not a commit record of this version")
         return FolderSnapshot(found=found)
 
+    def prepare(self, schema: pa.Schema) -> None:
+        """Nothing: an object store has no folders."""
+
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
         """The folder of all parts, with that of this commit in it."""
         return PartFolder(location=f"{self.root}/{PARTS}", below=f"{commit[:16]}/")
