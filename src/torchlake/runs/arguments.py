@@ -42,7 +42,11 @@ class DataSection(TypedDict, total=False):
 
     train: Input
     validation: Input | FractionSection | FoldSection | None
-    text: str
+    text: str | Sequence[str]
+    separator: str | None
+    template: str | None
+    text_pair: str | Sequence[str] | None
+    inputs: Mapping[str, str | Sequence[str]]
     label: str
     problem: Literal["single_label", "multi_label", "regression"] | None
     learn: Literal["all", "assistant"]

@@ -18,7 +18,7 @@ from typing import Any
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
 from torchlake.config.job import Job, flat, load_job
-from torchlake.config.sections.data import DataConfig
+from torchlake.config.sections.data import DataConfig, Fraction
 from torchlake.engines import Engine
 from torchlake.errors import ConfigError, FingerprintError, UsageError
 from torchlake.metrics import lower_is_better
@@ -102,8 +102,11 @@ def train_folds(
 
 def _refuse_ignored(job: Job) -> None:
     """Raise ConfigError for settings that have no meaning with folds."""
-    if job.data.validation != DataConfig.model_fields["validation"].default:
+    if not isinstance(job.data.validation, Fraction):
         raise ConfigError("data.validation: with folds, each fold is the validation of one run; leave it out")
+    if job.data.validation != DataConfig.model_fields["validation"].default:
+        share = job.data.validation.fraction
+        log.info("data.validation: the folds take the place of {fraction: %g}", share)
     if job.train.checkpoint_folder is not None:
         raise ConfigError("train.checkpoint_folder: with folds, checkpoints are kept in each run folder; leave it out")
 

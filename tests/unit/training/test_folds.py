@@ -42,7 +42,6 @@ def test_folds_divide_the_rows_and_their_classes_evenly(rows: int, folds: int, s
 
 def test_a_cross_validation_resumes_and_reports(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert, rows=48, epochs=1, checkpoint_every="epoch")
-    del sections["data"]["validation"]
     run = tmp_path / "run"
     # Stopped in the second fold.
     sections["train"]["max_restarts"] = 0
@@ -84,7 +83,7 @@ def test_what_folds_would_ignore_is_refused(tmp_path: Path, tiny_bert: Path) -> 
     model = {"base": str(tiny_bert)}
     for given_data, train, words in (
         ({**data, "validation": None}, {}, "data.validation: with folds"),
-        ({**data, "validation": {"fraction": 0.2}}, {}, "data.validation: with folds"),
+        ({**data, "validation": data["train"]}, {}, "data.validation: with folds"),
         (data, {"checkpoint_folder": "elsewhere"}, "train.checkpoint_folder: with folds"),
     ):
         with pytest.raises(ConfigError, match=words):
