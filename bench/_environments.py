@@ -53,6 +53,7 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("--no-deps", "optimum-intel==2.2.0"),
     ),
+    "daft": (("numpy==2.4.6", "pyarrow==25.0.1", "daft==0.7.26"),),
     "deepspeed": (
         (*SHARED, "transformers==5.23.0", "huggingface-hub==2.4.0", "setuptools", "wheel", "ninja"),
         ("--no-build-isolation", "deepspeed==0.19.8"),

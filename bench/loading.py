@@ -18,7 +18,7 @@ from torchlake.data.loading import build_cache, open_tokens
 from torchlake.data.order import epoch_batches
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name, write_part
+from torchlake.tables.output.parts import part_name
 from torchlake.tables.table import open_table
 
 
@@ -44,9 +44,7 @@ def write_tokens(rows: int):
     plan = plan_chunks(open_table(source), columns=table.column_names)
     with write_transaction(output, plan=plan, fingerprint={}, schema=table.schema) as out:
         parts = [
-            write_part(
-                out.staging, part_name(plan, chunk, {}), table.slice(chunk.first_row, chunk.rows), chunk=chunk.index
-            )
+            out.parts.write(part_name(plan, chunk, {}), table.slice(chunk.first_row, chunk.rows), chunk=chunk.index)
             for chunk in out.pending
         ]
         out.commit(parts, {})

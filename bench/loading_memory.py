@@ -30,7 +30,7 @@ from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.training.rows import RankSettings
 try:
-    from torchlake.training.setup import make_train_state
+    from torchlake.training.model.setup import make_train_state
 except ImportError:
     from torchlake.training.state import make_train_state
 model, run = sys.argv[1:]

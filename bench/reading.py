@@ -127,7 +127,7 @@ def write_output(source: Path, output: Path, *, increment: bool = False, chunk_r
     """An output of the table's key and text; with `increment` only of the files that it has gained."""
     from torchlake.tables.output.commit import write_transaction
     from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-    from torchlake.tables.output.parts import part_name, write_part
+    from torchlake.tables.output.parts import part_name
     from torchlake.tables.reading import ChunkReader
 
     _, plan = planned(source, COLUMNS, cached=planned_inputs(output), chunk_rows=chunk_rows)
@@ -139,13 +139,13 @@ def write_output(source: Path, output: Path, *, increment: bool = False, chunk_r
         for chunk in out.pending:
             rows = reader.read(chunk)[0].append_column("error", pa.nulls(chunk.rows, pa.string()))
             name = part_name(out.plan, chunk, FINGERPRINT)
-            parts.append(write_part(out.staging, name, rows, chunk=chunk.index))
+            parts.append(out.parts.write(name, rows, chunk=chunk.index))
         out.commit(parts, {})
 
 
 def verify_output(rows: int, seconds: Seconds) -> None:
     """Verify an output of so many rows with a key."""
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
 
     source, output = HOME / "verified.parquet", HOME / "verified"
     pq.write_table(pa.table({"id": range(rows), "text": texts(rows)}), source)

@@ -103,11 +103,11 @@ def write_parts(out: Any) -> None:
     """A part of one row for every chunk; but for the first without waiting for the disk, which is a worker's price."""
     import pyarrow as pa
 
-    from torchlake.tables.output.parts import part_name, write_part
+    from torchlake.tables.output.parts import part_name
 
     names = [part_name(out.plan, chunk, FINGERPRINT) for chunk in out.pending]
     scored = pa.table({"row_id": ["0"], "label": ["good"], "score": [0.5], "error": pa.nulls(1, pa.string())})
-    write_part(out.staging, names[0], scored, chunk=0)
+    out.parts.write(names[0], scored, chunk=0)
     content = (out.staging / "table" / names[0]).read_bytes()
     for name in names[1:]:
         (out.staging / "table" / name).write_bytes(content)
@@ -211,9 +211,9 @@ def verifying(rows: int, processes: int) -> dict[str, Any]:
     import pyarrow as pa
 
     from torchlake.tables.output.commit import write_transaction
-    from torchlake.tables.output.parts import part_name, write_part
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.output.parts import part_name
     from torchlake.tables.reading import row_ids
+    from torchlake.tables.verification.verify import verify
 
     source, out = one_file(rows), HOME / "verified"
     _, plan = planned(source, CHUNK_ROWS)
@@ -225,7 +225,7 @@ def verifying(rows: int, processes: int) -> dict[str, Any]:
                 "score": np_random(chunk.rows),
                 "error": pa.nulls(chunk.rows, pa.string()),
             }
-            part = write_part(write.staging, part_name(plan, chunk, {}), pa.table(columns), chunk=chunk.index)
+            part = write.parts.write(part_name(plan, chunk, {}), pa.table(columns), chunk=chunk.index)
             parts.append(part)
         write.commit(parts, {})
     row: dict[str, Any] = {"name": "verify", "rows": rows, "processes": processes}

@@ -30,12 +30,12 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output import lease
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-from torchlake.tables.output.parts import part_name, write_part
+from torchlake.tables.output.parts import part_name
 from torchlake.tables.output.staging import staging_of
-from torchlake.tables.output.verify import verify
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, committed_files
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 LIMIT_S = 60.0
 FORMATS = ("csv", "jsonl", "parquet", "arrow")
@@ -81,7 +81,7 @@ def job(source: Path, out: Path, allowed: AllowedChanges) -> None:
             failpoint("test.read")
             columns = [row_ids(chunk), pc.utf8_upper(rows["t"].combine_chunks()), pa.nulls(chunk.rows, pa.string())]
             name = part_name(write.plan, chunk, write.job.fingerprint)
-            parts.append(write_part(write.staging, name, pa.table(columns, schema=_SCHEMA), chunk=chunk.index))
+            parts.append(write.parts.write(name, pa.table(columns, schema=_SCHEMA), chunk=chunk.index))
         write.commit([*write.done, *parts], {})
 
 

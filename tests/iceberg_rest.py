@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from pyiceberg.catalog.sql import SqlCatalog
@@ -44,9 +44,20 @@ ENDPOINTS = [
 ]
 
 
+class Fault(NamedTuple):
+    """A wrong answer to a commit."""
+
+    status: int
+    made: bool
+    "Whether the commit is made nevertheless."
+
+
 @contextmanager
-def serving(catalog: SqlCatalog, *, token: str | None = None) -> Iterator[str]:
-    """The address of a server; with a `token` it asks for that as a bearer."""
+def serving(catalog: SqlCatalog, *, token: str | None = None, faults: list[Fault] | None = None) -> Iterator[str]:
+    """The address of a server; with a `token` it asks for that as a bearer.
+
+    Each of `faults` is for one commit, in their order, and is removed then.
+    """
     lock = threading.Lock()  # SQLite
 
     class Handler(BaseHTTPRequestHandler):
@@ -61,10 +72,16 @@ def serving(catalog: SqlCatalog, *, token: str | None = None) -> Iterator[str]:
             if token is not None and self.headers.get("Authorization") != f"Bearer {token}":
                 return self._send(401, _error("NotAuthorizedException", "no valid token", 401))
             parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+            commits = self.command == "POST" and parts[1:2] == ["namespaces"] and len(parts) == 5
+            fault = faults.pop(0) if faults and commits else None
             try:
                 with lock:
-                    value = answer(catalog, self.command, parts[1:], body)
+                    value = (
+                        None if fault is not None and not fault.made else answer(catalog, self.command, parts[1:], body)
+                    )
                 status = 204 if value is None else 200
+                if fault is not None:
+                    status, value = fault.status, _error("Fault", "asked for by the test", fault.status)
             except tuple(STATUS) as error:
                 status = STATUS[type(error)]
                 value = _error(type(error).__name__, str(error), status)

@@ -16,8 +16,8 @@ import numpy as np
 
 import misbehaving
 import torchlake as tl
+from torchlake.chunk_jobs import poison_rows
 from torchlake.models import load
-from torchlake.scoring import poison_rows
 from torchlake.tables.reading import ChunkReader
 from torchlake.tasks import _tokens
 

@@ -152,6 +152,7 @@ def attempt(
     ranks: int = 1,
     local: bool = False,
     overrides: tuple[str, ...] = (),
+    folds: int | None = None,
     task: Any = None,
     on_step: Callable[[dict[str, Any]], Any] | None = None,
     **environment: str,
@@ -168,7 +169,7 @@ def attempt(
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
-    given = {"overrides": overrides, "task": task, "on_step": on_step}
+    given = {"overrides": overrides, "folds": folds, "task": task, "on_step": on_step}
     arguments = (str(run), sections, sigterm_at, stub, ranks, local, given, variables, str(out))
     process = _context().Process(target=_train, args=arguments)
     process.start()
@@ -261,13 +262,15 @@ def _train(
         stub()
     engine = tl.Local(processes=ranks) if local else Inline(ranks)
     try:
-        done = tl.train(run=run, engine=engine, **given, **sections)
+        done = tl.train(run=run, engine=engine, **given, **sections)  # type: ignore[call-overload]
     except TorchlakeError as error:
         Path(out).write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         os._exit(error.exit_code)
     except BaseException:
         Path(out).write_text(json.dumps({"error": traceback.format_exc()}))
         os._exit(70)
+    if given["folds"] is not None:
+        os._exit(0)
     told = {"steps": done.steps, "metrics": done.metrics, "complete": done.complete}
     Path(out).write_text(json.dumps(told))
 

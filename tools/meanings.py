@@ -6,6 +6,7 @@ TYPES = {
     "Fraction": "`{fraction: number > 0, < 1}`",
 }
 KINDS = {
+    "train.betas": "two numbers ≥ 0, < 1",
     "train.checkpoint_every": "interval",
     "train.validate_every": "interval",
     "engine.name": "plug-ins engines",
@@ -49,6 +50,7 @@ which `predict` and `evaluate` count failed rows. Any other reason is the name o
 raised, such as `ValueError`."""
 REASONS = {
     "null_input": "has no text. `--null score` scores it as the empty text.",
+    "bad_number": "has a value that is no finite number in a column of numbers; tasks with such columns only.",
     "bad_utf8": "has bytes that are not UTF-8.",
     "bad_csv": "is a malformed line of a CSV file.",
     "bad_json": "is a malformed line of a JSON lines file, or has a value of another type than its column.",
@@ -81,6 +83,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "The GPUs that may be used.",
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "
     "`TOKENIZERS_PARALLELISM`). Default: the cores divided by the processes.",
+    "WANDB_MODE": "`offline`: Weights & Biases keeps a run in the run folder; `wandb sync` sends it.",
     "RAY_ADDRESS": "The Ray cluster to join if `engine.ray.address` is not set.",
     "AWS_ENDPOINT_URL": "The address of a server that speaks S3 and is not AWS; also for Delta and Iceberg tables.",
     "AWS_ENDPOINT_URL_S3": "The same, before it.",
@@ -108,16 +111,36 @@ import torchlake as tl
 ```
 
 Names are imported on first use. `Runtime` is a module-level function like a runtime's `load`. What the
-functions return: [Python results](python-results.md). What they raise: [exit codes](exit-codes.md)."""
+functions return: [Python results](python-results.md). What they raise: [exit codes](exit-codes.md). Functions that
+use a finished model, or read and check tables: [Python API: models and tables](python-models.md)."""
+
+PYTHON_MODELS = """\
+The functions of the [Python API](python.md) that use a finished model, or read and check tables."""
+
+OF_MODELS = {
+    "evaluate",
+    "export",
+    "load",
+    "log_model",
+    "map",
+    "optimize",
+    "predict",
+    "ray_stages",
+    "spark_udf",
+    "verify",
+}
+"Commands and functions on the pages about models."
 
 
 def results() -> list[Any]:
     """The classes of what the functions return."""
+    from torchlake.chunk_jobs.map import Mapped
     from torchlake.evaluation.evaluate import Evaluation
     from torchlake.optimization.optimize import Optimized
     from torchlake.scoring.predict import Scored
-    from torchlake.tables.output.verify import Verification
+    from torchlake.tables.verification.verify import Verification
+    from torchlake.training.folds import Folds
     from torchlake.training.train import Run
     from torchlake.tuning.tune import Tuning
 
-    return [Run, Scored, Evaluation, Optimized, Tuning, Verification]
+    return [Run, Folds, Scored, Mapped, Evaluation, Optimized, Tuning, Verification]

@@ -105,8 +105,7 @@ def _section(name: str, model: type[BaseModel]) -> Iterator[str]:
             if field in meaning:
                 rows.append((f"`{field}`", link, f"`{defaults[field]}`", meaning[field]))
             continue
-        kind = _kind(schemas[model.__name__]["properties"][field], schemas)
-        kind = meanings.KINDS.get(f"{name}.{field}", kind)
+        kind = meanings.KINDS.get(f"{name}.{field}") or _kind(schemas[model.__name__]["properties"][field], schemas)
         if kind.startswith("plug-ins "):
             kind = ", ".join(f"`{one}`" for one in plugins.names(kind.split()[1]))  # type: ignore[arg-type]
         default = "required" if info.is_required() else f"`{defaults[field]}`"
@@ -187,9 +186,23 @@ def command_line_page() -> Iterator[str]:
     yield ""
     yield "`torchlake COMMAND --help` shows the same. Every command has `--json` (one JSON object on standard output),"
     yield "`--quiet` and `--verbose`. Results go to standard output, messages to standard error."
-    yield "[Exit codes](exit-codes.md)."
+    yield "[Exit codes](exit-codes.md). Commands that use a model: [command line: models](command-line-models.md)."
+    yield from _commands(of_models=False)
+
+
+def command_line_models_page() -> Iterator[str]:
+    """The same, of the commands that use a model."""
+    yield "# Command line: models"
+    yield ""
+    yield "The [commands](command-line.md) that use a finished model."
+    yield from _commands(of_models=True)
+
+
+def _commands(*, of_models: bool) -> Iterator[str]:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
+        if (name in meanings.OF_MODELS) != of_models:
+            continue
         text, _, example = (command.help or "").partition("\n\n\b\nExample:\n")
         yield from ("", f"## torchlake {name}", "", text.strip(), "", "```text", example.strip(), "```")
         rows = [_option(param) for param in command.params if not param.hidden]
@@ -239,7 +252,7 @@ def output_page() -> Iterator[str]:
 def error_reasons() -> Iterator[str]:
     """The words before the first colon of every error that a row can have: strings assigned to errors of rows."""
     options = PredictOptions.__annotations__  # messages about options begin with their names
-    for folder in ("scoring", "tables", "tasks"):
+    for folder in ("chunk_jobs", "scoring", "tables", "tasks"):
         for path in sorted((SOURCE / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -296,8 +309,18 @@ def variables_read() -> Iterator[str]:
 def python_page() -> Iterator[str]:
     """The public functions: signatures and docstrings."""
     yield from ("# Python API", "", meanings.PYTHON)
+    yield from _functions(of_models=False)
+
+
+def python_models_page() -> Iterator[str]:
+    """The same, of the functions that use a model or a function over tables."""
+    yield from ("# Python API: models and tables", "", meanings.PYTHON_MODELS)
+    yield from _functions(of_models=True)
+
+
+def _functions(*, of_models: bool) -> Iterator[str]:
     for name in tl.__all__:
-        if inspect.isfunction(getattr(tl, name)):
+        if inspect.isfunction(getattr(tl, name)) and (name in meanings.OF_MODELS) == of_models:
             yield from _entry(f"tl.{name}", getattr(tl, name))
 
 
@@ -384,10 +407,12 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job.md": job_page,
     "job-train.md": job_train_page,
     "command-line.md": command_line_page,
+    "command-line-models.md": command_line_models_page,
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,
     "environment.md": environment_page,
     "python.md": python_page,
+    "python-models.md": python_models_page,
     "python-classes.md": classes_page,
     "python-results.md": results_page,
 }

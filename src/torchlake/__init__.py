@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchlake import errors
+    from torchlake.chunk_jobs.map import Mapped, map
     from torchlake.config.job import Job
     from torchlake.engines import Engine
     from torchlake.engines.local import Local
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torchlake.engines.spark import Spark
     from torchlake.errors import TorchlakeError
     from torchlake.evaluation.evaluate import Evaluation, evaluate
+    from torchlake.exporting.export import export
+    from torchlake.exporting.mlflow_model import log_model
     from torchlake.metrics import Metric
     from torchlake.optimization.optimize import Optimized, optimize
     from torchlake.planning.plan import Plan, plan
@@ -27,8 +30,10 @@ if TYPE_CHECKING:
     from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
-    from torchlake.tables.output.verify import Verification, verify
+    from torchlake.tables.sinks._reading import open
+    from torchlake.tables.verification.verify import Verification, verify
     from torchlake.tasks import Task
+    from torchlake.training.folds import Folds
     from torchlake.training.launch import launch
     from torchlake.training.train import Run, train
     from torchlake.tuning.study import Trial
@@ -40,8 +45,10 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "Evaluation",
+    "Folds",
     "Job",
     "Local",
+    "Mapped",
     "Metric",
     "Optimized",
     "Plan",
@@ -58,8 +65,12 @@ __all__ = [
     "doctor",
     "errors",
     "evaluate",
+    "export",
     "launch",
     "load",
+    "log_model",
+    "map",
+    "open",
     "optimize",
     "plan",
     "predict",
@@ -75,8 +86,10 @@ _MODULES = {
     "Diagnosis": "reporting.doctor",
     "Engine": "engines",
     "Evaluation": "evaluation.evaluate",
+    "Folds": "training.folds",
     "Job": "config.job",
     "Local": "engines.local",
+    "Mapped": "chunk_jobs.map",
     "Metric": "metrics",
     "Optimized": "optimization.optimize",
     "Plan": "planning.plan",
@@ -88,11 +101,15 @@ _MODULES = {
     "TorchlakeError": "errors",
     "Trial": "tuning.study",
     "Tuning": "tuning.tune",
-    "Verification": "tables.output.verify",
+    "Verification": "tables.verification.verify",
     "doctor": "reporting.doctor",
     "evaluate": "evaluation.evaluate",
+    "export": "exporting.export",
     "launch": "training.launch",
     "load": "scoring.in_process",
+    "log_model": "exporting.mlflow_model",
+    "map": "chunk_jobs.map",
+    "open": "tables.sinks._reading",
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",
@@ -101,7 +118,7 @@ _MODULES = {
     "spark_udf": "scoring.frames",
     "train": "training.train",
     "tune": "tuning.tune",
-    "verify": "tables.output.verify",
+    "verify": "tables.verification.verify",
 }
 
 

@@ -1,10 +1,13 @@
-"""Class weights and label smoothing of the training loss.
+"""Class weights, label smoothing and the focal factor of the training loss.
 
     balanced    one class per row: rows / (classes x rows of the class), so that every class has the same total weight
                 several: rows without the class / rows with it, so that both have the same total weight
     by label    the weights that the job gives, 1 for the others
 
 They are PyTorch's `weight` of cross entropy and `pos_weight` of binary cross entropy.
+
+The focal loss (Lin et al. 2017) multiplies the loss of each target by (1 - p)^gamma, where p is the probability that
+the model gives to it: what is learned already counts little. The divisor stays that of the loss without it.
 """
 
 from collections.abc import Mapping
@@ -17,8 +20,12 @@ from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.errors import ConfigError
 
 if TYPE_CHECKING:  # the job's model imports pydantic, and scoring imports this module
-    from torchlake.config.job import TrainConfig
+    import torch
 
+    from torchlake.config.sections.train import TrainConfig
+
+EPSILON = 2.0**-24
+"The distance of 1 from the number before it in fp32."
 CHUNK_BYTES = 2**30
 """Logits in fp32 above which a language model's loss is computed in chunks, and those of a chunk.
 
@@ -33,14 +40,20 @@ class Objective:
     "One for each class, in the order of the model's outputs; None: all are 1."
     label_smoothing: float = 0.0
     "Share of the target that is spread equally over all classes."
+    focal_gamma: float = 0.0
+    "Power of the focal factor; 0: none."
 
 
 UNWEIGHTED = Objective()
 
 
 def check_objective(train: "TrainConfig", spec: TaskSpec) -> None:
-    """Raise ConfigError for class weights or label smoothing that the problem does not support, or unknown labels."""
+    """Raise ConfigError for class weights, smoothing or a focal loss that the problem does not support, and for unknown
+    labels.
+    """
     weights = train.class_weights
+    if train.focal_gamma and spec.problem not in ("single_label", "multi_label"):
+        raise ConfigError(f"train.focal_gamma: the problem is {spec.problem}, which has no classes. Leave it out.")
     if train.label_smoothing and spec.problem != "single_label":
         raise ConfigError(
             f"train.label_smoothing: the problem is {spec.problem}; only one label per row (single_label) can be "
@@ -62,12 +75,29 @@ def find_objective(train: "TrainConfig", spec: TaskSpec, targets: np.ndarray | N
     """The objective for the `rows` (R,) of a table with `targets`, (N,) class numbers or (N, C) of 0 and 1."""
     weights = train.class_weights
     if weights is None or targets is None:
-        return Objective(label_smoothing=train.label_smoothing)
+        return Objective(label_smoothing=train.label_smoothing, focal_gamma=train.focal_gamma)
     if isinstance(weights, Mapping):
         found = [weights.get(label_name(label), 1.0) for label in spec.labels]
     else:
         found = _balanced(targets[rows], len(spec.labels)).tolist()
-    return Objective(class_weights=tuple(found), label_smoothing=train.label_smoothing)
+    return Objective(class_weights=tuple(found), label_smoothing=train.label_smoothing, focal_gamma=train.focal_gamma)
+
+
+def focal_loss(logits: "torch.Tensor", targets: "torch.Tensor", objective: Objective) -> "torch.Tensor":
+    """The summed focal loss () of `logits` (B, C), fp32, for `targets`: (B,) int64 class numbers, or (B, C) of 0 and 1.
+
+    Powers of 1 - p below 1 have an infinite gradient at p = 1, so p is kept one rounding error away from it.
+    """
+    from torch.nn import functional
+
+    weights = None if objective.class_weights is None else logits.new_tensor(objective.class_weights)
+    if targets.ndim == 1:
+        weighted = functional.cross_entropy(logits, targets, weights, reduction="none")
+        probable = logits.softmax(dim=-1).gather(-1, targets[:, None]).squeeze(-1)
+    else:
+        weighted = functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights, reduction="none")
+        probable = (logits * (2 * targets - 1)).sigmoid()
+    return ((1 - probable).clamp(min=EPSILON) ** objective.focal_gamma * weighted).sum()
 
 
 def _balanced(targets: np.ndarray, classes: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
     engines/    where Python runs                   strategies/   how ranks share a model
     tasks/      what a model predicts               runtimes/     what executes a forward pass when scoring
-    tables/sources/   kinds of tables
+    tables/sources/   kinds of tables that are read     tables/sinks/   kinds of outputs
 
 Files whose names begin with an underscore are helpers, not plug-ins. A task may also be an entry point of an installed
 package (group `torchlake.tasks`), or be given in Python: then this process and the ones it starts know it by its name.
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torchlake.errors import MissingExtra, UsageError
 
-Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources"]
+Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources", "sinks"]
 GROUP = "torchlake.tasks"
 "The entry point group of tasks."
 ONE: dict[Kind, str] = {
@@ -28,6 +28,7 @@ ONE: dict[Kind, str] = {
     "tasks": "task",
     "runtimes": "runtime",
     "sources": "source",
+    "sinks": "sink",
 }
 
 
@@ -56,7 +57,7 @@ def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> 
     close = get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     own = " Give a task of yours in Python (task=), or install the package that has it." if kind == "tasks" else ""
-    return f"there is no {ONE[kind]} {name!r}.{hint} {kind.capitalize()}: {', '.join(known)}.{own}"
+    return f"there is no {ONE[kind]} {name!r}.{hint}{own} {kind.capitalize()}: {', '.join(known)}."
 
 
 def load(kind: Kind, name: str) -> Any:
@@ -131,4 +132,4 @@ def _from_entry_point(name: str) -> Any:
 
 
 def _package(kind: Kind) -> str:
-    return "torchlake.tables.sources" if kind == "sources" else f"torchlake.{kind}"
+    return f"torchlake.tables.{kind}" if kind in ("sources", "sinks") else f"torchlake.{kind}"

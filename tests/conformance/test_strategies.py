@@ -11,7 +11,7 @@ import families
 import training_runs as runs
 from sweeps import sweep
 from torchlake import plugins
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 
 NAMES = plugins.names("strategies")

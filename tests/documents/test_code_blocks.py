@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
+import hub_repositories
 import s3_server
 import tiny
 from code_blocks import ROOT, Block, check_block, read_blocks, run_block
@@ -27,7 +29,10 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES if read_blocks(page)]
 ORCHESTRATORS = "their libraries need an environment of their own: `make orchestrators` runs it"
 NOT_RUN = {
     ("docs/tutorial.md", "python -m venv .venv"): "a test installs nothing",
+    ("docs/how-to/hub.md", "hf repos create"): "the test's Hub makes a dataset when it is asked for",
     ("docs/how-to/object-storage.md", "export AWS_ACCESS_KEY_ID=..."): "placeholders; the test sets its own",
+    ("docs/how-to/object-storage.md", "torchlake predict runs/from_s3/model s3://lake/reviews_delta"): "its tables and "
+    "catalog: tests/unit/tables/test_object_stores.py reads such ones",
     ("docs/how-to/orchestrators.md", "# dags/reviews.py"): ORCHESTRATORS,
     ("docs/how-to/orchestrators.md", "# assets.py"): ORCHESTRATORS,
 }
@@ -35,9 +40,10 @@ NOT_RUN = {
 ON_SPARK = {"docs/how-to/spark.md"}
 ON_RAY = {"docs/how-to/ray.md", "docs/explanation/engines.md"}
 ON_S3 = {"docs/how-to/object-storage.md"}
+ON_HUB = {"docs/how-to/hub.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
-SCORED = {"docs/how-to/queries.md", "docs/how-to/scoring.md", "docs/how-to/selecting.md"}
+SCORED = {f"docs/how-to/{name}.md" for name in ("export", "outputs", "queries", "scoring", "selecting")}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."
@@ -62,7 +68,7 @@ def test_the_list_of_blocks_that_are_not_run_is_short_and_true() -> None:
         assert reason
     assert len(NOT_RUN) < 8
     assert len(blocks) > 40
-    assert {*ON_SPARK, *ON_RAY, *ON_S3, *QUICK, *SCORED, *FINISHED, *WITHOUT_JOB} <= set(NAMES)
+    assert {*ON_SPARK, *ON_RAY, *ON_S3, *ON_HUB, *QUICK, *SCORED, *FINISHED, *WITHOUT_JOB} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,10 +116,11 @@ def run_page(name: str, namespace: dict[str, Any] | None = None, places: dict[st
 
 def local_pages() -> list[Any]:
     slow = pytest.mark.slow  # several trainings each
-    names = [name for name in NAMES if name not in ON_SPARK | ON_RAY | ON_S3]
+    names = [name for name in NAMES if name not in ON_SPARK | ON_RAY | ON_S3 | ON_HUB]
     return [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
 
 
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # by MLflow
 @pytest.mark.parametrize("name", local_pages())
 def test_the_blocks_of_a_page_run(name: str, folder: Path, tiny_model: Path, tiny_gpt2: Path) -> None:
     if name in WITHOUT_JOB:
@@ -136,6 +143,17 @@ def test_the_blocks_run_on_s3(name: str, folder: Path, monkeypatch: pytest.Monke
         server.put("reviews/new-1.parquet", (folder / "new.parquet").read_bytes())
         run_page(name)
         assert any(key.endswith(".parquet") for key in server.keys("scored"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(ON_HUB))
+def test_the_blocks_run_on_the_hub(name: str, folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(tiny_model, folder / "runs" / "reviews" / "model")
+    with hub_repositories.serving() as address:
+        for setting, value in hub_repositories.client_settings(address, str(folder / "home")).items():
+            monkeypatch.setattr(constants, setting, value)
+        run_page(name)
 
 
 @pytest.mark.slow

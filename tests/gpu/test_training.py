@@ -16,7 +16,7 @@ from sweeps import sweep
 from torchlake import plugins
 from torchlake.checkpoints import async_writer, format, shards
 from torchlake.checkpoints.store import FolderStore
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import RankFailed, UsageError
 from torchlake.training import loop

@@ -13,11 +13,12 @@ import torchlake
 SOURCE = Path(torchlake.__file__).parent
 FLOORS = {
     5: "__init__ __main__ cli",
-    4: "evaluation optimization planning preparation reporting scoring training tuning",
+    4: "chunk_jobs evaluation exporting optimization planning preparation reporting scoring training tuning",
     3: "engines runtimes strategies tasks",
     2: "checkpoints data models runs",
     1: "config distributed logs loss metrics optim processes "
-    "tables tables.formats tables.output tables.selection tables.sources tables.storage",
+    "tables tables.formats tables.output tables.selection tables.sinks tables.sources tables.storage "
+    "tables.verification",
     0: "atomic_io errors failpoints plugins progress",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
@@ -26,10 +27,12 @@ NEIGHBORS = {
     "__main__": {"cli"},
     "cli": {"__init__"},
     "evaluation": {"preparation", "scoring"},
+    "exporting": {"scoring"},
     "optimization": {"evaluation", "scoring"},
     "planning": {"preparation"},
-    "preparation": {"scoring"},
+    "preparation": {"chunk_jobs", "scoring"},
     "reporting": {"preparation"},
+    "scoring": {"chunk_jobs"},
     "training": {"preparation", "reporting"},
     "tuning": {"preparation", "training"},
     "models": {"checkpoints", "data"},
@@ -42,8 +45,10 @@ NEIGHBORS = {
     "tables": {"config", "tables.formats", "tables.selection", "tables.sources", "tables.storage"},
     "tables.formats": {"tables.selection", "tables.storage"},
     "tables.output": {"tables", "tables.formats", "tables.sources", "tables.storage"},
+    "tables.sinks": {"config", "tables", "tables.formats", "tables.output", "tables.sources", "tables.storage"},
     "tables.sources": {"tables.formats", "tables.selection", "tables.storage"},
     "tables.storage": {"config"},
+    "tables.verification": {"tables", "tables.formats", "tables.output", "tables.sinks", "tables.storage"},
     "atomic_io": {"errors", "failpoints"},
     "plugins": {"errors"},
 }
@@ -56,8 +61,10 @@ GROUND = {
     "tables.formats",
     "tables.output",
     "tables.selection",
+    "tables.sinks",
     "tables.sources",
     "tables.storage",
+    "tables.verification",
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
 HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino", "optuna", "mlflow", "tensorboard"}

@@ -12,6 +12,7 @@ SOURCE = Path(torchlake.__file__).parent
 PLUG_INS = {
     "engines",
     "runtimes",
+    "sinks",
     "sources",
     "strategies",
     "tasks",

@@ -9,8 +9,9 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
 
 import tiny
-from torchlake.config.job import TrainConfig
-from torchlake.loss import UNWEIGHTED, Objective, find_objective
+from torchlake.config.sections.train import TrainConfig
+from torchlake.errors import ConfigError
+from torchlake.loss import UNWEIGHTED, Objective, check_objective, find_objective, focal_loss
 from torchlake.tasks.text_classification import task
 
 CLASSES = tiny.spec_for("single_label", ("a", "b", "c"))
@@ -74,3 +75,41 @@ def test_weights_by_label_are_in_the_order_of_the_classes() -> None:
         spec = tiny.spec_for("single_label", labels)
         assert find_objective(train, spec, np.zeros(2, np.int64), np.arange(2)).class_weights == (3.0, 1.0)
     assert find_objective(TrainConfig(), CLASSES, None, np.arange(0)) == UNWEIGHTED
+
+
+@pytest.mark.parametrize("weights", [None, (2.0, 1.0, 7.0)])
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+def test_the_focal_loss_is_the_formula_of_its_paper(weights: tuple[float, ...] | None, gamma: float) -> None:
+    generator = np.random.default_rng(1)
+    logits = generator.normal(size=(9, 3)) * 3
+    objective = Objective(class_weights=weights, focal_gamma=gamma)
+    alpha = np.array(weights or (1.0, 1.0, 1.0))
+
+    numbers = generator.integers(0, 3, 9)
+    powers = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    p = powers[np.arange(9), numbers]
+    expected = -(alpha[numbers] * (1 - p) ** gamma * np.log(p)).sum()
+    found = task.loss_sum(torch.from_numpy(logits), torch.from_numpy(numbers), CLASSES, objective)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+    sets = (generator.random((9, 3)) < 0.4).astype(np.float32)
+    sigmoid = 1 / (1 + np.exp(-logits))
+    positive = alpha * sets * (1 - sigmoid) ** gamma * np.log(sigmoid)
+    negative = (1 - sets) * sigmoid**gamma * np.log(1 - sigmoid)
+    found = task.loss_sum(torch.from_numpy(logits), torch.from_numpy(sets), SETS, objective)
+    assert float(found) == pytest.approx(-(positive + negative).sum(), rel=1e-5)
+
+
+def test_a_certain_focal_target_has_a_finite_gradient() -> None:
+    logits = torch.tensor([[200.0, -200.0]], requires_grad=True)
+    focal_loss(logits, torch.tensor([0]), Objective(focal_gamma=0.5)).backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("problem", ["regression", "next_token"])
+def test_a_focal_loss_needs_classes(problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train.focal_gamma: the problem is {problem}, which has no classes"):
+        check_objective(TrainConfig(focal_gamma=2.0), tiny.spec_for(problem, ()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="label_smoothing is set too"):
+        TrainConfig(focal_gamma=2.0, label_smoothing=0.1)

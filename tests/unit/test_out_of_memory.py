@@ -18,7 +18,7 @@ from torchlake import atomic_io
 from torchlake.distributed import Group, explain_lost_peers
 from torchlake.errors import ran_out_of_memory
 from torchlake.strategies import single
-from torchlake.training import setup
+from torchlake.training.model import setup
 from torchlake.training.rows import Rows
 from torchlake.training.state import TrainState
 

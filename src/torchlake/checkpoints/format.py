@@ -147,9 +147,11 @@ def best_path(store: CheckpointStore, step: int) -> Path:
     return store.fetch(f"{BEST}/{_name(step)}", MODEL)
 
 
-def step_path(store: CheckpointStore, step: int) -> Path:
-    """The folder of the model of checkpoint `step`, verified. Raises DataError as `best_path` does."""
-    return store.fetch(_name(step), MODEL)
+def step_path(store: CheckpointStore, step: int, kind: str = MODEL) -> Path:
+    """The folder of checkpoint `step` with its tensors of a kind, "" for all, verified. Raises DataError as `best_path`
+    does.
+    """
+    return store.fetch(_name(step), kind)
 
 
 def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
@@ -157,6 +159,12 @@ def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
     with open_tensors(path, MODEL) as shards:
         shards.check(like)
         return {name: shards.read(name) for name in like}
+
+
+def load_field(path: Path, field: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """A field of a checkpoint's optimizer for the parameters that have it. Raises DataError."""
+    with open_tensors(path, OPTIMIZER) as shards:
+        return {name: shards.read(f"{name}|{field}") for name in names if f"{name}|{field}" in shards.shapes}
 
 
 def load_into(path: Path, weights: Tensors) -> None:
@@ -177,22 +185,33 @@ def untied(state: Tensors) -> dict[str, torch.Tensor]:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The optimizer's tensors as "<parameter>|<field>"; `names` are its parameters, in the order of its groups."""
-    state = optimizer.state_dict()["state"]
-    return {f"{names[index]}|{field}": tensor for index, fields in state.items() for field, tensor in fields.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors: dict[str, torch.Tensor] = {}
+    shared: set[int] = set()
+    for name, parameter in zip(names, parameters, strict=True):
+        for field, value in optimizer.state.get(parameter, {}).items():
+            if value is None:  # sgd without momentum
+                continue
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            # bitsandbytes keeps one table of codes for all; a file of safetensors holds each tensor once.
+            tensors[f"{name}|{field}"] = tensor.clone() if id(tensor) in shared else tensor
+            shared.add(id(tensor))
+    return tensors
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
     """Load what `optimizer_tensors` gave, each rank its part. Raises DataError for another model's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for key in stored.shapes:
         name, _, field = key.rpartition("|")
         if name not in indices:
             raise DataError(f"{OPTIMIZER}*.safetensors: the model has no parameter {name!r}")
         index = indices[name]
         tensor = stored.read_like(key, parameters[index]) if stored.shapes[key] else stored.read(key)
-        state.setdefault(index, {})[field] = tensor
+        # A count that is no tensor in the optimizer is stored as a whole number.
+        state.setdefault(index, {})[field] = tensor.item() if tensor.dtype is torch.int64 else tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 

@@ -19,6 +19,9 @@ from torchlake.tables.storage.urls import is_url
 FOLDER = "checkpoints"
 SCRATCH = ".checkpoints"
 
+LENGTHS = ("train.epochs", "train.max_steps")
+"Settings of a run that may grow while it continues; null is the largest value."
+
 CheckpointStore = FolderStore | ObjectStore
 
 
@@ -53,18 +56,30 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
     before = found.get("belongs") if isinstance(found, dict) else None
     if found is not None and not isinstance(before, dict):
         raise FingerprintError(f"{store}/{RUN}: is damaged. Give another train.checkpoint_folder, or delete this one.")
-    if used and before is not None and before != identity:
-        differing = [
-            f"  {name}: {before.get(name)!r} -> {identity.get(name)!r}"
-            for name in dict.fromkeys([*before, *identity])
-            if before.get(name) != identity.get(name)
-        ]
+    differing = [
+        f"  {name}: {before.get(name)!r} -> {identity.get(name)!r}"
+        for name in dict.fromkeys([*(before or {}), *identity])
+        if before is not None and before.get(name) != identity.get(name)
+    ]
+    may_grow = before is not None and shorter(before, identity) is None
+    if may_grow:
+        differing = [line for line in differing if line.split(":")[0].strip() not in LENGTHS]
+    if used and differing:
         raise FingerprintError(
             f"{store}: holds the checkpoints of another run. It differs in\n"
             + "\n".join(differing)
             + "\nGive another train.checkpoint_folder, or delete this one to start again."
         )
     store.write_json(RUN, {"format": 1, "belongs": dict(identity), "attempt": attempt}, site="checkpoint.claim")
+
+
+def shorter(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first of `LENGTHS` that is smaller in `now`; None: none is."""
+    for name in LENGTHS:
+        one, other = before.get(name), now.get(name)
+        if other is not None and (one is None or other < one):
+            return name
+    return None
 
 
 def check_owner(store: CheckpointStore, attempt: str) -> None:

@@ -84,9 +84,11 @@ def train(
     sample: o.SampleShare = None,
     limit: o.Limit = None,
     run: o.RunFolder = None,
+    folds: o.FoldsNumber = None,
     processes: o.Ranks = None,
     engine: o.EngineName = None,
     mlflow: o.Mlflow = None,
+    wandb: o.Wandb = None,
     tensorboard: o.TensorBoard = False,
     as_json: o.Json = False,
 ) -> Work:
@@ -94,9 +96,11 @@ def train(
     settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
     if mlflow is not None:
         settings.append(f"track.mlflow={json.dumps(mlflow)}")
+    if wandb is not None:
+        settings.append(f"track.wandb={json.dumps(wandb)}")
     if tensorboard:
         settings.append("track.tensorboard=true")
-    return lambda: commands.train(job, settings, run, as_json=as_json)
+    return lambda: commands.train(job, settings, run, folds, as_json=as_json)
 
 
 @_command("tune job.yaml --space space.yaml --trials 20", epilog=SETTINGS)
@@ -145,7 +149,7 @@ def plan(
 def predict(
     model: o.Model,
     table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder for the scored table (Parquet).")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Where the scored rows go: a folder, URL or table.")],
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.Text = None,
@@ -162,6 +166,12 @@ def predict(
     prefix: o.Prefix = None,
     max_error_rate: o.MaxErrorRate = None,
     overwrite: o.Overwrite = False,
+    format: o.Format = None,
+    mode: o.WriteMode = None,
+    incremental: o.Incremental = False,
+    partition_by: o.PartitionBy = None,
+    add_columns: o.AddColumns = False,
+    target_file_size: o.TargetFileSize = None,
     task: o.TaskName = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
@@ -273,6 +283,17 @@ def verify(
     return lambda: commands.verify(output, make_engine(engine, processes, overrides, as_json=as_json))
 
 
+@_command("export runs/reviews/model reviews-onnx --format onnx")
+def export(
+    model: o.Model,
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="New folder, or an earlier export.")],
+    format: o.ExportFormat,
+    pooling: o.Pooling = None,
+) -> Work:
+    """Write a model for another tool. Layouts of ONNX Runtime, OpenVINO and sentence-transformers."""
+    return lambda: commands.export(model, folder, format, pooling)
+
+
 @_command("report runs/reviews")
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
@@ -339,7 +360,7 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
     }
     if "csv" in given:
         given["csv"] = dict(_pair(text) for text in given["csv"])
-    lists = {"columns", "runtimes"} & given.keys()  # written "a, b", or each by itself
+    lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
 
 

@@ -27,6 +27,9 @@ from torchlake.errors import MissingExtra, TorchlakeError, UsageError
 
 if TYPE_CHECKING:
     from torchlake.engines import Engine
+    from torchlake.exporting.export import Format
+    from torchlake.exporting.sentence_transformers import Pooling
+    from torchlake.training.folds import Folds
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +69,15 @@ def schema() -> Outcome:
     return Outcome(values=found, lines=json.dumps(found, indent=2, ensure_ascii=False).splitlines())
 
 
-def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json: bool) -> Outcome:
-    """Train, or continue a run."""
+def train(job: str | None, overrides: Sequence[str], run: str | None, folds: int | None, *, as_json: bool) -> Outcome:
+    """Train, or continue a run; with `folds`, once for each."""
     _check_job(job, overrides, "train")
     from torchlake.training.train import train
 
-    done = train(job, run=run, engine=engine_of_job(job, overrides, as_json=as_json), overrides=overrides)
+    engine = engine_of_job(job, overrides, as_json=as_json)
+    if folds is not None:
+        return _folds(train(job, run=run, engine=engine, overrides=overrides, folds=folds))
+    done = train(job, run=run, engine=engine, overrides=overrides)
     values = {
         "path": done.path,
         "run": done.path,
@@ -85,6 +91,26 @@ def train(job: str | None, overrides: Sequence[str], run: str | None, *, as_json
     )
     lines = [head, *fact_lines({"run": done.path, "model": done.model, "steps": f"{done.steps:,}", **done.metrics})]
     return Outcome(values={**values, "complete": done.complete}, lines=lines)
+
+
+def _folds(done: "Folds") -> Outcome:
+    """The outcome of a cross-validation: the metrics of each fold, their means and standard deviations."""
+    names = [done.metric, *(name for name in done.metrics if name != done.metric)]
+    rows = [[f"fold {number}", *(one.metrics[name] for name in names)] for number, one in enumerate(done.runs, start=1)]
+    rows += [
+        ["mean", *(done.metrics[name] for name in names)],
+        ["deviation", *(done.deviations[name] for name in names)],
+    ]
+    shown = [[row[0], *(f"{value:.4f}" for value in row[1:])] for row in rows]
+    facts = {"run": done.path, "best model": done.best.model}
+    values = {
+        **{name: getattr(done, name) for name in ("path", "metric", "metrics", "deviations", "seconds")},
+        "run": done.path,
+        "model": done.best.model,
+        "folds": [{"path": one.path, "steps": one.steps, "metrics": one.metrics} for one in done.runs],
+    }
+    lines = [f"trained {len(done.runs)} folds in {done.seconds:,.1f} s", *grid([["", *names], *shown]), ""]
+    return Outcome(values=values, lines=[*lines, *fact_lines(facts)])
 
 
 def plan(job: str | None, overrides: Sequence[str], options: Mapping[str, Any]) -> Outcome:
@@ -221,7 +247,7 @@ def launch(
 
 def verify(output: str, engine: "Engine | None") -> Outcome:
     """Check a scored table; exit status 65 when a check fails."""
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
 
     done = verify(output, spread=None if engine is None else engine.spread)
     shown = {"rows in": f"{done.rows_in:,}", "rows out": f"{done.rows_out:,}", "failed": f"{done.rows_failed:,}"}
@@ -230,6 +256,15 @@ def verify(output: str, engine: "Engine | None") -> Outcome:
     values = {**{name: getattr(done, name) for name in names}, "ok": not done.problems}
     notes = [f"note: {note}" for note in done.notes]
     return Outcome(values=values, lines=[*fact_lines(shown), *notes, *verdict], exit_code=65 if done.problems else 0)
+
+
+def export(model: str, folder: str, format: "Format", pooling: "Pooling | None") -> Outcome:
+    """Write a model in another tool's layout."""
+    from torchlake.exporting.export import export
+
+    path = export(model, folder, format=format, pooling=pooling)
+    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return Outcome(values={"path": path, "files": files}, lines=[f"{path}: {', '.join(files)}"])
 
 
 def report(run: str) -> Outcome:
@@ -272,7 +307,7 @@ def demo(where: str, rows: int) -> Outcome:
     from torchlake.evaluation.evaluate import evaluate
     from torchlake.reporting.report import report
     from torchlake.scoring.predict import predict
-    from torchlake.tables.output.verify import verify
+    from torchlake.tables.verification.verify import verify
     from torchlake.training.train import train
 
     job = load_job(

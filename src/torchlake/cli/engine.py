@@ -7,7 +7,7 @@ from torchlake import plugins
 from torchlake.errors import UsageError
 
 if TYPE_CHECKING:
-    from torchlake.config.engine_options import EngineConfig
+    from torchlake.config.sections.engine import EngineConfig
     from torchlake.engines import Engine
 
 

@@ -112,10 +112,17 @@ RunFolder = Annotated[
         "Run folder (default: runs/ and the name of the job file); auto: a new one for a changed job.",
     ),
 ]
+FoldsNumber = Annotated[
+    int | None,
+    _job("--folds", "N", "Train N times, each time validating on another part of the rows; mean and deviation.", min=2),
+]
 TuningFolder = Annotated[
     str | None, _job("--run", "FOLDER", "Folder of the tuning (default: runs/, the name of the job file, _tuning).")
 ]
 Mlflow = Annotated[str | None, _tracking("--mlflow", "STORE", "Also log to MLflow: sqlite:///FILE or a folder.")]
+Wandb = Annotated[
+    str | None, _tracking("--wandb", "PROJECT", "Also log to Weights & Biases; WANDB_MODE=offline: in the run folder.")
+]
 TensorBoard = Annotated[
     bool, _tracking("--tensorboard", None, "Also write event files to tensorboard/ in the run folder.")
 ]
@@ -184,6 +191,25 @@ MaxErrorRate = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, _output("--overwrite", None, "Replace the output of another job.")]
+Format = Annotated[
+    Literal["parquet", "delta", "iceberg"] | None,
+    _output("--format", "parquet|delta|iceberg", "Format of a new output (default: parquet)."),
+]
+WriteMode = Annotated[
+    Literal["create", "append", "overwrite", "replace-where"] | None,
+    _output(
+        "--mode",
+        "MODE",
+        "Rows that a table has: create (there are none), append, overwrite, or replace-where (those with the same "
+        "--key) (default: create).",
+    ),
+]
+Incremental = Annotated[bool, _output("--incremental", None, "Score what is new since the last call, and add it.")]
+PartitionBy = Annotated[list[str] | None, _output("--partition-by", "A,B", "Partition columns of a new table.")]
+AddColumns = Annotated[bool, _output("--add-columns", None, "Add columns that the table lacks.")]
+TargetFileSize = Annotated[
+    str | None, _output("--target-file-size", "SIZE", "Write files of about this size, such as 256MiB.")
+]
 
 Profile = Annotated[bool, _execution("--profile", None, "Show the seconds of each step since the start.")]
 
@@ -218,6 +244,18 @@ Runtimes = Annotated[
     _selection("--runtimes", "A,B", f"Runtimes to try: {_names('runtimes')} (default: all that can run); repeatable."),
 ]
 SampleSize = Annotated[int | None, _selection("--rows", "N", "Rows of the table to measure on (default: 1000).", min=1)]
+
+# export
+ExportFormat = Annotated[
+    Literal["onnx", "openvino", "sentence-transformers"],
+    _output("--format", "FORMAT", "Layout: onnx, openvino or sentence-transformers."),
+]
+Pooling = Annotated[
+    Literal["mean", "cls", "max", "lasttoken"] | None,
+    _output(
+        "--pooling", "MODE", "From token states to one vector: mean, cls, max or lasttoken (default: the model's own)."
+    ),
+]
 
 # demo
 Folder = Annotated[str, _demo("--folder", "FOLDER", "Folder for all files (default: demo).")]

@@ -12,6 +12,7 @@ Random numbers are the raw output of Philox, a counter-based generator whose str
 
 import numpy as np
 
+from torchlake.config.sections.data import Fold, Fraction
 from torchlake.errors import DataError
 
 WINDOW_BATCHES = 32
@@ -66,6 +67,33 @@ def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = No
             held_out = _first_of_each(classes[shuffled], sizes, _validation_counts(sizes, fraction, validation))
             return np.sort(shuffled[~held_out]), np.sort(shuffled[held_out])
     return np.sort(shuffled[validation:]), np.sort(shuffled[:validation])
+
+
+def fold(
+    rows: int, number: int, folds: int, seed: int, classes: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers 0 to `rows` - 1 without those of fold `number`, and those of it, each sorted; `number` is from 1.
+
+    Every row is in one fold, and folds differ by at most one row; with `classes` (rows,) int64 also in the rows of each
+    class. Raises DataError when there are fewer rows than folds.
+    """
+    if rows < folds:
+        raise DataError(f"folds: {folds} folds need as many rows, the training table has {rows}; take fewer folds")
+    dealt = _permutation(np.random.Philox(key=np.array([seed, SPLIT_STREAM], dtype=np.uint64)), rows)
+    if classes is not None:
+        dealt = dealt[np.argsort(classes[dealt], kind="stable")]
+    held_out = np.zeros(rows, dtype=bool)
+    held_out[dealt[number - 1 :: folds]] = True
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def hold_out(
+    rows: int, share: Fraction | Fold, seed: int, classes: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The training rows and the validation rows of a table, as `data.validation` says; errors as of `split`, `fold`."""
+    if isinstance(share, Fold):
+        return fold(rows, share.fold, share.folds, seed, classes)
+    return split(rows, share.fraction, seed, classes)
 
 
 def _validation_counts(sizes: np.ndarray, fraction: float, total: int) -> np.ndarray:

@@ -10,6 +10,7 @@ table, a second read of one column, and the probabilities of all rows in memory 
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ import pyarrow.parquet as pq
 from torchlake import plugins
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.engines import Engine, as_engine
+from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
@@ -31,8 +33,10 @@ from torchlake.scoring import predict as predicting
 from torchlake.scoring.options import known_spec, with_columns
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
 from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.output.spool import spooled
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources._find import pinned
@@ -40,6 +44,7 @@ from torchlake.tables.sources._options import ReadArguments, ReadOptions, read_o
 from torchlake.tables.sources.files import StoredTable
 from torchlake.tables.sources.frames import engine_of, is_frame, to_arrow
 from torchlake.tables.sources.streams import Input
+from torchlake.tables.storage.spread import Spread
 from torchlake.tables.table import open_table
 from torchlake.tasks import ColumnOptions
 
@@ -139,7 +144,7 @@ def evaluate(
         else:
             output = Path(folder, "scored")
             with spooled(table, output) as stored:
-                labels, reasons = _stored_labels(stored, spec, options)
+                labels, reasons = _stored_labels(stored, spec, options, (engine or Local()).spread)
                 predict(stored, output, **read)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, labels, reasons, spec)
@@ -174,26 +179,47 @@ def _frame_labels(frame: pa.Table, spec: TaskSpec) -> tuple[pa.Array, dict[int, 
     return frame[spec.label], {}
 
 
-def _stored_labels(table: StoredTable, spec: TaskSpec, options: ReadOptions) -> tuple[pa.ChunkedArray, dict[int, str]]:
+def _stored_labels(
+    table: StoredTable, spec: TaskSpec, options: ReadOptions, spread: Spread
+) -> tuple[pa.ChunkedArray, dict[int, str]]:
     """Return the labels of all rows, in the table's order, and the reasons of unreadable ones."""
-    task = plugins.load("tasks", spec.task)
+    source = open_table(table, columns=spec.columns, options=options, spread=spread)
+    plan = plan_chunks(source, columns=(spec.label or "",), hashed=False, spread=spread)
+    bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
+    pieces: list[pa.Array] = []
+    reasons: dict[int, str] = {}
+    first = 0
+    read = partial(_labels, plugins.load("tasks", spec.task), spec)
+    parts = spread(read, bundles, size=plan.rows * READ_BYTES, name="read the labels")
+    with closing(parts):
+        for labels, unreadable in parts:
+            pieces.append(labels)
+            reasons |= {first + row: reason for row, reason in unreadable.items()}
+            first += len(labels)
+    return pa.chunked_array(pieces, source.schema.field(spec.label).type), reasons
+
+
+def _labels(task: Any, spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Array, dict[int, str]]:
+    """The labels of some chunks, and the reasons of their unreadable rows. Raises DataError for unknown labels."""
     assert spec.label is not None, "a task without labels is measured on its texts"
-    source = open_table(table, columns=spec.columns, options=options)
     reader = ChunkReader((spec.label,))
     pieces: list[pa.Array] = []
     reasons: dict[int, str] = {}
     first = 0
-    for chunk in plan_chunks(source, columns=(spec.label,)).chunks:
-        rows, unreadable = reader.read(chunk)
-        try:
-            task.encode_labels(rows[spec.label].combine_chunks(), spec)
-        except DataError as error:
-            raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
-        pieces += rows[spec.label].chunks
-        reasons |= {first + row: reason for row, reason in unreadable.items()}
-        first += chunk.rows
-    reader.close()
-    return pa.chunked_array(pieces, source.schema.field(spec.label).type), reasons
+    try:
+        for chunk in chunks:
+            rows, unreadable = reader.read(chunk)
+            labels = rows[spec.label].combine_chunks()
+            try:
+                task.encode_labels(labels, spec)
+            except DataError as error:
+                raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
+            pieces.append(labels)
+            reasons |= {first + row: reason for row, reason in unreadable.items()}
+            first += chunk.rows
+    finally:
+        reader.close()
+    return pa.concat_arrays(pieces), reasons
 
 
 def _read_scored(files: Sequence[Path], spec: TaskSpec) -> pa.Table:

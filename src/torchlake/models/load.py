@@ -25,6 +25,7 @@ from torchlake.models.folders import model_folder
 from torchlake.models.safety import INDEX, check_folder
 from torchlake.models.tokenizer import has_tokenizer, load_text_tokenizer, load_tokenizer, max_length
 from torchlake.models.write import quiet, save_model_folder
+from torchlake.optim.parameters import layers
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ __all__ = [
     "check_folder",
     "embeddings",
     "from_pretrained",
+    "layers",
     "load_config",
     "load_model",
     "load_spec",
@@ -196,27 +198,6 @@ def head_spec(folder: Path) -> TaskSpec | None:
         return load_spec(folder)
     except DataError:
         return None
-
-
-def layers(model: "torch.nn.Module") -> "list[torch.nn.Module]":
-    """Return the model's transformer layers in the order of its modules, for an encoder-decoder those of both parts.
-
-    They are the members of the outermost module lists that contain matrices. For a list of lists (Funnel's blocks) the
-    inner lists are used, because a list is never called. Empty for a model without such a list.
-    """
-    from torch import nn
-
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList) or id(module) in inside:
-            continue
-        members = [each for each in module if not isinstance(each, nn.ModuleList)]
-        parts = [part for each in members for part in each.modules() if not isinstance(part, nn.Embedding)]
-        if any(parameter.ndim > 1 for part in parts for parameter in part.parameters(recurse=False)):
-            found += members
-            inside |= {id(each) for member in members for each in member.modules()}
-    return found
 
 
 def whole_config(folder: Path, auto_class: str) -> "PretrainedConfig":

@@ -17,7 +17,7 @@ from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features
 from torchlake.errors import DataError, TorchlakeError, ran_out_of_memory
 from torchlake.models.config import in_words
-from torchlake.optim import ComputeWeights
+from torchlake.optim.precision import ComputeWeights
 
 Batch = Mapping[str, np.ndarray]
 "The model's keyword arguments for some rows."

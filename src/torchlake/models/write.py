@@ -53,12 +53,7 @@ def save_model_folder(
     `beside` is copied into it under its name. A module that is not of transformers is written as one safetensors file.
     Raises StorageError after removing the incomplete folder.
     """
-    folder = Path(folder)
-    atomic_io.remove(atomic_io.stale_temporaries(folder))
-    temporary = atomic_io.temporary_path(folder)
-    try:
-        failpoint(f"{site}.write")
-        temporary.mkdir(parents=True)
+    with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
             if about.auto_class:
                 _save_pretrained(temporary, model_or_state, config)
@@ -70,12 +65,27 @@ def save_model_folder(
         atomic_io.write_bytes(temporary / "README.md", model_card(spec, card, about).encode(), site=f"{site}.card")
         if beside is not None:
             shutil.copytree(beside, temporary / beside.name)
+
+
+@contextmanager
+def new_folder(folder: Path, *, site: str, **manifest: Any) -> Iterator[Path]:
+    """Yield an empty folder that, with a manifest, atomically replaces `folder` when the block ends.
+
+    If the block raises, the incomplete folder is removed. Raises StorageError for an OSError.
+    """
+    folder = Path(folder)
+    atomic_io.remove(atomic_io.stale_temporaries(folder))
+    temporary = atomic_io.temporary_path(folder)
+    try:
+        failpoint(f"{site}.write")
+        temporary.mkdir(parents=True)
+        yield temporary
         written = [path for path in temporary.rglob("*") if path.is_file()]
         atomic_io.set_default_modes(written)
         for path in written:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        atomic_io.write_manifest(temporary, site=f"{site}.manifest", format=1)
+        atomic_io.write_manifest(temporary, site=f"{site}.manifest", **manifest)
         _put_in_place(temporary, folder, site)
     except OSError as error:
         raise atomic_io.storage_error(error, folder) from error

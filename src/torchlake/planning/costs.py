@@ -59,6 +59,8 @@ class Shape:
     outputs: int
     "Classes or words."
     output_per_token: bool
+    untrained: int = 0
+    "First layers below everything that is trained: they keep nothing for a backward pass, and have none."
     output_trained: bool = True
     "Whether the layer that makes the outputs is trained."
 
@@ -95,6 +97,8 @@ class ComputeSettings:
     "Activation checkpointing: the backward pass recomputes a layer's activations (Chen et al. 2016)."
     selective: bool = False
     "It recomputes all but the outputs of matrix products and attention (Korthikanti et al. 2022)."
+    moment_bytes: float = 8.0
+    "Bytes per trained parameter that the optimizer keeps: AdamW's two moments."
     bucket_bytes: float = 25.0 * MIB
     "Size of DDP's gradient buckets."
     sent_bytes: int = 4
@@ -241,10 +245,11 @@ def activation_bytes(shape: Shape, rows: int, length: int, setting: ComputeSetti
     """
     tokens = rows * length
     layer = layer_bytes(shape, length, setting)
-    layers = shape.layers * layer
+    trained = shape.layers - shape.untrained
+    layers = trained * layer
     if setting.checkpointing:
         kept = _kept_bytes(shape, length, setting) if setting.selective else 0
-        layers = shape.layers * (_size_of_residual(setting) * shape.hidden + kept) + layer
+        layers = trained * (_size_of_residual(setting) * shape.hidden + kept) + layer
     # The embeddings' norm and dropout, and the last layer's output or the final norm.
     ends = _size_of_residual(setting) * shape.hidden * (2 + (shape.dropouts > 0))
     return tokens * (layers + ends) + head_bytes(shape, tokens if shape.output_per_token else rows, setting)
@@ -311,7 +316,7 @@ def memory(
         weights += 2 * (trainable if setting.weights else parameters.linear)  # the copies
     # DeepSpeed accumulates sharded gradients in fp32.
     gradients = (size if deepspeed and not sharding.gradients else 4) * trainable / (ranks if sharding.gradients else 1)
-    optimizer = (12 if deepspeed else 8) * trainable / (ranks if sharding.optimizer else 1)
+    optimizer = (setting.moment_bytes + (4 if deepspeed else 0)) * trainable / (ranks if sharding.optimizer else 1)
     gathered = _gathered(sharding, parameters, setting, accumulates=accumulates)
     together = accumulates or sharding.plugin in ("ddp", "deepspeed")
     passing = activations + gradients if together else max(activations, gradients)
@@ -371,15 +376,17 @@ def token_flops(parameters: Parameters, shape: Shape, setting: ComputeSettings) 
 
     Per matrix parameter: 2 forward, 2 for the gradient of the input and, if trainable, 2 for its own gradient.
     """
-    per_parameter = 4 * parameters.matrices + 2 * parameters.matrices_trainable
-    again = 2 * parameters.matrices if setting.checkpointing and not setting.selective else 0
+    backward = 1 - shape.untrained / shape.layers
+    per_parameter = (2 + 2 * backward) * parameters.matrices + 2 * parameters.matrices_trainable
+    again = 2 * backward * parameters.matrices if setting.checkpointing and not setting.selective else 0
     head = 6 * shape.hidden * shape.outputs if shape.output_per_token else 0
     return float(per_parameter + again + head)
 
 
 def pair_flops(shape: Shape, setting: ComputeSettings) -> float:
     """Return the operations of a training step per pair of tokens of a row: two products forward, four backward."""
-    return float(shape.layers * shape.query * (16 if setting.checkpointing and not setting.selective else 12))
+    trained = shape.query * (16 if setting.checkpointing and not setting.selective else 12)
+    return float((shape.layers - shape.untrained) * trained + shape.untrained * shape.query * 4)
 
 
 def step_time(exchanged: Traffic, *, ranks: int, computing: float, cluster: Cluster) -> StepTime:

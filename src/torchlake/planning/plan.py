@@ -20,13 +20,16 @@ from typing import Unpack
 import numpy as np
 
 from torchlake import plugins
-from torchlake.config.job import Fraction, Job, load_job
-from torchlake.config.strategy_options import LoraOptions
+from torchlake.config.amounts import operations, size_in_bytes
+from torchlake.config.job import Job, load_job
+from torchlake.config.sections.data import Fold, Fraction
+from torchlake.config.sections.strategies import LoraOptions
 from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.load import model_folder
+from torchlake.optim.optimizers import moment_bytes
 from torchlake.planning import workload
-from torchlake.planning.cluster import describe_cluster, device, operations, size, size_in_bytes
+from torchlake.planning.cluster import describe_cluster, device, size
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime
 from torchlake.planning.survey import TableSurvey, survey_model, survey_table
 from torchlake.planning.workload import Padding, Workload
@@ -224,6 +227,7 @@ def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
         weights=train.precision == "bf16_weights" or (train.precision == "auto" and gpu),
         checkpointing=train.activation_checkpointing is not False,
         selective=train.activation_checkpointing == "selective",
+        moment_bytes=moment_bytes(train),
         bucket_bytes=train.ddp.bucket_mib * 2**20,
         sent_bytes=2 if train.ddp.compress in ("fp16", "bf16") else 4,
     )
@@ -258,7 +262,10 @@ def _left_out(job: Job) -> tuple[str, ...]:
 def _training_rows(job: Job, table: TableSurvey) -> int:
     usable = max(1, round(table.rows * (1 - table.unusable / table.sampled)))
     share = job.data.validation
-    return usable - min(max(1, round(usable * share.fraction)), usable - 1) if isinstance(share, Fraction) else usable
+    if not isinstance(share, Fraction | Fold):
+        return usable
+    part = share.fraction if isinstance(share, Fraction) else 1 / share.folds
+    return usable - min(max(1, round(usable * part)), usable - 1)
 
 
 def _examples(job: Job, table: TableSurvey) -> int:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from torchlake import plugins
 from torchlake.config.job import Job
-from torchlake.config.strategy_options import LoraOptions
+from torchlake.config.sections.strategies import LoraOptions
 from torchlake.config.task_spec import LabelColumn, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.bins import pack_whole
@@ -27,6 +27,7 @@ from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import pack
 from torchlake.errors import DataError
 from torchlake.models.load import check_folder, load_config
+from torchlake.optim.parameters import freeze, untrained_layers
 from torchlake.planning.costs import Parameters, Shape
 from torchlake.preparation.prepare import check_training_columns, make_examples
 from torchlake.preparation.problem import complete_spec, draft_spec
@@ -159,7 +160,13 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
     shape = _shape(config, max(layers, key=_numbers), times, per_token)
     shape = replace(shape, output_trained=not per_token or job.model.lora is None)
     parameters = _parameters(model, layers, times / len(layers))
-    return shape, parameters if job.model.lora is None else _with_lora(parameters, model, layers, job.model.lora)
+    if job.model.lora is not None:
+        return shape, _with_lora(parameters, model, layers, job.model.lora)
+    if job.model.freeze is None:
+        return shape, parameters
+    freeze(model, job.model.freeze)
+    shape = replace(shape, untrained=min(times, round(untrained_layers(model) * times / len(layers))))
+    return shape, _with_frozen(parameters, model, layers, times / len(layers))
 
 
 def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Shape:
@@ -215,6 +222,14 @@ def _parameters(model: "nn.Module", layers: "nn.ModuleList", times: float) -> Pa
         layers=_numbers(layers),
         units=len(layers),
     )
+
+
+def _with_frozen(parameters: Parameters, model: "nn.Module", layers: "nn.ModuleList", times: float) -> Parameters:
+    """Count the parameters that are trained in a model of which some are frozen; each layer runs `times` times."""
+    linear = [module for module in layers.modules() if _widths(module)]
+    trained = sum(each.numel() for one in linear for each in one.parameters() if each.requires_grad and each.ndim > 1)
+    trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    return replace(parameters, trainable=trainable, matrices_trainable=round(times * trained))
 
 
 def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora: LoraOptions) -> Parameters:

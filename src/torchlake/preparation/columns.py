@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake.config.job import DataConfig
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import LabelColumn
 from torchlake.errors import DataError, UsageError
 from torchlake.preparation.labels import check_classes

@@ -15,8 +15,10 @@ import numpy as np
 import yaml
 
 from torchlake import atomic_io, plugins
-from torchlake.config.job import DataConfig, TrainConfig, load_job
+from torchlake.config.job import load_job
 from torchlake.config.schema import job_schema
+from torchlake.config.sections.data import DataConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
 from torchlake.errors import UsageError
 from torchlake.preparation.columns import Column, choose_label, choose_text, describe_label, survey_columns

@@ -1,37 +1,55 @@
 """The label column of a training table: read as the task reads it, and checked for what cannot be learned.
 
-Cost: one pass over the column. Does not import torch.
+Cost: one pass over the column, wherever `spread` runs it. Does not import torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any
 
-from torchlake.config.job import DataConfig
+import pyarrow as pa
+
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import Label, LabelColumn, TaskSpec
 from torchlake.errors import DataError
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
+from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.sources._options import ReadOptions
+from torchlake.tables.storage.spread import Spread, in_process
 from torchlake.tables.table import open_table
 
 MAX_SINGLETON_CLASSES = 10
 "Classes with one row that are accepted in a table of any size."
 
 
-def read_labels(data: DataConfig, spec: TaskSpec, task: Any, options: ReadOptions) -> LabelColumn:
+def read_labels(
+    data: DataConfig, spec: TaskSpec, task: Any, options: ReadOptions, *, spread: Spread = in_process
+) -> LabelColumn:
     """Return the content of the training table's label column. Raises DataError naming the column."""
-    table = open_table(data.train, columns=spec.columns, options=options)
-    reader = ChunkReader((data.label,))
-    chunks = plan_chunks(table, columns=(data.label,)).chunks
+    table = open_table(data.train, columns=spec.columns, options=options, spread=spread)
+    plan = plan_chunks(table, columns=(data.label,), hashed=False, spread=spread)
+    count = partial(task.count_labels, problem=data.problem, drop_bad=data.bad_rows == "drop")
+    bundles = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
     try:
-        pieces = (reader.read(chunk)[0][data.label] for chunk in chunks)
-        found: LabelColumn = task.find_labels(pieces, data.problem, drop_bad=data.bad_rows == "drop")
+        parts = spread(partial(_count, data.label, count), bundles, size=plan.rows * READ_BYTES, name="read the labels")
+        with closing(parts):
+            found: LabelColumn = task.decide_labels(parts, data.problem)
         check_classes(found)
     except DataError as error:
         raise DataError(f"{table.source}, column {data.label!r}: {error}") from error
+    return found
+
+
+def _count(column: str, count: Callable[[Iterator[pa.ChunkedArray]], Any], chunks: Sequence[Chunk]) -> Any:
+    """What `count` finds in the column's part in these chunks."""
+    reader = ChunkReader((column,))
+    try:
+        return count(reader.read(chunk)[0][column] for chunk in chunks)
     finally:
         reader.close()
-    return found
 
 
 def check_classes(found: LabelColumn) -> None:

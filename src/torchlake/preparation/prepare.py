@@ -2,7 +2,7 @@
 
 A chunk job like `predict`, with a tokenizer instead of a model: exactly once, resumable, the same bytes on every
 engine. Every input row gives one output row: a row that cannot be trained on has an `error` and no tokens; a row that
-kills the process is found by `scoring/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
+kills the process is found by `chunk_jobs/poison_rows.py`. Cost: the tokens are stored (about as many bytes as the
 compressed text), and the text is never tokenized again.
 """
 
@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io, plugins
+from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
 from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features, to_arrow
@@ -28,13 +29,12 @@ from torchlake.errors import DataError, UsageError
 from torchlake.models import folders, load
 from torchlake.preparation.summary import describe_truncation
 from torchlake.progress import progress
-from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import beyond_embeddings, check_prompts, within
 from torchlake.tables.arrays import from_numpy
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-from torchlake.tables.output.parts import TABLE, Part, part_name, part_of_lost_attempt, write_part
+from torchlake.tables.output.parts import TABLE, Part, PartFolder, part_name
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.sources._options import ReadOptions
@@ -59,6 +59,7 @@ class PrepareSettings:
     spec: TaskSpec
     bad_rows: Literal["error", "drop"]
     staging: str
+    parts: PartFolder
 
 
 def prepare(
@@ -109,7 +110,9 @@ def prepare(
         if out.complete:
             assert out.record is not None
             return out.record
-        settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging))
+        settings = PrepareSettings(
+            tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging), parts=out.parts
+        )
         parts = list(out.done)
         items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
         made = engine.run_chunks(
@@ -175,12 +178,12 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
         return pa.table([row_ids(chunk), *made.columns], schema=schema)
 
     def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[Part]:
-        staging = Path(settings.staging)
+        journal = Path(settings.staging) / "journal"
         for chunk, name in items:
-            part = part_of_lost_attempt(staging, name, chunk)
+            part = settings.parts.find(name, chunk.index, chunk.rows)
             if part is None:
-                with closing(Attempt(staging / "journal", chunk.index, chunk.rows, STEP_TIMEOUT_S)) as attempt:
-                    part = write_part(staging, name, prepared(chunk, attempt), chunk=chunk.index)
+                with closing(Attempt(journal, chunk.index, chunk.rows, STEP_TIMEOUT_S)) as attempt:
+                    part = settings.parts.write(name, prepared(chunk, attempt), chunk=chunk.index)
             yield part
 
     return worker

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io, plugins
-from torchlake.config.job import DataConfig, Job
+from torchlake.config.job import Job
+from torchlake.config.sections.data import DataConfig
 from torchlake.config.task_spec import (
     TASK_FILE,
     LabelColumn,
@@ -24,20 +25,21 @@ from torchlake.loss import check_objective
 from torchlake.models.load import head_spec
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.runs.folder import read_options_of
+from torchlake.tables.storage.spread import Spread, in_process
 from torchlake.tasks import PAIR, PROMPT
 
 log = logging.getLogger(__name__)
 
 
-def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool) -> TaskSpec:
+def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool, spread: Spread = in_process) -> TaskSpec:
     """The model's task: derived from the label column, if the task has one, then stored in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and trained:
         return spec_from_json(path, atomic_io.read_json(path))
     data = job.data
     task = plugins.load("tasks", job.model.task)
-    drafted = draft_spec(job)
-    found = read_labels(data, drafted, task, read_options_of(job, "train")) if task.has_labels else None
+    drafted, options = draft_spec(job), read_options_of(job, "train")
+    found = read_labels(data, drafted, task, options, spread=spread) if task.has_labels else None
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
     spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))

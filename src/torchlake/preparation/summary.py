@@ -46,7 +46,7 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
     elif share is not None and len(lengths) > 1:
         assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
         classes = targets if spec.problem == "single_label" else None
-        training, held_out = order.split(len(lengths), share.fraction, job.train.seed, classes)
+        training, held_out = order.hold_out(len(lengths), share, job.train.seed, classes)
         validation = len(held_out)
     tokens = lengths[training]
     median, often = np.quantile(tokens, [0.5, 0.95], method="higher") if len(tokens) else (0, 0)

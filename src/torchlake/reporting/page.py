@@ -42,6 +42,27 @@ def render(facts: Mapping[str, Any]) -> str:
         ("", "Machine that wrote this page", _rows(facts["machine"])),
         ("", "Versions", _rows(facts["versions"])),
     ]
+    return _page(facts, state, _tiles(facts), sections)
+
+
+def render_folds(facts: Mapping[str, Any]) -> str:
+    """The page of a cross-validation."""
+    means, deviations = facts.get("metrics", {}), facts.get("deviations", {})
+    shown = {name: f"{mean:.4f} ± {deviations[name]:.4f}" for name, mean in means.items()}
+    metric = facts.get("metric")
+    tiles = [("folds", str(facts["number_of_folds"]))]
+    tiles += [(f"{metric}, mean ± deviation".replace("_", " "), shown[metric])] if metric in shown else []
+    sections = [
+        ("full", "Mean and standard deviation over the folds", _rows(shown)),
+        ("full", "Validation of each fold's best model", _grid(facts.get("folds", []))),
+        *(("", f"Job: {name}", _rows(section)) for name, section in facts["job"].items()),
+    ]
+    state = "complete" if facts["complete"] else "not complete"
+    return _page(facts, state, "".join(_tile(*tile) for tile in tiles), sections)
+
+
+def _page(facts: Mapping[str, Any], state: str, tiles: str, sections: Iterable[tuple[str, str, str]]) -> str:
+    job = facts["job"]
     body = "".join(
         f'<section class="{kind}"><h2>{_text(title)}</h2>{inner}</section>' for kind, title, inner in sections if inner
     )
@@ -50,7 +71,7 @@ def render(facts: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(facts['run'])} - torchlake</title><style>{STYLE}</style></head><body><main>"
         f"<header><h1>{_text(facts['run'])}</h1><p>{_text(job['model']['task'])} from {_text(job['model']['base'])}; "
-        f'<strong>{_text(state)}</strong></p></header><div class="tiles">{_tiles(facts)}</div>'
+        f'<strong>{_text(state)}</strong></p></header><div class="tiles">{tiles}</div>'
         f'<div class="sections">{body}</div>'
         f"<footer>Written by torchlake at {_text(facts['written'])}.</footer></main></body></html>\n"
     )
@@ -71,7 +92,11 @@ def _tiles(facts: Mapping[str, Any]) -> str:
         tiles.append(("of the matrix rate", f"{progress['mfu']:.0%}"))
     if progress["peak_memory_bytes"] is not None:
         tiles.append(("memory at its peak", f"{progress['peak_memory_bytes'] / 2**30:.2f} GiB"))
-    return "".join(f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>' for name, value in tiles)
+    return "".join(_tile(*tile) for tile in tiles)
+
+
+def _tile(name: str, value: str) -> str:
+    return f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
 
 
 def _series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:

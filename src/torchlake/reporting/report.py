@@ -18,8 +18,9 @@ from torchlake.config.redaction import redacted
 from torchlake.errors import DataError, StorageError, UsageError
 from torchlake.preparation import summary
 from torchlake.reporting.doctor import doctor
-from torchlake.reporting.page import Point, render
+from torchlake.reporting.page import Point, render, render_folds
 from torchlake.runs import metrics_log
+from torchlake.runs.folder import FOLDS
 from torchlake.tables.record import local_output
 
 log = logging.getLogger(__name__)
@@ -34,15 +35,40 @@ def report(run: str | Path) -> Path:
     Raises DataError if `run` is not a run folder, UsageError for a URL, StorageError if the files cannot be written.
     """
     folder = local_output(run)
+    if (folder / FOLDS).is_file():
+        return _write(folder, *_of_folds(folder))
     if not (folder / "job.yaml").is_file():
         raise DataError(
             f"{folder}: no run folder (it has no job.yaml); name the folder that `torchlake train` printed."
         )
     facts = redacted(collect(folder))
+    return _write(folder, facts, render(facts))
+
+
+def _write(folder: Path, facts: Mapping[str, Any], text: str) -> Path:
     page = folder / "report.html"
     atomic_io.write_json(folder / "report.json", facts, site="report.json")
-    atomic_io.write_bytes(page, render(facts).encode(), site="report.html")
+    atomic_io.write_bytes(page, text.encode(), site="report.html")
     return page
+
+
+def _of_folds(folder: Path) -> tuple[dict[str, Any], str]:
+    """The facts of a cross-validation, and its page; without metrics until every fold is trained."""
+    settings = atomic_io.read_json(folder / FOLDS)
+    result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
+    facts: dict[str, Any] = _plain(
+        redacted(
+            {
+                "run": folder.resolve().name,
+                "written": datetime.now(UTC).isoformat(timespec="seconds"),
+                "complete": bool(result),
+                "number_of_folds": settings["folds"],
+                "job": settings["job"],
+                **result,
+            }
+        )
+    )
+    return facts, render_folds(facts)
 
 
 def collect(folder: Path) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Log a run to MLflow and TensorBoard: the job as parameters, metrics as curves, the model's hash.
+"""Log a run to MLflow, Weights & Biases and TensorBoard: the job as parameters, metrics as curves, the model's hash.
 
 Each follows metrics.jsonl (`runs/follow.py`) in a thread of the launching process. A store that fails or is slow leads
 to a warning, never to a failed training. A continued run, also a finished one, adds only the points that are missing.
-No server is started, and MLflow's telemetry is off. Cost: a second of imports; a new MLflow database takes several.
+No server is started, and the telemetry of MLflow and wandb is off. Cost: a second of imports; a new MLflow database
+takes several.
 """
 
 import os
+import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.job import Job, TrackConfig, flat
+from torchlake.config.job import Job, flat
 from torchlake.config.redaction import redacted
-from torchlake.errors import Interrupted, MissingExtra
+from torchlake.config.sections.track import TrackConfig
+from torchlake.errors import Interrupted, MissingExtra, UsageError
 from torchlake.models import folders
 from torchlake.runs import metrics_log
 from torchlake.runs.follow import follow_metrics
@@ -32,15 +36,28 @@ LINES_AT_ONCE = 50
 "Lines per MLflow request, which may have 1,000 values."
 PARAMETERS_AT_ONCE = 100
 LONGEST_PARAMETER = 6000
+WRITING = threading.Lock()
+"Held while a tracker's thread changes the file STATE."
 
 
 def check(track: TrackConfig) -> None:
-    """Raise MissingExtra with the pip command if a library that `track` needs is not installed."""
-    for wanted, library in ((track.mlflow, "mlflow"), (track.tensorboard, "tensorboard")):
+    """Raise MissingExtra with the pip command if a library that `track` needs is not installed, and UsageError if wandb
+    would ask for a key.
+    """
+    for wanted, library in ((track.mlflow, "mlflow"), (track.wandb, "wandb"), (track.tensorboard, "tensorboard")):
         if wanted and find_spec(library) is None:
             raise MissingExtra(
                 f"track.{library} needs the library {library!r}, which is not installed: "
                 f"pip install 'torchlake[{library}]'"
+            )
+    if track.wandb is not None and os.environ.get("WANDB_MODE", "online") == "online":
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        if not wandb.api.api_key:
+            raise UsageError(
+                "track.wandb: wandb has no API key. Run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to "
+                "keep the run in its folder (`wandb sync` sends it later)."
             )
 
 
@@ -55,6 +72,9 @@ def tracked(job: Job, folder: Path) -> Iterator[None]:
         if job.track.mlflow is not None:
             watch = partial(_to_mlflow, job, folder, lambda: status)
             stack.enter_context(follow_metrics(metrics, watch, "mlflow"))
+        if job.track.wandb is not None:
+            watch = partial(_to_wandb, job, folder, lambda: status)
+            stack.enter_context(follow_metrics(metrics, watch, "wandb"))
         try:
             yield
             status = "FINISHED"
@@ -118,9 +138,49 @@ def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Itera
     client.set_terminated(run_id, status())
 
 
+def _to_wandb(job: Job, folder: Path, status: Callable[[], str], batches: Iterator[list[metrics_log.Line]]) -> None:
+    """Log to Weights & Biases; a continued training continues its run there, which takes each step once."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    assert job.track.wandb is not None
+    entity, _, project = job.track.wandb.rpartition("/")
+    key = f"wandb:{job.track.wandb}"
+    state = _tracking_state(folder)
+    sent = state.get(key) or {"id": secrets.token_hex(4), "step": 0, "validation": 0}
+    run = wandb.init(
+        entity=entity or None,
+        project=project,
+        id=sent["id"],
+        resume="allow",
+        name=folder.resolve().name,
+        dir=str(folder),
+        config=redacted(flat(job.model_dump(mode="json"))),
+        settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True),
+    )
+    try:
+        for lines in batches:
+            for line in lines:
+                kind = "validation" if metrics_log.is_validation(line) else "step"
+                if line["step"] > sent[kind]:
+                    sent[kind] = line["step"]
+                    run.log(dict(_numbers(line)), step=line["step"])
+            with WRITING:
+                atomic_io.write_json(folder / STATE, {**_tracking_state(folder), key: sent}, site="tracking")
+        if status() == "FINISHED":
+            run.summary["torchlake.model_sha256"] = folders.model_hash(folder / "model")
+    finally:
+        run.finish(exit_code=0 if status() == "FINISHED" else 1)
+
+
+def _tracking_state(folder: Path) -> dict[str, Any]:
+    """What trackers stored in the run folder."""
+    return atomic_io.read_json(folder / STATE) if (folder / STATE).exists() else {}
+
+
 def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
     """The ID of this run folder's MLflow run in the store; creates the run if there is none."""
-    state: dict[str, Any] = atomic_io.read_json(folder / STATE) if (folder / STATE).exists() else {}
+    state = _tracking_state(folder)
     shown = str(redacted(store))
     if shown in state:
         run_id: str = state[shown]
@@ -131,7 +191,8 @@ def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
     experiment = client.create_experiment(EXPERIMENT) if found is None else found.experiment_id
     tags = {"torchlake.run": str(folder.resolve())}
     run_id = client.create_run(experiment, tags=tags, run_name=folder.resolve().name).info.run_id
-    atomic_io.write_json(folder / STATE, {**state, shown: run_id}, site="tracking")
+    with WRITING:
+        atomic_io.write_json(folder / STATE, {**_tracking_state(folder), shown: run_id}, site="tracking")
     return run_id
 
 

@@ -1,15 +1,18 @@
 """The types of a job's sections as mappings, as Python callers pass them.
 
 A type checker and an editor know from these the keys of `train(data={...}, train={...})`. They have the fields of the
-models in `job.py`, which check the values and describe each field; a test compares the two.
+models in `config/sections/`, which check the values and describe each field; a test compares the two.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from torchlake.config.job import CsvConfig, DataConfig, ModelConfig, TrackConfig, TrainConfig
-from torchlake.config.strategy_options import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
+from torchlake.config.sections.data import CsvConfig, DataConfig
+from torchlake.config.sections.model import ModelConfig
+from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions, LoraOptions
+from torchlake.config.sections.track import TrackConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.tables.sources.streams import Input
 
 
@@ -17,6 +20,13 @@ class FractionSection(TypedDict):
     """A share of the training rows."""
 
     fraction: float
+
+
+class FoldSection(TypedDict):
+    """One of several equal parts of the training rows."""
+
+    fold: int
+    folds: int
 
 
 class CsvSection(TypedDict, total=False):
@@ -31,8 +41,12 @@ class DataSection(TypedDict, total=False):
     """The section `data`. `train` and `validation` may also be frames."""
 
     train: Input
-    validation: Input | FractionSection | None
-    text: str
+    validation: Input | FractionSection | FoldSection | None
+    text: str | Sequence[str]
+    separator: str | None
+    template: str | None
+    text_pair: str | Sequence[str] | None
+    inputs: Mapping[str, str | Sequence[str]]
     label: str
     problem: Literal["single_label", "multi_label", "regression"] | None
     learn: Literal["all", "assistant"]
@@ -61,6 +75,7 @@ class ModelSection(TypedDict, total=False):
     max_length: int | None
     attention: Literal["auto", "sdpa", "flash", "flex", "eager"]
     lora: LoraOptions | LoraSection | None
+    freeze: Literal["embeddings", "body"] | int | Sequence[str] | None
 
 
 class DdpSection(TypedDict, total=False):
@@ -94,11 +109,20 @@ class TrainSection(TypedDict, total=False):
     epochs: int
     batch_size: int
     learning_rate: float
+    optimizer: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion"]
+    betas: Sequence[float] | None
+    momentum: float | None
     weight_decay: float
-    warmup: float
-    schedule: Literal["linear", "cosine", "constant"]
+    layer_decay: float | None
+    schedule: Literal["linear", "cosine", "constant", "wsd"]
+    min_learning_rate: float
+    warmup: float | None
+    warmup_steps: int | None
+    cooldown: float | None
     class_weights: Literal["balanced"] | Mapping[Any, float] | None
     label_smoothing: float
+    focal_gamma: float
+    ema: float | None
     clip_norm: float | None
     micro_batch_tokens: int
     precision: Literal["auto", "fp32", "tf32", "bf16_weights", "bf16", "fp16"]
@@ -126,6 +150,7 @@ class TrackSection(TypedDict, total=False):
     """The section `track`."""
 
     mlflow: str | Path | None
+    wandb: str | None
     tensorboard: bool
 
 

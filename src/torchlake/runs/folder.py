@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 RESULT = "result.json"
+FOLDS = "folds.json"
+"In the folder of a cross-validation: its job, and the number of folds."
 SOURCES = "sources.json"
 "The job's tables, each with the version that the run reads; missing if none has versions."
 AUTO = "auto"
@@ -69,6 +71,8 @@ MAY_CHANGE = (
     "train.micro_batch_tokens",
     "track",
 )
+# A run may continue with larger values of these, null being the largest.
+LENGTHS = location.LENGTHS
 # Another machine may find the same tables and checkpoints under other paths.
 LOCATION_FIELDS = ("data.train", "data.validation", "train.checkpoint_folder")
 
@@ -117,7 +121,12 @@ def claim(folder: Path, job: Job) -> None:
     if conflict is not None:
         raise FingerprintError(conflict)
     path = folder / JOB_FILE
-    if path.exists() and _differences(load_job(path), job):
+    before = load_job(path) if path.exists() else job
+    if is_trained(folder, before):
+        if longer := _differences(before, job):
+            log.info("%s: the run continues, as it is to be longer:\n%s", folder, "\n".join(longer))
+            atomic_io.remove([folder / RESULT])  # before the job is stored: a crash between them loses nothing
+    elif _differences(before, job):
         atomic_io.remove([folder / name for name in (TASK_FILE, metrics_log.METRICS, "prepared", "cache")])
     # Left by a killed run; its writer held the lease that this process holds now.
     left = [*folder.glob(".*.tmp"), *(folder / "cache").glob(".*.tmp")]
@@ -134,11 +143,15 @@ def _conflict(folder: Path, job: Job) -> str | None:
         differing = _differences(before, job)
         if not differing or not is_trained(folder, before):
             return None
+        if location.shorter(*(flat(each.model_dump(mode="json")) for each in (before, job))) is None:
+            others = [line for line in differing if line.split(":")[0].strip() not in LENGTHS]
+            if not others:
+                return _ended(folder, job)
         return (
             f"{folder}: holds the run of another job. It differs in\n" + "\n".join(differing) + "\n"
             "To train the changed job, name another run folder (--run FOLDER), or let one be chosen (--run auto). "
             "To start again in this one, delete it. "
-            f"A run may continue with other values of: {', '.join(MAY_CHANGE)}."
+            f"A run may continue with more {' or '.join(LENGTHS)}, and with other values of: {', '.join(MAY_CHANGE)}."
         )
     foreign = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if not foreign:
@@ -147,6 +160,19 @@ def _conflict(folder: Path, job: Job) -> str | None:
         f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
         "Name a new folder (--run FOLDER)."
     )
+
+
+def _ended(folder: Path, job: Job) -> str | None:
+    """Why a finished run would not continue, although it is to be longer; None: it would, or is not finished."""
+    result = atomic_io.read_json(folder / RESULT) if (folder / RESULT).exists() else {}
+    if result.get("stopped_by") == "patience":
+        return (
+            f"{folder}: its validations did not improve {job.train.patience} times (train.patience), so more "
+            "train.epochs or train.max_steps would not continue it. Train again in another run folder (--run FOLDER)."
+        )
+    if job.train.max_steps is not None and result.get("steps", 0) >= job.train.max_steps:
+        return f"{folder}: has reached train.max_steps={job.train.max_steps}. Raise it too, or set it to null."
+    return None
 
 
 def _differences(before: Job, now: Job) -> list[str]:

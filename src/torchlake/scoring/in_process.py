@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Any, Literal, Self, overload
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.chunk_jobs.job import workspace_of
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -26,10 +28,10 @@ from torchlake.processes.hardware import cores, gpus
 from torchlake.scoring.options import check_options, make_export, scoring_settings
 from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
 from torchlake.scoring.scorer import Scorer, worker_memory
-from torchlake.scoring.worker import ScoredChunk, make_chunk_worker, with_staging
+from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
 from torchlake.tables.arrays import from_strings
-from torchlake.tables.output.commit import WriteTransaction
 from torchlake.tables.plan import Chunk, chunk_label
+from torchlake.tables.sinks._find import Write
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +177,7 @@ def load(
 
 
 def start_chunks(
-    out: WriteTransaction,
+    out: Write,
     items: Sequence[tuple[Chunk, str]],
     settings: ScoringSettings,
     spec: TaskSpec,
@@ -183,7 +185,7 @@ def start_chunks(
     threads: int | None,
 ) -> Generator[ScoredChunk, None, None]:
     """Score the pending chunks, with their part names; small jobs without an `engine` run in this process."""
-    make_worker = plugins.carried(spec.task, partial(make_chunk_worker, with_staging(settings, out.staging.absolute())))
+    make_worker = plugins.carried(spec.task, partial(make_chunk_worker, replace(settings, workspace=workspace_of(out))))
     rows = sum(chunk.rows for chunk, _ in items)
     if engine is None and _is_small(settings, spec, rows, out.staging):
         return _run_here(make_worker, items, out.staging)
@@ -195,7 +197,7 @@ def start_chunks(
         devices_per_process=devices,
         memory_per_process=worker_memory(settings.model, devices),
         threads_per_process=threads if devices == 1 else max(threads or 1, devices),
-        name=f"predict {out.output.name}",
+        name=f"predict {out.title}",
         label=chunk_label,
     )
 

@@ -5,15 +5,15 @@ Stored tables, frames and SQL functions share them. Nothing here reads a row.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.chunk_jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
 from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
@@ -32,17 +32,13 @@ from torchlake.scoring.rows import (
 from torchlake.scoring.runtime_choice import REFERENCE, RuntimeChoice, chosen, lacks_export, requested
 from torchlake.scoring.scorer import device
 from torchlake.scoring.worker import make_preparing_worker, output_schema
-from torchlake.tables.sources._options import READ_ARGUMENTS, ReadOptions, read_options
 from torchlake.tasks import PROMPT
 from torchlake.tasks._inputs import check_columns
 
 log = logging.getLogger(__name__)
 
-MAX_TIMEOUT_S = 1_000_000
-NULL, ON_BAD_FILE = ("error", "score"), ("error", "quarantine")
 
-
-class PredictOptions(TypedDict, total=False):
+class PredictOptions(JobArguments, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 
     task: Any
@@ -51,41 +47,14 @@ class PredictOptions(TypedDict, total=False):
     all_probabilities: bool
     prefix: str
     null: Literal["error", "score"]
-    row_timeout_s: float
     batch_tokens: int | None
     gpus_per_process: int
-    max_error_rate: float
-    chunk_rows: int | None
-    overwrite: bool
-    accept_new_input: bool
-    accept_removed_input: bool
-    on_bad_file: Literal["error", "quarantine"]
     max_new_tokens: int | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
     stop: str | Sequence[str] | None
-    seed: int | None
     chat: bool
-    csv: Mapping[str, str] | None
-    where: str | None
-    sample: float | None
-    limit: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """Options of the output folder. None of them changes a score."""
-
-    max_error_rate: float = 0.5
-    "Share of failed rows above which nothing is published."
-    chunk_rows: int | None = None
-    "Maximum rows of a chunk; None: depends on the table's size."
-    overwrite: bool = False
-    accept_new_input: bool = False
-    accept_removed_input: bool = False
-    on_bad_file: Literal["error", "quarantine"] = "error"
-    read: ReadOptions = field(default_factory=ReadOptions)
 
 
 def split_options(
@@ -96,20 +65,14 @@ def split_options(
     A `seed` is that of the sample of rows, and of the sampling of tokens if there is any.
     Raises TypeError for an unknown option, UsageError for a value out of range.
     """
-    unknown = sorted(given.keys() - PredictOptions.__annotations__.keys())
-    if unknown:
-        close = get_close_matches(unknown[0], PredictOptions.__annotations__, n=1)
-        hint = f". Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"predict() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    refuse_unknown("predict", given, PredictOptions.__annotations__)
     check_options(given)
-    groups = (ScoringSettings, GenerationOptions, OutputOptions)
-    names = [{one.name for one in fields(group)} for group in groups]
+    names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
     names[0].add("task")
-    scoring, generation, output = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
+    scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
     if given.get("sample") is not None and not given.get("temperature"):
         generation.pop("seed", None)
-    read = read_options({name: given[name] for name in given if name in READ_ARGUMENTS})  # type: ignore[literal-required]
-    return scoring, generation, OutputOptions(**output, read=read)
+    return scoring, generation, output_options(given)
 
 
 def scoring_settings(
@@ -221,18 +184,7 @@ def _named(columns: str | Sequence[str]) -> Columns:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Raise UsageError for a value out of range."""
-    rate, timeout = given.get("max_error_rate", 0), given.get("row_timeout_s", 1)
-    if not 0 <= rate <= 1:
-        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {rate} was given.")
-    if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise UsageError(f"row_timeout_s is seconds, above 0 and up to {MAX_TIMEOUT_S:,}; {timeout} was given.")
-    for name, choices in (("null", NULL), ("on_bad_file", ON_BAD_FILE)):
-        if given.get(name, "error") not in choices:
-            raise UsageError(f"{name} is one of {', '.join(choices)}; {given[name]!r} was given.")
-    for name in ("batch_tokens", "chunk_rows", "gpus_per_process"):
-        count = given.get(name)
-        if count is not None and count < 1:
-            raise UsageError(f"{name} has to be 1 or more; {count} was given.")
+    check_values(given, counts=("batch_tokens", "gpus_per_process"), choices={"null": ("error", "score")})
 
 
 def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:

@@ -5,30 +5,35 @@ commit record makes them visible at once. Even if processes are killed, the same
 missing. A frame becomes a frame of the same kind, without files or a plan.
 """
 
-import logging
-import os
 import platform
 import time
 import warnings
-from collections.abc import Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from torchlake.chunk_jobs.increments import (
+    Increment,
+    file_increment,
+    followed,
+    full_position,
+    increments,
+    new_files,
+    position_name,
+)
+from torchlake.chunk_jobs.job import Finished, Job, open_input, plan_input, run_job
+from torchlake.chunk_jobs.options import OutputOptions
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.hardware import gpus
-from torchlake.processes.interrupts import announce_interrupt
-from torchlake.progress import progress
 from torchlake.scoring.frames import map_frame, predict_frame
-from torchlake.scoring.in_flight import InFlight
 from torchlake.scoring.in_process import start_chunks
 from torchlake.scoring.options import (
-    OutputOptions,
     PredictOptions,
     check_devices,
     checked_input,
@@ -41,29 +46,20 @@ from torchlake.scoring.options import (
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
-from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.keys import check_key
-from torchlake.tables.output.commit import WriteTransaction, write_transaction
-from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs, recorded_fingerprint
-from torchlake.tables.output.failures import check_error_rate, read_failures
-from torchlake.tables.output.parts import part_name, stored_schema
 from torchlake.tables.output.spool import spooled
-from torchlake.tables.record import local_output
+from torchlake.tables.plan import Chunk
+from torchlake.tables.sinks._find import Output, Write, output_of
 from torchlake.tables.sources.frames import FrameT, engine_of, is_frame
 from torchlake.tables.sources.streams import Input
-from torchlake.tables.table import Table, open_table
-
-log = logging.getLogger(__name__)
-
-KEPT = "Stopping. Finished chunks are kept; run the same command again to resume."
+from torchlake.tables.table import open_table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """The output of `predict`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
 
-    path: Path
-    "The output folder."
+    path: Path | str
+    "The output: a folder's path, else a URL or the name of a table."
     rows_in: int
     rows_out: int
     rows_failed: int
@@ -82,7 +78,7 @@ class Scored:
     "File and row of the first failed row, and its error."
 
     @property
-    def output(self) -> Path:
+    def output(self) -> Path | str:
         """The earlier name of `path`."""
         warnings.warn("Scored.output is now Scored.path.", DeprecationWarning, stacklevel=2)
         return self.path
@@ -129,9 +125,9 @@ def predict(
 ) -> Any:
     """Score `table` with the model folder `model`.
 
-    `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), scored into the Parquet folder
-    `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with the
-    prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its own engine scores
+    `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), or a Delta or Iceberg table, scored
+    into `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with
+    the prediction columns added; or a Spark DataFrame or Ray Dataset, returned likewise but lazily: its engine scores
     it when its rows are needed. With an `output`, it may also be a frame in memory, anything with `__arrow_c_stream__`
     (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows are stored beside the
     output until the job ends, and the same rows resume a job that was killed.
@@ -151,6 +147,16 @@ def predict(
     a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
     whose tokenizing, forward pass or generation takes longer than `row_timeout_s` seconds (default: 600) are tried
     alone, and become error rows the second time.
+
+    Output: a Parquet folder, local or by URL; a Delta table by path or URL with `format="delta"`, or if one is there;
+    an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to rows that are there:
+    with "create" (default) there may be none, "append" adds to a table, "overwrite" replaces all, "replace-where"
+    replaces those with the same `key`. `partition_by` names the partition columns of a new table, `add_columns` adds
+    columns that a table lacks. `target_file_size` ("256MiB") writes files with the rows of several chunks.
+
+    `incremental` scores only what is new since the last call with this output, a Delta or Iceberg table, and adds it:
+    the versions of a Delta table since then, or new files. It does nothing if nothing is new. Rows of a Delta table
+    with a change data feed that were changed or deleted are followed by `key`.
 
     Stored tables: `chunk_rows` limits the rows of a chunk. `overwrite` replaces an output of another job; in an
     unfinished write of this job it scores the chunks with failed rows again. `accept_new_input` scores only files that
@@ -175,6 +181,7 @@ def predict(
     """
     scoring, generation, output_options = split_options(options)
     native, engine = engine_of(table), as_engine(engine)
+    place = None if native is not None or output is None else output_of(output, output_options.sink)
     settings, spec, choice = scoring_settings(
         model,
         runtime,
@@ -182,7 +189,7 @@ def predict(
         text=text,
         key=key,
         columns=columns,
-        recorded=None if native is not None or output is None else recorded_fingerprint(output).get("runtime"),
+        recorded=None if place is None else place.earlier().fingerprint.get("runtime"),
         **scoring,
     )
     if native is not None or (is_frame(table) and output is None):
@@ -194,15 +201,64 @@ def predict(
                 "score that into an output folder."
             )
         return _predict_frame(table, native, settings, spec, engine, output_options)
-    if output is None:
+    if place is None:
         raise UsageError(
             "predict: a stored table or a stream needs an output folder: predict(model, table, output). For texts in "
             "memory: torchlake.load(model)([...])."
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
-    with spooled(table, local_output(output)) as table:
-        return _predict_table(table, local_output(output), settings, spec, engine, choice, output_options)
+    call = _Call(settings=settings, spec=spec, engine=engine, choice=choice, options=output_options)
+    if output_options.incremental:
+        return _predict_new(table, place, call)
+    with spooled(table, place.place) as table:
+        scored = _predict_table(table, place, call)
+    assert scored is not None, "only an increment may have nothing to read"
+    return scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What a call is asked to do with every row."""
+
+    settings: ScoringSettings
+    spec: TaskSpec
+    engine: Engine | None
+    choice: RuntimeChoice
+    options: OutputOptions
+
+
+def _predict_new(table: Any, output: Output, call: _Call) -> Scored:
+    """Score the rows that are new since the last call, with a commit for what an interrupted one had begun."""
+    began = time.perf_counter()
+    source = followed(table)
+    if source is None:
+        found: Iterator[Increment] = repeat(file_increment(table, output), 2)
+    else:
+        rows = open_table(source.at(source.position), columns=call.spec.input_columns)
+        settings = checked_input(call.settings, call.spec, rows.schema, rows.source)
+        name = position_name(source.name, fingerprint_of(settings, call.spec))
+        found = increments(source, output, name, settings.key)
+    done = []
+    for one in found:
+        with spooled(one.table, one.output.place) as stored:
+            scored = _predict_table(stored, one.output, call, one)
+        done += [] if scored is None else [scored]
+    if done:
+        total = {name: sum(getattr(one, name) for one in done) for name in ("rows_in", "rows_out", "rows_failed")}
+        return replace(done[-1], **total, seconds=time.perf_counter() - began)
+    return Scored(
+        path=output.path,
+        rows_in=0,
+        rows_out=0,
+        rows_failed=0,
+        seconds=time.perf_counter() - began,
+        rows_per_s=0.0,
+        record=output.latest_record(),
+        errors={},
+        profile={},
+        example=None,
+    )
 
 
 def _predict_frame(
@@ -229,100 +285,49 @@ def _predict_frame(
 
 
 def _predict_table(
-    table: str | Path | Sequence[str | Path],
-    output: Path,
-    settings: ScoringSettings,
-    spec: TaskSpec,
-    engine: Engine | None,
-    choice: RuntimeChoice,
-    options: OutputOptions,
-) -> Scored:
+    table: str | Path | Sequence[str | Path], output: Output, call: _Call, increment: Increment | None = None
+) -> Scored | None:
+    """Score a table, or an increment of one; None if that has no new file."""
     began = time.perf_counter()
+    settings, spec, engine, options = call.settings, call.spec, call.engine, call.options
     columns = tuple(dict.fromkeys((*settings.keep, *settings.spec.input_columns)))
-    spread = (engine or Local()).spread
-    source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
+    runner = engine or Local()
+    source = open_input(table, output, columns, options, runner.spread)
     settings = checked_input(settings, spec, source.schema, source.source)
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
-    stored_schema(schema)  # refuses what cannot be written, before hours of scoring
-    _refuse_own_input(source, output)
-    for file, reason in source.quarantined:
-        log.warning("%s is skipped: %s", file, reason)
-    plan = plan_chunks(
-        source, columns=columns, chunk_rows=options.chunk_rows, cached=planned_inputs(output), spread=spread
-    )
-    if settings.key is not None:
-        check_key(source, plan, settings.key, spread=spread, scratch=_shared_folder(output) if engine else None)
-    make_export(settings, engine or Local())
+    plan = plan_input(source, output, columns, options, schema=schema, key=settings.key, engine=runner)
     fingerprint = fingerprint_of(settings, spec)
-    with write_transaction(
-        output,
+    positions = increment.positions if increment else full_position(plan, output, fingerprint)
+    if positions is None:
+        new = new_files(plan, output, fingerprint)
+        if new is None:
+            return None
+        plan, positions = new
+    make_export(settings, runner)
+    job = Job(
+        name="predict",
+        output=output,
+        source=source,
         plan=plan,
-        fingerprint=fingerprint,
         schema=schema,
-        allowed=AllowedChanges(
-            overwrite=options.overwrite,
-            new_input=options.accept_new_input,
-            removed_input=options.accept_removed_input,
-        ),
+        fingerprint=fingerprint,
+        key=settings.key,
         environment=_environment(),
-        quarantined=source.quarantined,
-        spread=spread,
-    ) as out:
-        if out.complete:
-            assert out.record is not None
-            record = out.record
-            scored_rows = 0
-            profile = {}
-        else:
-            items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
-            scored_rows = sum(chunk.rows for chunk in out.pending)
-            planned = time.perf_counter()
-            chunks = start_chunks(out, items, settings, spec, engine, choice.threads)
-            made = _score(out, chunks, max_error_rate=options.max_error_rate)
-            scored = time.perf_counter()
-            provenance = _provenance(settings, engine, choice, made, seconds=scored - began, rows=scored_rows)
-            record = out.commit([*out.done, *(chunk.part for chunk in made)], provenance)
-            profile = _profile(made, began, planned, scored)
-    seconds = time.perf_counter() - began
-    return Scored(
-        path=output,
-        rows_in=out.plan.rows,
-        rows_out=record["rows"],
-        rows_failed=record["failed"],
-        seconds=seconds,
-        rows_per_s=scored_rows / seconds,
-        record=record,
-        quarantined=tuple(source.quarantined),
-        profile=profile,
-        **read_failures(out.output, record, out.plan)._asdict(),
+        options=options,
+        spread=runner.spread,
+        positions=positions,
+        deleted_keys=increment.deleted_keys if increment else None,
     )
 
+    def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[ScoredChunk, None, None]:
+        return start_chunks(out, items, settings, spec, engine, call.choice.threads)
 
-def _score(
-    out: WriteTransaction, chunks: Generator[ScoredChunk, None, None], *, max_error_rate: float
-) -> list[ScoredChunk]:
-    """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
-    made: list[ScoredChunk] = []
-    examples: list[str] = []
-    total = out.plan.rows
-    rows = sum(part.rows for part in out.done)
-    failed = sum(part.failed for part in out.done)
-    before, ahead = rows, InFlight(out.staging / "journal").rows
-    with (
-        announce_interrupt(KEPT),
-        closing(chunks),
-        progress("predict", total, "rows", done=before, ahead=ahead) as advance,
-    ):
-        check_error_rate(failed, rows, total, max_error_rate, examples)  # of a run before this one
-        for chunk in chunks:
-            made.append(chunk)
-            rows += chunk.part.rows
-            failed += chunk.part.failed
-            examples = (examples + list(chunk.examples))[:3]
-            advance(chunk.part.rows)
-            check_error_rate(failed, rows, total, max_error_rate, examples)
-    return made
+    def provenance(made: list[ScoredChunk], rows: int, seconds: float) -> dict[str, Any]:
+        return _provenance(settings, engine, call.choice, made, seconds=seconds, rows=rows)
+
+    finished = run_job(job, start, provenance, began=began)
+    return Scored(**finished.outcome._asdict(), profile=_profile(finished))
 
 
 def _provenance(
@@ -353,30 +358,18 @@ def _provenance(
     }
 
 
-def _profile(made: Sequence[ScoredChunk], began: float, planned: float, scored: float) -> dict[str, float]:
+def _profile(finished: Finished[ScoredChunk]) -> dict[str, float]:
     """Return the seconds of each step, in order; "other rows" includes starting child processes."""
-    names = dict.fromkeys(step for chunk in made for step in chunk.startup)
-    steps = {name: max(chunk.startup.get(name, 0.0) for chunk in made) for name in names}
-    rest = max(0.0, scored - planned - sum(steps.values()))
-    now = time.perf_counter()
-    return {"plan": planned - began, **steps, "other rows": rest, "commit": now - scored}
-
-
-def _shared_folder(output: Path) -> Path:
-    """The folder of the output, which the engine's processes write to."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output.parent
+    if not finished.seconds:
+        return {}
+    names = dict.fromkeys(step for chunk in finished.made for step in chunk.startup)
+    steps = {name: max(chunk.startup.get(name, 0.0) for chunk in finished.made) for name in names}
+    seconds = finished.seconds
+    rest = max(0.0, seconds["run"] - sum(steps.values()))
+    return {"plan": seconds["plan"], **steps, "other rows": rest, "commit": seconds["commit"]}
 
 
 def _environment() -> dict[str, str]:
     """Return the versions that may change the last digits of a score."""
     versions = {name: version(name) for name in ("torchlake", "torch", "transformers")}
     return {**versions, "python": platform.python_version()}
-
-
-def _refuse_own_input(source: Table, output: Path) -> None:
-    for file in source.files:
-        if Path(os.path.realpath(file)).is_relative_to(os.path.realpath(output)):
-            raise UsageError(
-                f"{output}: contains the input file {file}, which publishing would replace. Give another output folder."
-            )

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake import plugins
+from torchlake.chunk_jobs.read_ahead import Workspace
 from torchlake.config.task_spec import Columns, TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features
@@ -64,8 +65,8 @@ class ScoringSettings:
     "None unless the task is text generation."
     gpus_per_process: int = 1
     "GPUs that share one copy of the model or, on machines without GPUs, ranks; see `runtimes/_sharded.py`."
-    staging: str = ""
-    "Folder for parts and attempt logs (chunk job only)."
+    workspace: Workspace | None = None
+    "Where a chunk job writes; None for frames."
 
     @property
     def spec(self) -> TaskSpec:

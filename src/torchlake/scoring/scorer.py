@@ -5,18 +5,17 @@
 For text generation the runtime returns token ids instead of logits, and a batch's budget includes the tokens that may
 be generated.
 
-A row never affects another one. A batch that raises is halved until the failing row is alone; a batch that does not fit
-into memory is halved too, and later batches start smaller; `poison_rows.py` finds rows that kill or hang the process.
+A row never affects another one: `chunk_jobs/isolation.py` halves a batch that raises until the failing row is alone,
+and `chunk_jobs/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
+later ones start smaller.
 Sorting costs one argsort per chunk and saves the padding.
 """
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -26,15 +25,16 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.chunk_jobs.isolation import run_isolated
+from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
 from torchlake.data.features import joined_outputs
-from torchlake.errors import Interrupted, StorageError, TaskError, ran_out_of_memory
+from torchlake.errors import TaskError
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import NON_FINITE
 from torchlake.runtimes import Forward
-from torchlake.scoring.poison_rows import Attempt
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
@@ -156,40 +156,31 @@ class Scorer:
         attempt: Attempt | None,
         collated: Callable[[], dict[str, np.ndarray]] | None = None,
     ) -> None:
-        """Add the outputs of one batch to `found`, or its `errors`, halving it as often as it raises."""
-        pending = [batch]
-        while pending:
-            batch = pending.pop()
-            rows, padded = work.rows[batch], len(batch) * int(work.features.lengths[batch].max(initial=1))
-            try:
-                inputs = self._collate(work, batch) if collated is None else collated()
-                collated = None
-                began = time.perf_counter()
-                with nullcontext() if attempt is None else attempt.running("score", rows.tolist()):
-                    out = self.forward(**inputs)
-                seconds = time.perf_counter() - began
-                self.seconds += seconds
-                self.startup.setdefault("first batch", seconds)
-                self.padded_tokens += padded
-            except (Interrupted, StorageError, TaskError):
-                raise
-            except Exception as error:
-                if _device_is_lost(error):
-                    if attempt is not None:
-                        os._exit(1)  # no later call would work; the next process finds the row in the attempt log
-                    raise
-                collated = None
-                if len(batch) > 1:
-                    pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
-                    if ran_out_of_memory(error):
-                        self.batch_tokens = max(1, min(self.batch_tokens, padded) // 2)
-                        log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
-                else:
-                    errors[int(rows[0])] = "out_of_memory" if ran_out_of_memory(error) else _describe(error)
-                continue
+        """Add the outputs of one batch to `found`, or `errors` of its rows."""
+        ready = collated
+
+        def forward(rows: np.ndarray) -> None:
+            nonlocal ready
+            made, ready = ready, None  # the batch as a whole; its halves are made again
+            inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
+            began = time.perf_counter()
+            out = self.forward(**inputs)
+            seconds = time.perf_counter() - began
+            self.seconds += seconds
+            self.startup.setdefault("first batch", seconds)
+            self.padded_tokens += padded(rows)
             for row in rows[_non_finite(out)]:
                 errors[int(row)] = "non_finite: the model gave NaN or infinity"
             found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
+
+        def padded(rows: np.ndarray) -> int:
+            return len(rows) * int(work.features.lengths[np.searchsorted(work.rows, rows)].max(initial=1))
+
+        def shrink(rows: np.ndarray) -> None:
+            self.batch_tokens = max(1, min(self.batch_tokens, padded(rows)) // 2)
+            log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
+
+        run_isolated(work.rows[batch], forward, errors, attempt, passed_on=(TaskError,), out_of_memory=shrink)
 
     def _assemble(self, work: Work, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]) -> pa.Table:
         settings = self.settings
@@ -254,12 +245,3 @@ def _non_finite(out: np.ndarray) -> np.ndarray:
     if np.issubdtype(out.dtype, np.integer):
         return np.asarray((out.reshape(len(out), -1) == NON_FINITE).any(axis=1))
     return np.asarray(~np.isfinite(out.reshape(len(out), -1)).all(axis=1))
-
-
-def _device_is_lost(error: Exception) -> bool:
-    """Return whether every later call on the device will fail too, whatever the row."""
-    return type(error).__name__ == "AcceleratorError" and not ran_out_of_memory(error)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]

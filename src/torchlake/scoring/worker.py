@@ -4,30 +4,26 @@
     tables   score -> the same table with the prediction columns added
     stages   add tokens to a table in one process, predictions in another
 
-`scorer.py` does the scoring; `poison_rows.py` decides which chunks run alone. Cost: one chunk in memory besides the one
-being scored.
+`scorer.py` does the scoring; `chunk_jobs/read_ahead.py` reads the next chunk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 
 from torchlake import plugins
+from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
+from torchlake.chunk_jobs.read_ahead import examples_of, reading_ahead
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged
 from torchlake.data.features import INPUT_IDS, Features, from_arrow, to_arrow
 from torchlake.data.features import joined as joined_features
-from torchlake.scoring.poison_rows import Attempt, read_chunk
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, within
 from torchlake.scoring.scorer import Scorer, prepare_runtime
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tables.output.parts import Part, part_of_lost_attempt, write_part
+from torchlake.tables.output.parts import Part
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 from torchlake.tasks import ColumnOptions
@@ -59,62 +55,35 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     """Load the model; the returned worker scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
     scorer = Scorer(settings=settings)
     reader = ChunkReader(tuple(dict.fromkeys((*settings.keep, *scorer.spec.input_columns))))
-    staging = Path(settings.staging)
+    workspace = settings.workspace
+    assert workspace is not None, "a job has a workspace"
 
     def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, Work]:
-        try:
-            table, unreadable = read_chunk(reader, chunk, attempt)
+        table, unreadable = read_chunk(reader, chunk, attempt)
 
-            def tokens(first: int, stop: int) -> Work:
-                return scorer.read(table.slice(first, stop - first), within(unreadable, first, stop))
+        def tokens(first: int, stop: int) -> Work:
+            return scorer.read(table.slice(first, stop - first), within(unreadable, first, stop))
 
-            return table, joined(attempt.tokenizing(tokens))
-        except BaseException:
-            attempt.close()
-            raise
+        return table, joined(attempt.tokenizing(tokens))
 
-    def score(chunk: Chunk, name: str, attempt: Attempt, table: pa.Table, work: Work) -> ScoredChunk:
-        with closing(attempt):
-            padded, seconds = scorer.padded_tokens, scorer.seconds
-            output = _output(table, settings, chunk, scorer.score(work, attempt))
-            return ScoredChunk(
-                part=write_part(staging, name, output, chunk=chunk.index),
-                tokens=int(work.features.lengths.sum()),
-                padded_tokens=scorer.padded_tokens - padded,
-                seconds=scorer.seconds - seconds,
-                runtime=scorer.runtime,
-                startup=scorer.startup,
-                examples=_examples(chunk, output["error"]),
-            )
+    def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
+        table, work = ready
+        padded, seconds = scorer.padded_tokens, scorer.seconds
+        output = _output(table, settings, chunk, scorer.score(work, attempt))
+        return ScoredChunk(
+            part=workspace.parts.write(name, output, chunk=chunk.index),
+            tokens=int(work.features.lengths.sum()),
+            padded_tokens=scorer.padded_tokens - padded,
+            seconds=scorer.seconds - seconds,
+            runtime=scorer.runtime,
+            startup=scorer.startup,
+            examples=examples_of(chunk, output["error"]),
+        )
 
-    def begin(items: Iterator[tuple[Chunk, str]]) -> tuple[bool, Callable[[], ScoredChunk]] | None:
-        """Pull a chunk, and read it unless it must run alone; returns that and the function that scores it."""
-        item = next(items, None)  # waits until the engine has another chunk
-        if item is None:
-            return None
-        chunk, name = item
-        part = part_of_lost_attempt(staging, name, chunk)
-        if part is not None:
-            return False, partial(ScoredChunk, part=part)
-        attempt = Attempt(staging / "journal", chunk.index, chunk.rows, settings.row_timeout_s)
-        if attempt.alone:
-            return True, lambda: score(chunk, name, attempt, *read(chunk, attempt))
-        return False, partial(score, chunk, name, attempt, *read(chunk, attempt))
+    def lost(part: Part) -> ScoredChunk:
+        return ScoredChunk(part=part)
 
-    def worker(items: Iterator[tuple[Chunk, str]]) -> Iterator[ScoredChunk]:
-        with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
-            ahead = thread.submit(begin, items)
-            while (begun := ahead.result()) is not None:
-                alone, finish = begun
-                if alone:
-                    scored = finish()
-                    ahead = thread.submit(begin, items)
-                else:
-                    ahead = thread.submit(begin, items)
-                    scored = finish()
-                yield scored
-
-    return worker
+    return reading_ahead(workspace, settings.row_timeout_s, read=read, write=score, lost=lost)
 
 
 def make_table_worker(settings: ScoringSettings) -> Callable[[pa.Table], pa.Table]:
@@ -200,11 +169,6 @@ def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]
     return worker
 
 
-def with_staging(settings: ScoringSettings, staging: Path) -> ScoringSettings:
-    """Return the settings for a chunk job that writes its parts into `staging`."""
-    return replace(settings, staging=str(staging))
-
-
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
     """Return the schema of the scored table."""
     task = plugins.load("tasks", spec.task)
@@ -238,9 +202,3 @@ def _output(table: pa.Table, settings: ScoringSettings, chunk: Chunk, prediction
     ids = {"row_id": row_ids(chunk)} if settings.key is None else {}
     copied = {name: table[name] for name in settings.keep}
     return pa.table({**ids, **copied, **{name: predictions[name] for name in predictions.column_names}})
-
-
-def _examples(chunk: Chunk, errors: pa.ChunkedArray) -> tuple[str, ...]:
-    reasons = errors.to_pylist() if errors.null_count < len(errors) else []
-    failed = [(row, reason) for row, reason in enumerate(reasons) if reason is not None][:3]
-    return tuple(f"{chunk.file} row {chunk.number(row)}: {reason}" for row, reason in failed)

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from torchlake import atomic_io
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError
+from torchlake.optim.optimizers import BETAS, MOMENTUM
 
 AUTO = "auto"
-BETAS, EPS = [0.9, 0.999], 1e-8  # torch's defaults, which the job's AdamW uses
+EPS = 1e-8  # torch's default, which the job's AdamW uses
+OPTIMIZERS = {"adamw": ("adamw", "adam"), "sgd": ("sgd",), "lion": ("lion",)}
+"The job's optimizers by DeepSpeed's names, in which Adam is AdamW by default."
 SCHEDULERS = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
-"The job's schedules by DeepSpeed's names."
+"The job's schedules by DeepSpeed's names, which has no other."
 # They would change the meaning of the job's fields.
 UNSUPPORTED = {
     "amp": "the precision is set by train.precision",
@@ -31,7 +34,7 @@ UNSUPPORTED = {
     "sequence_parallel_size": "ranks share rows, not the inside of a layer",
     "data_parallel_size": "every process is a rank (engine.processes)",
     "hybrid_engine": "it generates text while it trains",
-    "zero_force_ds_cpu_optimizer": "the optimizer is the job's AdamW",
+    "zero_force_ds_cpu_optimizer": "the optimizer is the job's (train.optimizer)",
 }
 SCALING = ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
 "Loss scaling for fp16, which the training loop does itself: accepted and ignored."
@@ -54,7 +57,7 @@ def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | No
     counts = {"train_batch_size": ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     decided = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", *counts)
     passed = _without_auto({key: value for key, value in given.items() if key not in decided})
-    # torch's AdamW, in main memory too: DeepSpeed's would have to be compiled.
+    # The job's optimizer, in main memory too: DeepSpeed's would have to be compiled.
     allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": None}
     config = {**allowed, **passed, **counts, "gradient_clipping": train.clip_norm or 0.0, "zero_optimization": zero}
     if dtype is not None:
@@ -109,23 +112,30 @@ def _problems(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
 
 
 def _optimizer(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
-    kind, parameters = section.get("type", "AdamW"), section.get("params", {})
-    # DeepSpeed's "Adam" is AdamW by default.
-    if str(kind).lower() not in ("adam", "adamw", AUTO) or parameters.get("adam_w_mode", True) is False:
-        yield f"optimizer.type={kind!r}: a job trains with AdamW. Delete the section."
+    kind, parameters = section.get("type", AUTO), section.get("params", {})
+    names = OPTIMIZERS[train.optimizer]
+    if str(kind).lower() not in (*names, AUTO) or parameters.get("adam_w_mode", True) is False:
+        yield f"optimizer.type={kind!r}: the job has train.optimizer={train.optimizer}. Delete the section."
         return
     yield from _conflict(parameters, "lr", train.learning_rate, "train.learning_rate", "optimizer.params.")
     yield from _conflict(parameters, "weight_decay", train.weight_decay, "train.weight_decay", "optimizer.params.")
-    yield from _conflict(parameters, "betas", BETAS, None, "optimizer.params.")
+    betas = train.betas or BETAS.get(train.optimizer)
+    if betas is not None:
+        yield from _conflict(parameters, "betas", list(betas), "train.betas", "optimizer.params.")
+    else:
+        momentum = MOMENTUM if train.momentum is None else train.momentum
+        yield from _conflict(parameters, "momentum", momentum, "train.momentum", "optimizer.params.")
     yield from _conflict(parameters, "eps", EPS, None, "optimizer.params.")
 
 
 def _scheduler(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     kind = section.get("type", AUTO)
-    if kind not in (AUTO, SCHEDULERS[train.schedule]):
+    name = SCHEDULERS.get(train.schedule)
+    if kind not in (AUTO, name):
+        called = "has not" if name is None else f"calls {name}"
         yield (
-            f"scheduler.type={kind!r}: the job has train.schedule={train.schedule}, which DeepSpeed calls "
-            f"{SCHEDULERS[train.schedule]}. Change one of them, or delete the section."
+            f"scheduler.type={kind!r}: the job has train.schedule={train.schedule}, which DeepSpeed {called}. "
+            "Change one of them, or delete the section."
         )
     for key, value in section.get("params", {}).items():
         if value != AUTO:
@@ -171,7 +181,7 @@ def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     if section.get("compute_grad_norm", True) is False:
         yield "zero_optimization.compute_grad_norm=false: the norm decides whether a step is applied. Delete it."
     if _enabled(section.get("zenflow")):
-        yield "zero_optimization.zenflow: is another optimizer, and a job trains with AdamW. Delete it."
+        yield "zero_optimization.zenflow: is another optimizer than train.optimizer. Delete it."
     for key, field, wanted in (
         ("offload_optimizer", "offload_optimizer", options.offload_optimizer),
         ("offload_param", "offload_parameters", options.offload_parameters),

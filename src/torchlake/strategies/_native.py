@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchlake import optim
 from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Piece, Pieces, Shards, Tensors
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
-from torchlake.optim import ComputeWeights
+from torchlake.optim.optimizers import skips_on_device
+from torchlake.optim.precision import ComputeWeights, find_precision
 
 
 def refusal(train: TrainConfig) -> str | None:
@@ -38,7 +38,7 @@ def receives(train: TrainConfig, group: Group) -> bool:
 
 def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
     """The model, computing with 16-bit copies of its weights if the precision is that of the weights."""
-    precision = optim.find_precision(train.precision, group.device)
+    precision = find_precision(train.precision, group.device)
     if precision.dtype is None or not precision.weights:
         return model
     return ComputeWeights(model, precision.dtype)
@@ -69,9 +69,14 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """One optimizer step if `finite`; clears the gradients.
 
-    The kernel of torch's fused AdamW reads the flag, so the host does not wait for it: unless it is set, weights,
-    moments and step counts stay as they are. Only weights in main memory (`fsdp.cpu_offload`) wait.
+    The kernels of torch's fused optimizers read the flag, so the host does not wait for it: unless it is set, weights,
+    moments and step counts stay as they are. Other optimizers and weights in main memory (`fsdp.cpu_offload`) wait.
     """
+    if not skips_on_device(optimizer):
+        if finite.item():
+            optimizer.step()
+        optimizer.zero_grad()
+        return
     device = optimizer.param_groups[0]["params"][0].device
     cast(Any, optimizer).found_inf = finite.logical_not().to(device, torch.float32)
     optimizer.step()

@@ -5,9 +5,9 @@ are reduced in 16 bits; the trained weights are an fp32 copy, sharded like the m
 `train.deepspeed.offload_optimizer` and `.offload_parameters` keep moments and weights in main memory, on machines with
 GPUs. `train.deepspeed.config` is a DeepSpeed JSON file; `_deepspeed_config.py` describes what it may contain.
 
-The training loop stays torchlake's: AdamW, the learning rate, the fp16 loss scale and the micro-batches come from the
-job. DeepSpeed's checkpoints are pickles and are not used: tensors are gathered one at a time, and one rank keeps each,
-so checkpoints have the usual format.
+The training loop stays torchlake's: optimizer, learning rate, fp16 loss scale and micro-batches come from the job.
+DeepSpeed's checkpoints are pickles and are not used: tensors are gathered one at a time, and one rank keeps each, so
+checkpoints have the usual format.
 
 From stage 2 on, each micro-batch's gradients are reduced, because no rank has room for a whole gradient. Frozen weights
 in a checkpoint are stored as they compute, in 16 bits rounded. No DeepSpeed kernel is compiled: that would need a
@@ -27,12 +27,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torchlake import optim
 from torchlake.checkpoints.format import OPTIMIZER
 from torchlake.checkpoints.shards import Pieces, Shards
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import ConfigError, DataError
+from torchlake.optim.precision import find_precision
 from torchlake.strategies import _deepspeed_config, _native, _weights
 
 MAX_RANKS: int | None = None
@@ -40,7 +40,9 @@ never: dict[str, str] = {}
 reduces_in_main_memory, model_ranks = _native.reduces_in_main_memory, _native.model_ranks
 
 STEP = "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}
+"""What optimizers keep for each weight, if they work on a flat part of all weights. adafactor needs whole matrices,
+adamw_8bit the blocks of one tensor."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -54,6 +56,12 @@ def refusal(train: TrainConfig) -> str | None:
                 return f"train.deepspeed.{name} moves tensors from a GPU to main memory, and there is no GPU here"
         if train.precision == "fp16":
             return "DeepSpeed computes in fp16 on GPUs only, and there is none here. Take train.precision=bf16 or fp32"
+    if train.optimizer not in MOMENTS:
+        return f"train.optimizer={train.optimizer} cannot step on parts of tensors. Take adamw, lion or sgd"
+    if train.momentum == 0:
+        return "train.momentum=0: DeepSpeed needs an optimizer with a state"
+    if train.ema is not None:
+        return "train.ema: DeepSpeed has no place for averaged weights. Take fsdp or ddp"
     if train.compile and train.deepspeed.stage == 3:
         return "train.compile and stage 3 cannot be combined: its hooks split the compiled graph. Use stage 2, or fsdp"
     _deepspeed_config.check(train)
@@ -68,13 +76,13 @@ def receives(train: TrainConfig, group: Group) -> bool:
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """DeepSpeed's engine around the model, and its optimizer, which steps the job's AdamW; needs a process group.
+    """DeepSpeed's engine around the model, and its optimizer, which steps the job's; needs a process group.
 
     At stage 3, rank 0's weights are sharded one by one, so at most the computing layers are whole on the device.
     Raises ConfigError when DeepSpeed rejects the user's file.
     """
     library = _library(group.device)
-    dtype = optim.find_precision(train.precision, group.device).dtype
+    dtype = find_precision(train.precision, group.device).dtype
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     config = _deepspeed_config.build(
         train, ranks=group.world_size, dtype=None if dtype is None else NAMES[dtype], hidden=hidden
@@ -85,7 +93,7 @@ def wrap(
     sharded = receives(train, group)
     if sharded:
         _reserve_weights(model, dtype, group)
-    # Before sharding, which flattens matrices: AdamW's groups depend on the number of dimensions.
+    # Before sharding, which flattens matrices: the groups depend on the number of dimensions.
     optimizer = make_optimizer(model)
     try:
         if sharded:
@@ -98,7 +106,7 @@ def wrap(
             raise
         raise ConfigError(f"{train.deepspeed.config}: DeepSpeed does not accept it: {error}") from error
     engine.set_gradient_accumulation_boundary(True)
-    _make_moments(zero)
+    _make_moments(zero, MOMENTS[train.optimizer], counted=train.optimizer == "adamw")
     parameters = dict(model.named_parameters())
     for name, weight in exact.items():
         _set(parameters[name], _weights.sent(weight, group) if sharded else weight)
@@ -181,16 +189,17 @@ def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: l
     from deepspeed.utils import safe_get_full_optimizer_state
 
     held = _untied(model)
-    steps = next(iter(cast(Any, optimizer).state.values()))[STEP]
+    some: dict[str, torch.Tensor] = next(iter(cast(Any, optimizer).state.values()))
 
     def moment(key: str) -> torch.Tensor:
         name, _, field = key.rpartition("|")
         if field == STEP:
-            return cast(torch.Tensor, steps)
+            return some[STEP]
         return cast(torch.Tensor, safe_get_full_optimizer_state(held[name], field))
 
-    like = {f"{name}|{field}": _like(held[name]) for name in names for field in MOMENTS}
-    like |= {f"{name}|{STEP}": torch.empty((), device="meta") for name in names}
+    like = {f"{name}|{field}": _like(held[name]) for name in names for field in some if field != STEP}
+    if STEP in some:
+        like |= {f"{name}|{STEP}": torch.empty((), device="meta") for name in names}
     return _native.gathered_shard(like, moment, group)
 
 
@@ -203,19 +212,24 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) 
     unknown = sorted({key.rpartition("|")[0] for key in stored.shapes} - set(names))
     if unknown:
         raise DataError(f"{OPTIMIZER}*.safetensors: the model has no parameter {unknown[0]!r}")
-    for state in zero.state.values():  # each covers several parameters
-        state[STEP].copy_(stored.read(f"{names[0]}|{STEP}"))
+    states = list(zero.state.values())  # each covers several parameters
+    for state in states:
+        if STEP in state:
+            state[STEP].copy_(stored.read(f"{names[0]}|{STEP}"))
     for name in names:
-        for field in MOMENTS:
+        for field in (field for field in states[0] if field != STEP):
             _set(parameters[name], stored.read(f"{name}|{field}"), field)
 
 
-def _make_moments(zero: Any) -> None:
-    """Create AdamW's state before its first step: DeepSpeed's accessors need all of it."""
+def _make_moments(zero: Any, fields: Collection[str], *, counted: bool) -> None:
+    """Create the optimizer's state before its first step: DeepSpeed's accessors need all of it.
+
+    `counted`: with a count of the steps.
+    """
     stage3 = _is_stage3(zero)
     for flat in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
-        steps = torch.zeros((), dtype=torch.float32, device=flat.device)
-        zero.state[flat] = {STEP: steps, **{field: torch.zeros_like(flat) for field in MOMENTS}}
+        steps = {STEP: torch.zeros((), dtype=torch.float32, device=flat.device)} if counted else {}
+        zero.state[flat] = {**steps, **{field: torch.zeros_like(flat) for field in fields}}
     if not stage3:
         zero._lazy_init_hp_params_optimizer_state()
 

@@ -26,11 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchlake import optim
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
 from torchlake.errors import UsageError
 from torchlake.models.load import layers
+from torchlake.optim.precision import find_precision
 from torchlake.strategies import _native, _split, _weights
 
 MAX_RANKS: int | None = None
@@ -41,7 +41,10 @@ model_shard, optimizer_shard = _split.model_shard, _split.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Why it cannot run here: only weights on GPUs can be offloaded."""
+    """Why it cannot run here: only weights on GPUs can be offloaded, and some optimizers need whole tensors."""
+    if train.optimizer in ("adamw_8bit", "adafactor"):
+        library = "bitsandbytes" if train.optimizer == "adamw_8bit" else "torch's Adafactor"
+        return f"train.optimizer={train.optimizer}: {library} cannot step on sharded tensors. Take adamw, lion or sgd"
     if train.fsdp.cpu_offload and not torch.cuda.is_available():
         return "train.fsdp.cpu_offload moves weights from a GPU to main memory, and there is no GPU here"
     return None
@@ -67,7 +70,7 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model with its parameters sharded unit by unit: at most two units and the rest are whole on the device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
-    dtype = optim.find_precision(train.precision, group.device).dtype
+    dtype = find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
     values = _weights.take(model, group)

@@ -8,15 +8,18 @@ file; memory 16 bytes per 256 text records.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from torchlake.atomic_io import fingerprint
 from torchlake.errors import TableError
-from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates
+from torchlake.tables.formats.layout import MAX_BYTES, SplitCandidates, split_candidates, text_candidates
 from torchlake.tables.formats.lines import Segment
+from torchlake.tables.formats.scanning import ranges_of, scan_range
 from torchlake.tables.plan import InputFile, Plan, Split, new_chunk
 from torchlake.tables.selecting import RowSelector
 from torchlake.tables.selection.conditions import columns_of
@@ -63,7 +66,7 @@ def plan_chunks(
     paths, versions = [one.path for one, _ in files], [one.version for one, _ in files]
     contents = [known.get((one.path, one.version)) for one, _ in files]
     if hashed:
-        contents = _content_ids(paths, versions, contents, spread)
+        contents = content_ids(paths, versions, contents, spread)
     after = each_file(version_of, paths, remote=remote)
     inputs, splits = [], []
     for (one, chosen), now, sha256 in zip(files, after, contents, strict=True):
@@ -100,7 +103,7 @@ def _selected(
     limit = table.options.selection.limit
     scanned: Iterable[SplitCandidates | None] = [None] * len(table.files)
     if limit is None:
-        scanned = found = _split_candidates(table, versions, wanted, chunk_rows, spread)
+        scanned = found = _split_candidates(table, versions, wanted, chunk_rows, selector, spread)
         limit = sum(segment.rows for one in found for segment in one.segments)
     size = chunk_rows or min(max(limit // CHUNKS, MIN_ROWS), MAX_ROWS)
     files = []
@@ -128,34 +131,46 @@ def _selected(
 
 
 def _split_candidates(
-    table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
+    table: Table,
+    versions: Sequence[Version],
+    columns: Sequence[str],
+    chunk_rows: int | None,
+    selector: RowSelector,
+    spread: Spread,
 ) -> list[SplitCandidates]:
-    """Where each file can be split; text is scanned."""
-    files = [
-        _to_scan(table, file, version, columns, chunk_rows) for file, version in zip(table.files, versions, strict=True)
-    ]
+    """Where each file can be split; text is scanned, and a large file in several ranges at the same time."""
     if table.format in TEXT:
+        ranges = [
+            ranges_of(file, table.format, table.options.csv, version.size, chunk_rows)
+            for file, version in zip(table.files, versions, strict=True)
+        ]
         size = sum(version.size for version in versions)
-        return list(spread(_candidates_of, files, size=size, name="scan the text"))
+        scanned = spread(scan_range, [one for each in ranges for one in each], size=size, name="scan the text")
+        with closing(scanned):
+            return [text_candidates(islice(scanned, len(each))) for each in ranges]
+    files = [
+        _to_scan(table, file, version, columns, chunk_rows, sampled=selector.may_select(file))
+        for file, version in zip(table.files, versions, strict=True)
+    ]
     return list(each_file(_candidates_of, files, remote=any(map(is_url, table.files))))
 
 
 def _to_scan(
-    table: Table, file: str, version: Version, columns: Sequence[str], chunk_rows: int | None
+    table: Table, file: str, version: Version, columns: Sequence[str], chunk_rows: int | None, *, sampled: bool = True
 ) -> tuple[Any, ...]:
     """The arguments of `split_candidates`."""
     footer, stored = table.footers.get(file), _stored(table, file, columns)
-    return file, table.format, version, footer, stored, chunk_rows, table.options.csv
+    return file, table.format, version, footer, stored, chunk_rows, table.options.csv, sampled
 
 
 def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:
     return split_candidates(*file)
 
 
-def _content_ids(
+def content_ids(
     files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
 ) -> list[str | None]:
-    """Each file's `content_id`, computed where it is not known."""
+    """Each file's `content_id`, computed by `spread` where it is not known."""
     blocks = {
         file: hashed_blocks(file, version)
         for file, version, sha256 in zip(files, versions, known, strict=True)

@@ -1,6 +1,7 @@
 """The commit record of a finished output, `_torchlake/commit.json`: it alone determines which files are part of it."""
 
 import base64
+import json
 import os
 import re
 from pathlib import Path
@@ -10,12 +11,15 @@ import pyarrow as pa
 
 from torchlake import atomic_io
 from torchlake.config.redaction import redacted
-from torchlake.errors import TableError, UsageError
+from torchlake.errors import TableError, Unavailable, UnsafeError, UsageError
 from torchlake.tables.sources.files import local_path
+from torchlake.tables.storage.access import open_binary, unavailable
 from torchlake.tables.storage.urls import is_url
 
 FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"
+PARTS = f"{FOLDER}/parts"
+"Of an output in an object store."
 PLAN = f"{FOLDER}/plan.json"
 URL_AS_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 "A URL after conversion to a `Path`, which removes one slash."
@@ -43,7 +47,7 @@ def read_commit(output: str | Path) -> dict[str, Any]:
     if not (folder / COMMIT).is_file():
         raise TableError(f"{output}: not a finished torchlake output ({COMMIT} is missing).")
     record: dict[str, Any] = atomic_io.read_json(folder / COMMIT)
-    if not _is_record(record):
+    if not is_record(record):
         raise TableError(f"{folder / COMMIT}: not a commit record of this version")
     return record
 
@@ -57,13 +61,56 @@ def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(serialized)))
 
 
+def recorded_arrow_schema(record: dict[str, Any]) -> pa.Schema:
+    """The schema of a record that has one: those of tables and object stores always do."""
+    schema = recorded_schema(record)
+    if not isinstance(schema, pa.Schema):
+        raise TableError("this commit record has no schema; it was written by an earlier version")
+    return schema
+
+
 def committed_files(output: str | Path) -> list[Path]:
     """The Parquet files of a finished output, in row order. Raises UnsafeError for names that lead out of it."""
     folder = output_path(output)
     return [atomic_io.safe_join(folder, part["name"]) for part in read_commit(folder)["parts"]]
 
 
-def _is_record(value: Any) -> bool:
+def output_parts(place: str) -> list[tuple[str, str]] | None:
+    """The names and files of the parts of an output, in row order; None if there is no output at that path or URL.
+
+    Raises UnsafeError for names that lead out of it.
+    """
+    if is_url(place):
+        return _stored_parts(place)
+    folder = Path(os.path.abspath(os.path.expanduser(place)))
+    try:
+        is_output = (folder / COMMIT).is_file()
+    except OSError as error:
+        raise unavailable(place, error) from error
+    return [(path.name, str(path)) for path in committed_files(folder)] if is_output else None
+
+
+def _stored_parts(url: str) -> list[tuple[str, str]] | None:
+    """`output_parts` in an object store. Cost: one request."""
+    last = url.rstrip("/").rpartition("/")[2]
+    if "*" in url or "?" in url or os.path.splitext(last)[1] or "::" in url:  # a glob or a file
+        return None
+    try:
+        with open_binary(f"{url.rstrip('/')}/{COMMIT}") as source:
+            record = json.loads(source.read())
+    except (Unavailable, ValueError):
+        return None
+    if not is_record(record):
+        raise TableError(f"{redacted(url)}/{COMMIT}: not a commit record of this version")
+    names = [part["name"] for part in record["parts"]]
+    for name in names:
+        if "/" in name or name.startswith("."):
+            raise UnsafeError(f"{redacted(url)}: the name {name!r} leads out of the folder; refused")
+    return [(name, f"{url.rstrip('/')}/{PARTS}/{name}") for name in names]
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value has the fields of a commit record."""
     fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema"}
     part_fields = {"name", "chunk", "rows", "failed", "sha256", "bytes"}
     return (

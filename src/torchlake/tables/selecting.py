@@ -8,7 +8,7 @@ their statistics rule out; of a sample: a hash of each row's number.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from torchlake.errors import DataError
 from torchlake.tables.hashes import mixed
 from torchlake.tables.plan import InputFile, Split, new_chunk
 from torchlake.tables.reading import ChunkReader
-from torchlake.tables.selection.bounds import constant_bounds, outcomes
+from torchlake.tables.selection.bounds import Outcomes, constant_bounds, outcomes
 from torchlake.tables.selection.conditions import Condition, columns_of
 from torchlake.tables.selection.rows import evaluate
 from torchlake.tables.sources._interface import View
@@ -41,6 +41,13 @@ class RowSelector:
     def full(self) -> bool:
         """Whether the limit is reached."""
         return self.left == 0
+
+    def may_select(self, path: str) -> bool:
+        """Whether a file may have rows that are asked for, by the statistics in its footer."""
+        if self._condition is None or path not in self.table.footers:
+            return True
+        footer = self.table.footers[path]
+        return bool(self._condition.outcomes(path, [group.rows for group in footer.groups]).true.any())
 
     def select(self, file: InputFile, splits: Iterable[Split]) -> Iterator[Split]:
         """The splits with the rows that are left out marked as skipped; those without any row are omitted."""
@@ -92,18 +99,27 @@ class _ConditionReader:
         columns = columns_of(condition)
         self.schema = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
         self.reader = ChunkReader(columns)
+        self._outcomes: dict[str, Outcomes] = {}
 
     def open(self, file: InputFile) -> None:
         """Decide for which row groups of the file the condition is true, or not true, for every row."""
-        footer, view = self.table.footers.get(file.path), self.table.views.get(file.path, View())
+        footer = self.table.footers.get(file.path)
         rows = [file.rows] if footer is None else [group.rows for group in footer.groups]
+        may = self.outcomes(file.path, rows)
+        self.ends = np.cumsum(rows)
+        self.some, self.every = may.true, may.true & ~may.false & ~may.null
+
+    def outcomes(self, path: str, rows: Sequence[int]) -> Outcomes:
+        """What the condition may be in each row group of a file; `rows` are their sizes. Computed once."""
+        if path in self._outcomes:
+            return self._outcomes[path]
+        footer, view = self.table.footers.get(path), self.table.views.get(path, View())
         bounds = {} if footer is None else {**footer.bounds}
         for name in {*view.constants} & {*columns_of(self.condition)}:
             kind = self.table.schema.field(name).type
             bounds[name] = constant_bounds([view.constants[name]] * len(rows), kind)
-        may = outcomes(self.condition, bounds, len(rows))
-        self.ends = np.cumsum(rows)
-        self.some, self.every = may.true, may.true & ~may.false & ~may.null
+        self._outcomes[path] = outcomes(self.condition, bounds, len(rows))
+        return self._outcomes[path]
 
     def true(self, file: InputFile, split: Split) -> np.ndarray:
         """(rows,) bool: true also for rows that cannot be read. Raises DataError naming the file."""

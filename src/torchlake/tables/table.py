@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from torchlake.errors import DataError, TableError, Unavailable
 from torchlake.tables.formats.columnar import Footer
 from torchlake.tables.formats.layout import format_of, schema_of, storage_type
 from torchlake.tables.formats.streams import Dialect
-from torchlake.tables.record import COMMIT, committed_files
+from torchlake.tables.record import output_parts
 from torchlake.tables.selection.binding import bind
 from torchlake.tables.selection.conditions import Condition, columns_of
 from torchlake.tables.selection.grammar import parse
@@ -27,9 +28,7 @@ from torchlake.tables.sources._find import source_of
 from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources._pruning import UNREAD, possible_files
-from torchlake.tables.sources.files import StoredTable, describe, local_path
-from torchlake.tables.sources.files import open_source as open_files
-from torchlake.tables.storage.access import unavailable
+from torchlake.tables.sources.files import StoredTable, describe, joined, local_path, open_each, open_source
 from torchlake.tables.storage.spread import Spread, each_file, in_process
 from torchlake.tables.storage.urls import is_url
 from torchlake.tables.storage.versions import Version, settled_version_of
@@ -42,7 +41,7 @@ class Table:
     source: str
     "As the user wrote it."
     files: tuple[str, ...]
-    "Absolute paths or URLs, sorted by name."
+    "Absolute paths or URLs: those of each input in the order given, sorted by name."
     names: tuple[str, ...]
     "Each file's path relative to the folder that was given; used in row ids."
     format: str
@@ -198,18 +197,19 @@ class _File(NamedTuple):
 
 
 def _open_sources(source: StoredTable) -> list[SourceTable]:
-    """The tables of `source`: files together, each other table by the source that recognizes it."""
-    given = [source] if isinstance(source, str | os.PathLike) else list(source)
-    loose: list[str | Path] = []
-    tables = []
-    for one in given:
-        kind = source_of(one)
-        if kind is None:
-            loose.append(one)
+    """The tables of `source` in the order given: neighboring loose files together, each other one by its source."""
+    if isinstance(source, str | os.PathLike):
+        kind = source_of(source)
+        return [_open_files(source) if kind is None else kind.open_source(source)]
+    given = [(one, source_of(one)) for one in source]
+    loose = [one for one, kind in given if kind is None]
+    opened = iter(open_each(loose) if loose or not given else ())
+    tables: list[SourceTable] = []
+    for is_loose, several in groupby(given, key=lambda one: one[1] is None):
+        if is_loose:
+            tables.append(joined(islice(opened, sum(1 for _ in several))))
         else:
-            tables.append(kind.open_source(one))
-    if loose or not given:
-        tables.insert(0, _open_files(loose if len(given) > 1 or not isinstance(source, str | Path) else source))
+            tables += [kind.open_source(one) for one, kind in several if kind is not None]
     return _with_own_names(tables) if len(tables) > 1 else tables
 
 
@@ -232,19 +232,12 @@ def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
     return renamed
 
 
-def _open_files(source: StoredTable) -> SourceTable:
+def _open_files(source: str | Path) -> SourceTable:
     """Loose files; of a committed output those in its record, whatever else is in the folder."""
-    if isinstance(source, str | Path) and not is_url(local_path(os.fspath(source))):
-        folder = Path(os.path.abspath(os.path.expanduser(local_path(os.fspath(source)))))
-        try:
-            is_output = (folder / COMMIT).is_file()
-        except OSError as error:
-            raise unavailable(os.fspath(source), error) from error
-        if is_output:
-            return SourceTable(
-                files=tuple(SourceFile(name=path.name, file=str(path)) for path in committed_files(folder))
-            )
-    return open_files(source)
+    parts = output_parts(local_path(os.fspath(source)))
+    if parts is None:
+        return open_source(source)
+    return SourceTable(files=tuple(SourceFile(name=name, file=file) for name, file in parts))
 
 
 def _inspected(

@@ -23,7 +23,7 @@ B rows, C classes (1: regression), L tokens of the longest row. Nothing here imp
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,11 +128,21 @@ class Task:
         """Return the maximum tokens of a row, if `requested` is the job's `model.max_length`."""
         return load.max_length(base, requested)
 
+    def count_labels(
+        self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
+    ) -> Any:
+        """Return what is to be known of a part of the training table's label column, in any process."""
+        return _label_column.count_labels(arrays, problem, drop_bad=drop_bad)
+
+    def decide_labels(self, parts: Iterable[Any], problem: Problem | None = None) -> LabelColumn:
+        """Return the label column of which these are the parts; infer the problem if it is None."""
+        return _label_column.decide_labels(parts, problem)
+
     def find_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
     ) -> LabelColumn:
-        """Read the label column of the training table; infer the problem if it is None."""
-        return _label_column.find_labels(arrays, problem, drop_bad=drop_bad)
+        """Return what a whole label column holds."""
+        return self.decide_labels([self.count_labels(arrays, problem, drop_bad=drop_bad)], problem)
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
         """Return the Arrow type in which each array of `features` is stored."""
@@ -304,7 +314,8 @@ class Task:
     def measures_classes(self) -> bool:
         """Whether its metrics are those of `torchlake.metrics`, which `evaluate` computes with intervals."""
         mine = type(self)
-        return (mine.metrics, mine.measure, mine.find_labels) == (Task.metrics, Task.measure, Task.find_labels)
+        own = (mine.metrics, mine.measure, mine.count_labels, mine.decide_labels)
+        return own == (Task.metrics, Task.measure, Task.count_labels, Task.decide_labels)
 
     # What torchlake calls: the methods above, checked.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.loss import UNWEIGHTED, Objective, focal_loss
 from torchlake.metrics import validation_metrics
 from torchlake.tables.arrays import from_numpy
 from torchlake.tasks._labels import label_array, label_type
@@ -33,6 +33,8 @@ def loss_sum(
 
     logits = logits.float()
     weights = None if objective.class_weights is None else logits.new_tensor(objective.class_weights)
+    if objective.focal_gamma:
+        return focal_loss(logits, targets if spec.problem == "single_label" else targets.float(), objective)
     if spec.problem == "single_label":
         return functional.cross_entropy(
             logits, targets, weights, label_smoothing=objective.label_smoothing, reduction="sum"

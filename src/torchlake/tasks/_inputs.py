@@ -115,10 +115,7 @@ def join_texts(
         made = pc.binary_join_element_wise(*pieces, _scalar(""))
     else:
         separator = SEPARATOR if spec is None or spec.separator is None else spec.separator
-        known = [
-            pc.if_else(pa.array(~empty), each, _scalar(None))
-            for each, empty in zip(values, blank, strict=True)
-        ]
+        known = [pc.if_else(pa.array(~empty), each, _scalar(None)) for each, empty in zip(values, blank, strict=True)]
         made = pc.binary_join_element_wise(*known, _scalar(separator), null_handling="skip")
     return pc.if_else(pa.array(blank.all(axis=0)), _scalar(None), made)
 

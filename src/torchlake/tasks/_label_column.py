@@ -6,12 +6,12 @@
 
 `data.problem` overrides the guess. A column of strings may come from a file without types (CSV): strings that are all
 integers as Python writes them ("7", not "007") are integers, and strings that are all finite numbers are floats.
-Cost: one pass of Arrow's `value_counts`, and at most 10,000 classes in memory.
+Cost: one pass of Arrow's `value_counts`, and at most 10,000 classes in memory. Parts of a column may be counted in any
+process; their counts are merged in order, so that the same parts give the same bytes.
 """
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from torchlake.config.task_spec import LabelColumn, Problem
 from torchlake.errors import DataError
-from torchlake.tasks._label_values import LISTS, as_numbers, kind_of, to_plain_array
+from torchlake.tasks._label_values import LISTS, Moments, as_numbers, kind_of, to_plain_array
 
 MAX_INTEGER_CLASSES = 1_000
 MAX_CLASSES = 10_000
@@ -35,34 +35,8 @@ NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2
 
 
 @dataclass
-class Moments:
-    """Running count, mean and sum of squared deviations."""
-
-    count: float = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    def add(self, values: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Add `values` (N,) float64, each `counts` (N,) times."""
-        if not len(values):
-            return
-        weights = np.ones(len(values)) if counts is None else counts.astype(np.float64)
-        count = float(weights.sum())
-        mean = float(values @ weights) / count
-        between = mean - self.mean
-        self.squares += float((values - mean) ** 2 @ weights) + between**2 * self.count * count / (self.count + count)
-        self.count += count
-        self.mean += between * count / self.count
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation; 1 if all numbers are equal."""
-        return math.sqrt(self.squares / self.count) or 1.0
-
-
-@dataclass
-class _ColumnStats:
-    """Statistics of the part of a column that was read."""
+class LabelCounts:
+    """What was counted in a part of a label column."""
 
     kind: str = ""
     rows: int = 0
@@ -84,28 +58,61 @@ def find_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, d
     `drop_bad` also skips what is not a finite number. Otherwise raises DataError for these; also for fewer than two
     classes, too many classes, and types that are not labels or do not fit `problem`.
     """
-    seen = _ColumnStats()
+    return decide_labels([count_labels(arrays, problem, drop_bad=drop_bad)], problem)
+
+
+def count_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False) -> LabelCounts:
+    """Count a part of a label column. Raises DataError as `find_labels`, for what this part shows."""
+    seen = LabelCounts()
     for array in arrays:
         array = to_plain_array(array).drop_null()
         if not len(array):
             continue
-        kind = kind_of(array.type)
-        if seen.kind not in ("", kind):
-            raise DataError(f"the label column holds {' and '.join(sorted([seen.kind, kind]))}; it must be of one type")
-        seen.kind = kind
-        _check_kind(kind, problem)
+        _set_kind(seen, kind_of(array.type))
+        _check_kind(seen.kind, problem)
         if problem == "regression":
             numbers = as_numbers(array, drop_bad=drop_bad)
             seen.rows += len(numbers)
             assert seen.numbers is not None
             seen.numbers.add(numbers.to_numpy(zero_copy_only=False))
-        elif kind == "floats":
+        elif seen.kind == "floats":
             _add_floats(seen, as_numbers(array, drop_bad=drop_bad).to_numpy(zero_copy_only=False))
         else:
             _add_values(seen, array)
+    return seen
+
+
+def decide_labels(parts: Iterable[LabelCounts], problem: Problem | None = None) -> LabelColumn:
+    """The label column of which these are the parts, counted with this `problem`. Raises DataError as `find_labels`."""
+    seen = LabelCounts()
+    for part in parts:
+        _merge(seen, part)
     if not seen.rows:
         raise DataError("the label column is empty, or null in every row")
     return _regression(seen) if problem == "regression" else _decided(seen, problem)
+
+
+def _merge(seen: LabelCounts, part: LabelCounts) -> None:
+    """Add the counts of a part."""
+    if not part.kind:
+        return
+    _set_kind(seen, part.kind)
+    seen.rows += part.rows
+    seen.integers = seen.integers and part.integers
+    seen.word = part.word if seen.word is None else seen.word
+    if seen.numbers is None or part.numbers is None:
+        seen.numbers = None
+    else:
+        seen.numbers.merge(part.numbers)
+    seen.many = seen.many or part.many
+    _count(seen, part.counts, _most(seen.kind))
+    _refuse_many(seen)
+
+
+def _set_kind(seen: LabelCounts, kind: str) -> None:
+    if seen.kind not in ("", kind):
+        raise DataError(f"the label column holds {' and '.join(sorted([seen.kind, kind]))}; it must be of one type")
+    seen.kind = kind
 
 
 def _check_kind(kind: str, problem: Problem | None) -> None:
@@ -115,7 +122,7 @@ def _check_kind(kind: str, problem: Problem | None) -> None:
     raise DataError(f"data.problem is {problem}, which needs {expected}; the label column holds {kind}")
 
 
-def _add_floats(seen: _ColumnStats, numbers: np.ndarray) -> None:
+def _add_floats(seen: LabelCounts, numbers: np.ndarray) -> None:
     assert seen.numbers is not None
     seen.rows += len(numbers)
     seen.numbers.add(numbers)
@@ -126,23 +133,32 @@ def _add_floats(seen: _ColumnStats, numbers: np.ndarray) -> None:
     if len(odd):
         seen.many, seen.word = True, f"{odd[0]:g}"
     else:
-        _count(seen, {int(value): int(count) for value, count in zip(values, counts, strict=True)}, MAX_INTEGER_CLASSES)
+        _count(seen, {int(value): int(count) for value, count in zip(values, counts, strict=True)}, _most(seen.kind))
 
 
-def _add_values(seen: _ColumnStats, array: pa.Array) -> None:
+def _add_values(seen: LabelCounts, array: pa.Array) -> None:
     """Add strings, integers, booleans or lists of strings."""
     seen.rows += len(array)
     pairs = pc.value_counts(array.flatten().drop_null() if seen.kind == LISTS else array)
     found = dict(zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True))
     if seen.kind == "strings" and seen.numbers is not None:
         _add_words(seen, found)
-    _count(seen, found, MAX_INTEGER_CLASSES if seen.kind == "integers" else MAX_CLASSES)
-    # Strings with many values may still be numbers.
-    if seen.many and (seen.kind in ("integers", LISTS) or seen.numbers is None):
+    _count(seen, found, _most(seen.kind))
+    _refuse_many(seen)
+
+
+def _most(kind: str) -> int:
+    """The most distinct values that can be classes."""
+    return MAX_INTEGER_CLASSES if kind in ("integers", "floats") else MAX_CLASSES
+
+
+def _refuse_many(seen: LabelCounts) -> None:
+    """Raise DataError for too many classes. Strings with many values may still be numbers."""
+    if seen.many and (seen.kind in ("integers", LISTS) or (seen.kind == "strings" and seen.numbers is None)):
         raise _too_many(seen)
 
 
-def _add_words(seen: _ColumnStats, found: dict[str, int]) -> None:
+def _add_words(seen: LabelCounts, found: dict[str, int]) -> None:
     assert seen.numbers is not None
     seen.integers = seen.integers and all(map(INTEGER.fullmatch, found))
     seen.word = next((value for value in found if not NUMBER.fullmatch(value)), None)
@@ -152,7 +168,7 @@ def _add_words(seen: _ColumnStats, found: dict[str, int]) -> None:
         seen.numbers = None
 
 
-def _count(seen: _ColumnStats, found: dict[Any, int], most: int) -> None:
+def _count(seen: LabelCounts, found: dict[Any, int], most: int) -> None:
     if seen.many:
         return
     for value, count in found.items():
@@ -161,7 +177,7 @@ def _count(seen: _ColumnStats, found: dict[Any, int], most: int) -> None:
         seen.many, seen.counts = True, {}
 
 
-def _too_many(seen: _ColumnStats) -> DataError:
+def _too_many(seen: LabelCounts) -> DataError:
     if seen.kind == "integers":
         return DataError(
             f"the label column holds more than {MAX_INTEGER_CLASSES:,} distinct integers, too many for classes. Set "
@@ -174,7 +190,7 @@ def _too_many(seen: _ColumnStats) -> DataError:
     )
 
 
-def _regression(seen: _ColumnStats, note: str | None = None) -> LabelColumn:
+def _regression(seen: LabelCounts, note: str | None = None) -> LabelColumn:
     assert seen.numbers is not None
     return LabelColumn(
         problem="regression",
@@ -187,7 +203,7 @@ def _regression(seen: _ColumnStats, note: str | None = None) -> LabelColumn:
     )
 
 
-def _decided(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
+def _decided(seen: LabelCounts, problem: Problem | None) -> LabelColumn:
     """Return the inferred problem, or the classes of the requested one."""
     if seen.kind == LISTS:
         return _classes(seen, "multi_label")
@@ -203,7 +219,7 @@ def _decided(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
     return _of_floats(seen, problem)
 
 
-def _of_floats(seen: _ColumnStats, problem: Problem | None) -> LabelColumn:
+def _of_floats(seen: LabelCounts, problem: Problem | None) -> LabelColumn:
     """Decide for floats, or for strings that are all numbers but not all integers."""
     words = seen.counts
     if seen.kind == "strings":
@@ -244,7 +260,7 @@ def _whole(words: dict[str, int]) -> dict[Any, int] | None:
     return counts if 0 < len(counts) <= MAX_INTEGER_CLASSES else None
 
 
-def _classes(seen: _ColumnStats, problem: Problem, note: str | None = None) -> LabelColumn:
+def _classes(seen: LabelCounts, problem: Problem, note: str | None = None) -> LabelColumn:
     labels = tuple(sorted(seen.counts))
     if len(labels) < (1 if problem == "multi_label" else 2):
         shown = f"only {labels[0]!r}" if labels else "no label at all"

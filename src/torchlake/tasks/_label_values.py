@@ -1,11 +1,52 @@
-"""The values of a label column of any Arrow type: their kind, and as numbers."""
+"""The values of a label column of any Arrow type: their kind, as numbers, and the moments of numbers."""
 
+import math
+from dataclasses import dataclass
+
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.errors import DataError
 
 LISTS = "lists of strings"
+
+
+@dataclass
+class Moments:
+    """Running count, mean and sum of squared deviations."""
+
+    count: float = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Add `values` (N,) float64, each `counts` (N,) times."""
+        if not len(values):
+            return
+        weights = np.ones(len(values)) if counts is None else counts.astype(np.float64)
+        count = float(weights.sum())
+        mean = float(values @ weights) / count
+        between = mean - self.mean
+        self.squares += float((values - mean) ** 2 @ weights) + between**2 * self.count * count / (self.count + count)
+        self.count += count
+        self.mean += between * count / self.count
+
+    def merge(self, other: "Moments") -> None:
+        """Add the values that `other` counted."""
+        if not other.count or not self.count:
+            found = other if other.count else self
+            self.count, self.mean, self.squares = found.count, found.mean, found.squares
+            return
+        between, count = other.mean - self.mean, self.count + other.count
+        self.squares += other.squares + between**2 * self.count * other.count / count
+        self.mean += between * other.count / count
+        self.count = count
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation; 1 if all numbers are equal."""
+        return math.sqrt(self.squares / self.count) or 1.0
 
 
 def to_plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:

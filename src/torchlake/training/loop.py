@@ -15,28 +15,32 @@ written). So all ranks stop, save and fail at the same step. Each reads it when 
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchlake import distributed, optim, plugins
+from torchlake import atomic_io, distributed, plugins
 from torchlake.checkpoints import async_writer
 from torchlake.checkpoints.async_writer import CheckpointWriter
-from torchlake.checkpoints.store import Draft
+from torchlake.checkpoints.store import STATE, Draft
 from torchlake.config.types import Every
 from torchlake.errors import Interrupted, UsageError
 from torchlake.loss import find_objective
+from torchlake.optim import averages, schedule
+from torchlake.optim.precision import arithmetic
 from torchlake.progress import progress as progress_bar
 from torchlake.runs import folder, metrics_log
 from torchlake.training import saving
-from torchlake.training.rows import OnStep, RankSettings, Rows, load_rows, planned_batches, steps_per_epoch
-from torchlake.training.setup import make_train_state
+from torchlake.training.model.setup import make_train_state
+from torchlake.training.rows import OnStep, RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
 from torchlake.training.validation import validate
@@ -67,7 +71,7 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
     }
     with (
         distributed.process_group(train.collective_timeout, **joining) as group,
-        optim.arithmetic(train, group.device),
+        arithmetic(train, group.device),
     ):
         summary, write_model = _run(group, settings, stop_requested)
     if group.rank != 0:
@@ -83,12 +87,17 @@ def _run(
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Train; returns the summary and a function that writes the model folder. Neither refers to the process group."""
     training, validation = load_rows(settings, group)
+    train = settings.job.train
+    total = total_steps(train, steps_per_epoch(training, train, settings.spec))
+    schedule.check(total, train)
     state, progress = make_train_state(settings, group, training)
+    if group.rank == 0:
+        _log_new_length(settings, progress, total)
     targets = training.table.targets
     known = targets if isinstance(targets, np.ndarray) else None
-    state.objective = find_objective(settings.job.train, settings.spec, known, training.numbers)
+    state.objective = find_objective(train, settings.spec, known, training.numbers)
     if group.device.type in TRIED_ON:
-        try_largest(state, largest_batch(training, state, settings), settings.job.train)
+        try_largest(state, largest_batch(training, state, settings), train)
     with async_writer.checkpoint_writer(group, partial(saving.fenced, settings)) as writer:
         train_loop(settings, state, progress, training, validation, stop_requested, writer)
         writer.finish()
@@ -101,7 +110,21 @@ def _run(
         "seconds": round(progress.seconds, 1),
     }
     write_model = saving.model_exporter(settings, state, progress, card) if group.rank == 0 else lambda folder: None
-    return {"total_steps": progress.step, "metrics": metrics}, write_model
+    stopped_by = "patience" if train.patience is not None and progress.stale >= train.patience else "steps"
+    return {"total_steps": progress.step, "metrics": metrics, "stopped_by": stopped_by}, write_model
+
+
+def _log_new_length(settings: RankSettings, progress: TrainProgress, total: int) -> None:
+    """Say what the learning rate does if the run was to be shorter when the checkpoint was written."""
+    stored = {} if settings.checkpoint is None else atomic_io.read_json(Path(settings.checkpoint) / STATE)
+    before, step, train = stored.get("total_steps", total), progress.step, settings.job.train
+    if before != total and step < total:
+        last, following = schedule.learning_rate(step - 1, before, train), schedule.learning_rate(step, total, train)
+        log.info(
+            "the run has %d steps now, it had %d: train.schedule=%s is computed for all of them, so the learning rate "
+            "goes from %.3g in step %d to %.3g in step %d",
+            *(total, before, train.schedule, last, step, following, step + 1),
+        )
 
 
 def train_loop(
@@ -116,9 +139,9 @@ def train_loop(
     """Train from `progress`, which is updated in place, to the last step; the last checkpoint may still be writing."""
     train, group = settings.job.train, state.group
     per_epoch = steps_per_epoch(training, train, settings.spec)
-    total = min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
+    total = total_steps(train, per_epoch)
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
-    following = next(batches, None)
+    upcoming = deque(islice(batches, 1))
     saved_step = -1 if settings.checkpoint is None else progress.step
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
@@ -144,14 +167,13 @@ def train_loop(
                 read()
             not_validated = False
             if validation is not None and validate_now:
-                outcome = None if votes.stop else validate(state, validation, stop_requested)
+                outcome = (
+                    None if votes.stop else _validate(settings, state, progress, validation, stop_requested, writer)
+                )
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
-                    write_line(
-                        {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
-                    )
-                    saving.save_if_best(settings, state, progress, outcome, writer)
+                    write_line(_validation_line(step, outcome))
                     show(0, outcome)
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
@@ -167,15 +189,35 @@ def train_loop(
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
-            upcoming, following = following, next(batches, None)
-            if upcoming is None:
-                raise AssertionError("there is a batch for each step")
-            launched = train_step(state, *upcoming, progress, train, total, votes.flags)
-            if following is not None:
-                state.collate_ahead(following[1])
+            launched = train_step(state, *upcoming.popleft(), progress, train, total, votes.flags)
+            upcoming.extend(islice(batches, 1))
+            state.collate_ahead([rows for _, rows in upcoming])
             oldest = writer.oldest()  # the one its flags are about: reading the step before may commit it
             read()
             votes.pending = (launched, oldest)
+
+
+def _validation_line(step: int, outcome: dict[str, float]) -> dict[str, Any]:
+    """The line of metrics.jsonl for a validation."""
+    return {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
+
+
+def _validate(
+    settings: RankSettings,
+    state: TrainState,
+    progress: TrainProgress,
+    rows: Rows,
+    stop_requested: Callable[[], bool],
+    writer: CheckpointWriter,
+) -> metrics_log.Line | None:
+    """Validate the model, or the average of its weights, and save it if it is the best so far; None: asked to stop."""
+    averaged = settings.job.train.ema is not None
+    with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
+        outcome = validate(state, rows, stop_requested)
+        if outcome is not None:
+            saving.save_if_best(settings, state, progress, outcome, writer)
+            writer.hold_updates()  # the exchange back is one
+    return outcome
 
 
 @dataclass

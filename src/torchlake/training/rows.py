@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from torchlake import distributed, plugins
-from torchlake.config.job import Job, TrainConfig
+from torchlake.config.job import Job
+from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching, bins, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.models.load import TaskSpec
@@ -90,7 +91,7 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
     assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
     classes = tables[0].targets if spec.problem == "single_label" else None
     assert classes is None or isinstance(classes, np.ndarray), "one class for each row"
-    kept, held_out = order.split(len(tables[0]), share.fraction, settings.job.train.seed, classes)
+    kept, held_out = order.hold_out(len(tables[0]), share, settings.job.train.seed, classes)
     return Rows(tables[0], kept), pack_rows(Rows(tables[0], held_out), spec)
 
 
@@ -127,3 +128,8 @@ def epoch_seed(seed: int, epoch: int) -> int:
 def steps_per_epoch(training: Rows, train: TrainConfig, spec: TaskSpec) -> int:
     """Optimizer steps of one pass over the rows, the short last one included; equal in all epochs."""
     return math.ceil(len(pack_rows(training, spec).numbers) / train.batch_size)
+
+
+def total_steps(train: TrainConfig, per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)

@@ -15,17 +15,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torchlake import atomic_io
+import torch
+
+from torchlake import atomic_io, plugins
 from torchlake.checkpoints import format, location
 from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
 from torchlake.models.load import model_folder
+from torchlake.optim import averages
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
 from torchlake.training.model import lora
-from torchlake.training.rows import RankSettings
+from torchlake.training.model.traits import stores_all
+from torchlake.training.rows import RankSettings, total_steps
 from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,7 @@ def save(
             "batch": batch,
             "best": progress.best,
             "world_size": state.group.world_size,
+            "total_steps": total_steps(settings.job.train, per_epoch),
             "position": asdict(progress),
         },
     )
@@ -87,26 +92,43 @@ def model_exporter(
     """
     store = checkpoints(settings)
     if progress.best is None:
-        stored = format.step_path(store, progress.step)
+        stored = format.step_path(store, progress.step, format.MODEL if settings.job.train.ema is None else "")
     else:
         stored = format.best_path(store, progress.best["step"])
         log.info("the best model is that of step %d", progress.best["step"])
     tensors = format.load_model(stored, state.stored)
+    if progress.best is None and settings.job.train.ema is not None:
+        tensors |= format.load_field(stored, averages.AVERAGE, state.names)
     store.delete_fetched()
     options = settings.job.model.lora
     write = partial(
         state.task.save_model, config=state.config, processor=state.processor, spec=settings.spec, card=card
     )
-    if options is None:
+    if stores_all(settings.job):
         return partial(write, model_or_state=tensors)
 
+    def write_beside_frozen(folder: Path) -> None:
+        whole = dict(_initial_model(settings).state_dict())
+        for name, tensor in tensors.items():
+            whole[name].copy_(tensor)
+        write(folder, model_or_state=whole)
+
     def write_merged(folder: Path) -> None:
-        base = state.task.base_model(model_folder(settings.job.model.base), settings.spec)
+        assert options is not None, "else it would have no adapters"
+        base = _initial_model(settings)
         with TemporaryDirectory(dir=folder.parent, prefix=".adapter.", suffix=".tmp") as scratch:
             merge_adapters = lora.merge_adapters(base, options, tensors, Path(scratch) / lora.ADAPTER)
             write(folder, model_or_state=merge_adapters, beside=Path(scratch) / lora.ADAPTER)
 
-    return write_merged
+    return write_beside_frozen if options is None else write_merged
+
+
+def _initial_model(settings: RankSettings) -> Any:
+    """The model that the run began with, heads that were drawn included."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(settings.job.train.seed)
+        task = plugins.load("tasks", settings.spec.task)
+        return task.base_model(model_folder(settings.job.model.base), settings.spec)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ both.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import atomic_io, optim
+from torchlake import atomic_io
 from torchlake.checkpoints.shards import Pieces
 from torchlake.data import batching, bins, packing
 from torchlake.data.features import take
@@ -26,6 +26,7 @@ from torchlake.distributed import Group, to_device
 from torchlake.errors import OutOfMemory, UsageError, ran_out_of_memory
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.models.load import TaskSpec
+from torchlake.optim.precision import Precision
 from torchlake.runs.speed import Speed
 from torchlake.training.model import kernels
 from torchlake.training.rows import Rows
@@ -80,8 +81,8 @@ class TrainState:
     names: list[str]
     "Names of the optimizer's parameters."
     stored: dict[str, torch.Tensor]
-    "The tensors of the model that a checkpoint stores (all, or the ones LoRA trains), on the meta device."
-    precision: optim.Precision
+    "The tensors that a checkpoint stores (all, or of a partly frozen model the trained ones), on the meta device."
+    precision: Precision
     requested_tokens: int
     "train.micro_batch_tokens: tokens, padding included, that this rank may process at once."
     micro_batch_tokens: int
@@ -147,14 +148,14 @@ class TrainState:
         self.data_seconds += time.perf_counter() - began
         return self._compute(batch, packed=packed), targets, batch
 
-    def collate_ahead(self, rows: Rows) -> None:
-        """Begin to make the micro-batches of the next step in a thread, if that takes the task long."""
+    def collate_ahead(self, steps: Sequence[Rows]) -> None:
+        """Begin to make the micro-batches of the next steps in a thread, if that takes the task long."""
         if not self.task.collates_ahead:
             return
         if self.collating is None:
             self.collating = ThreadPoolExecutor(1, thread_name_prefix="collate")
-        numbers = [rows.numbers[positions] for positions in self.micro_batches(rows)[0]]
-        self.collated = {_key(rows, each): self.collating.submit(self._batch, rows, each) for each in numbers}
+        wanted = [(rows, rows.numbers[positions]) for rows in steps for positions in self.micro_batches(rows)[0]]
+        self.collated = {_key(*each): self.collating.submit(self._batch, *each) for each in wanted}
 
     def _ready_batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
         ready = self.collated.pop(_key(rows, numbers), None)

@@ -19,11 +19,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchlake import distributed, optim
-from torchlake.config.job import TrainConfig
+from torchlake import distributed
+from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Reading
 from torchlake.errors import Diverged
 from torchlake.failpoints import failpoint
+from torchlake.optim import averages
+from torchlake.optim.optimizers import set_learning_rate
+from torchlake.optim.precision import step_seed
+from torchlake.optim.schedule import learning_rate
 from torchlake.runs import metrics_log
 from torchlake.runs.speed import Speed, peak_memory
 from torchlake.training import saving
@@ -75,13 +79,12 @@ def train_step(
     group, module, strategy = state.group, state.module, state.strategy
     before_rows = state.data_seconds
     began, doing = _mark(group.device), f"working on step {progress.step + 1:,}"
-    rate = optim.learning_rate(progress.step, total, train)
-    for parameters in state.optimizer.param_groups:
-        parameters["lr"] = rate
+    rate = learning_rate(progress.step, total, train)
+    set_learning_rate(state.optimizer, rate)
     targets = state.num_targets(rows)
     scale = progress.loss_scale if state.precision.dtype is torch.float16 else 1.0
     with distributed.explain_lost_peers(group, doing):
-        seed = optim.step_seed(train.seed, progress.step, group.data_rank)
+        seed = step_seed(train.seed, progress.step, group.data_rank)
         # Strategies average gradients over the ranks; this makes it the sum over all targets.
         loss_sum, padded = add_gradients(state, rows, factor=scale * group.data_ranks / targets, seed=seed)
     # From here on gradients are rescaled and weights partly updated: a failure restarts from the last checkpoint.
@@ -93,7 +96,10 @@ def train_step(
         counted = loss_sum if group.counts else torch.zeros_like(loss_sum)
         sums = distributed.sum_on_device(group, torch.cat([counted.double()[None], votes]), doing)
         norm = norm.to(group.device, torch.float64)
-        strategy.step(module, state.optimizer, (sums[0] + norm).isfinite())
+        finite = (sums[0] + norm).isfinite()
+        strategy.step(module, state.optimizer, finite)
+        if train.ema is not None:
+            averages.update(state.optimizer, train.ema, progress.step + 1, finite)
         numbers = distributed.start_reading(torch.cat([sums, norm[None]]))
     progress.step += 1
     line = {

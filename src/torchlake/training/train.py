@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
@@ -22,6 +22,7 @@ from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, proc
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.load import check_folder, model_folder
+from torchlake.optim import optimizers
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
 from torchlake.preparation.problem import draft_spec, find_task_spec
@@ -39,6 +40,9 @@ from torchlake.tasks import Task
 from torchlake.training import restarts
 from torchlake.training.model import lora
 from torchlake.training.rows import OnStep
+
+if TYPE_CHECKING:
+    from torchlake.training.folds import Folds
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ class Run:
     "Whether the run was finished before this call."
 
 
+@overload
 def train(
     job: str | Path | Job | None = None,
     *,
@@ -69,17 +74,47 @@ def train(
     overrides: Sequence[str] = (),
     task: Task | None = None,
     on_step: OnStep | None = None,
+    folds: None = None,
     **sections: Unpack[Sections],
-) -> Run:
+) -> Run: ...
+
+
+@overload
+def train(
+    job: str | Path | Job | None = None,
+    *,
+    run: str | Path | None = None,
+    engine: Engine | str | None = None,
+    overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
+    folds: int,
+    **sections: Unpack[Sections],
+) -> "Folds": ...
+
+
+def train(
+    job: str | Path | Job | None = None,
+    *,
+    run: str | Path | None = None,
+    engine: Engine | str | None = None,
+    overrides: Sequence[str] = (),
+    task: Task | None = None,
+    on_step: OnStep | None = None,
+    folds: int | None = None,
+    **sections: Unpack[Sections],
+) -> "Run | Folds":
     """Fine-tune a model as described by `job` (a job file or a Job), by sections, or by both.
 
     Sections are the mappings `data`, `model`, `train` and `track` (`runs/arguments.py` has their keys), or models of
-    `config/job.py`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an engine,
-    or its name: "spark" has the options of the job's section `engine`, and by default runs on the active session.
-    `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data), or streams as in
-    `predict`; they are stored in the run folder first, Spark and Ray frames by their own engine, once per run. `run` is
-    the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to that name if the folder holds
-    another job. The same call again resumes an interrupted run, and returns a finished one.
+    `config/sections/`. Sections and then `overrides` ("train.epochs=5") replace values of the job. `engine` is an
+    engine, or its name: "spark" has the options of the job's section `engine`, and by default runs on the active
+    session. `data.train` and `data.validation` may be frames (pyarrow, pandas, polars, Spark, Ray Data), or streams as
+    in `predict`; they are stored in the run folder first, Spark and Ray frames by their own engine, once per run. `run`
+    is the run folder, by default runs/ and the job file's name; "auto" adds -2, -3, ... to that name if the folder
+    holds another job. The same call again resumes an interrupted run, and returns a finished one; with more epochs it
+    continues it. With `folds=5` it trains five times, each time validating on another fifth of the rows, in fold_1 to
+    fold_5 below the run folder, and returns `Folds`: the mean and the standard deviation of the metrics.
 
     `task` is a task of yours, an instance of a subclass of `torchlake.Task`; it takes the place of `model.task`. Give
     it again to resume, and to `predict` and `evaluate`. `on_step` is called in rank 0's process with the numbers of
@@ -93,17 +128,19 @@ def train(
     all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
-    if task is not None:
-        overrides = (*overrides, f"model.task={plugins.give(task)}")
+    overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
+    if folds is not None:
+        from torchlake.training.folds import train_folds
+
+        given = {"run": run, "engine": engine, "overrides": overrides, "sections": sections, "on_step": on_step}
+        return train_folds(job, folds, **given)  # type: ignore[arg-type]
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
-    tracking.check(wanted.track)
-    if wanted.model.lora is not None:
-        lora.check_installed()
-    engine = _engine_of(wanted, engine)
+    _check_libraries(wanted)
+    engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
     for number in process_bounds(processes):
         choose_strategy(wanted, number)
@@ -111,20 +148,16 @@ def train(
     with run_folder.run_lease(folder) as lease:
         run_folder.claim(folder, wanted)
         for path, frame in frames.items():
-            _store_frame(frame, path, engine)
+            store_frame(frame, path, engine)
         finished = run_folder.finished(folder)
         if finished is not None:
-            _refuse_changed_input(wanted, folder)
-            log.info("%s: already complete, %d steps", folder, finished["steps"])
-            with tracking.tracked(wanted, folder):  # send what the trackers missed
-                pass
-            return _as_run(folder, finished, steps=0, began=began, complete=True)
+            return _complete(wanted, folder, engine, finished, began)
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
-        _check_columns(wanted, folder, trained=trained)
+        _check_columns(wanted, folder, engine, trained=trained)
         base = model_folder(wanted.model.base)
         _check_tensor_parallel(wanted, base, processes)
-        spec = find_task_spec(wanted, base, folder, trained=trained)
+        spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)
         metric = choose_metric(wanted, spec)
         prepared = _prepare(wanted, base, spec, engine, folder, trained=trained)
         _summarize(wanted, spec, prepared, folder)
@@ -147,6 +180,7 @@ def train(
                 "metrics": done["metrics"],
                 "metric": metric,
                 "world_size": done["world_size"],
+                "stopped_by": done["stopped_by"],
             }
             atomic_io.write_json(folder / run_folder.RESULT, result, site="run.result")
     from torchlake.reporting import report
@@ -155,18 +189,35 @@ def train(
     return _as_run(folder, result, steps=done["steps"], began=began, complete=False)
 
 
+def _check_libraries(job: Job) -> None:
+    """Raise MissingExtra for a library that the job needs and that is not installed."""
+    tracking.check(job.track)
+    optimizers.check_installed(job.train)
+    if job.model.lora is not None:
+        lora.check_installed()
+
+
+def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
+    """The result of a run that was finished before this call."""
+    _refuse_changed_input(job, folder, engine)
+    log.info("%s: already complete, %d steps", folder, finished["steps"])
+    with tracking.tracked(job, folder):  # send what the trackers missed
+        pass
+    return _as_run(folder, finished, steps=0, began=began, complete=True)
+
+
 def named_engine(engine: Engine | str | None) -> dict[str, Any]:
     """The sections of a job that the argument `engine` stands for: a name is that of the section `engine`."""
     return {"engine": {"name": engine}} if isinstance(engine, str) else {}
 
 
-def _engine_of(job: Job, engine: Engine | str | None) -> Engine:
+def job_engine(job: Job, engine: Engine | str | None) -> Engine:
     """The engine given as an object, else that of the job."""
     given = None if isinstance(engine, str) else as_engine(engine)
     return given or make_engine(job.engine.name, job.engine.processes, **job.engine.options)
 
 
-def _store_frame(frame: Any, path: Path, engine: Engine) -> None:
+def store_frame(frame: Any, path: Path, engine: Engine) -> None:
     """Store a frame or a stream in the run folder; a Spark or Ray frame is written there by its own engine, once."""
     native_engine = engine_of(frame)
     if native_engine is None:
@@ -253,14 +304,14 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
     )
 
 
-def _check_columns(job: Job, folder: Path, *, trained: bool) -> None:
+def _check_columns(job: Job, folder: Path, engine: Engine, *, trained: bool) -> None:
     """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
     data = job.data
     named = (*draft_spec(job).columns, data.key)
     for name, table in run_folder.stored_tables(job).items():
         try:
             columns = tuple(column for column in named if column is not None)
-            open_table(table, columns=columns, options=run_folder.read_options_of(job, name))
+            open_table(table, columns=columns, options=run_folder.read_options_of(job, name), spread=engine.spread)
         except TableError as error:
             kept = f" The training in {folder} continues with {table} only; train another in a new run folder (--run)."
             raise type(error)(f"data.{name}: {error}{kept if trained else ''}") from error
@@ -275,7 +326,7 @@ def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path,
         output.parent.mkdir(exist_ok=True)
         if job.data.key is not None and not trained:
             keyed = open_table(table, columns=(job.data.key,), options=options, spread=engine.spread)
-            plan = plan_chunks(keyed, columns=(job.data.key,), hashed=False)
+            plan = plan_chunks(keyed, columns=(job.data.key,), hashed=False, spread=engine.spread)
             check_key(keyed, plan, job.data.key, spread=engine.spread, scratch=output.parent)
         try:
             done = prepare(
@@ -311,15 +362,16 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
         log.info("%s", line)
 
 
-def _refuse_changed_input(job: Job, folder: Path) -> None:
+def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:
     """Raise FingerprintError when a table of a finished run has changed; a deleted table is accepted."""
     for name, table in run_folder.stored_tables(job).items():
         planned = {one.name: one for one in planned_inputs(folder / "prepared" / name)}
         try:
-            now = open_table(table, options=run_folder.read_options_of(job, name))
+            now = open_table(table, options=run_folder.read_options_of(job, name), spread=engine.spread)
             paths, unchanged = dict(zip(now.names, now.files, strict=True)), ContentChecker()
             if now.options.selection.asked:
-                paths = {one.name: one.path for one in plan_chunks(now, columns=(), hashed=False).inputs}
+                plan = plan_chunks(now, columns=(), hashed=False, spread=engine.spread)
+                paths = {one.name: one.path for one in plan.inputs}
             changed = sorted(planned.keys() ^ paths.keys()) or [
                 one.path
                 for one in planned.values()

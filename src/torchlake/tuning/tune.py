@@ -43,11 +43,13 @@ from torchlake.runs.folder import (
     stored_tables,
 )
 from torchlake.runs.follow import follow_metrics
+from torchlake.tables.chunks import content_ids
 from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
-from torchlake.tables.storage.versions import content_id
-from torchlake.tables.table import open_table
-from torchlake.training.train import choose_metric, named_engine, train
+from torchlake.tables.storage.spread import Spread
+from torchlake.tables.storage.versions import version_of
+from torchlake.tables.table import Table, open_table
+from torchlake.training.train import choose_metric, job_engine, named_engine, train
 from torchlake.tuning.search_space import Range, Space, read_space
 from torchlake.tuning.study import (
     WHY,
@@ -129,8 +131,10 @@ def tune(
     default = find(job, None)
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
     with _tuning_lease(folder) as mine:
-        wanted = _claim(folder, wanted, searched, seed)
-        spec = find_task_spec(wanted, model_folder(wanted.model.base), folder, trained=is_trained(folder, wanted))
+        spread = job_engine(wanted, engine).spread
+        wanted = _claim(folder, wanted, searched, seed, spread)
+        base, trained = model_folder(wanted.model.base), is_trained(folder, wanted)
+        spec = find_task_spec(wanted, base, folder, trained=trained, spread=spread)
         metric = choose_metric(wanted, spec)
         minimize = lower_is_better(metric, plugins.load("tasks", spec.task).directions)
         with open_study(folder, minimize=minimize, prune=prune) as study:
@@ -166,7 +170,7 @@ def _tuning_lease(folder: Path) -> Iterator[lease.Lease]:
         mine.release()
 
 
-def _claim(folder: Path, job: Job, space: Space, seed: int) -> Job:
+def _claim(folder: Path, job: Job, space: Space, seed: int, spread: Spread) -> Job:
     """Store the settings of the tuning in its folder; returns the job with the versions of tables that all trials read.
 
     Raises FingerprintError when the folder holds another tuning, or other files.
@@ -181,13 +185,13 @@ def _claim(folder: Path, job: Job, space: Space, seed: int) -> Job:
             )
     pinned = pinned_job(folder, job, begun=path.exists())
     stored = stored_tables(pinned).items()
-    tables = {name: open_table(table, options=read_options_of(job, name)) for name, table in stored}
+    tables = {name: open_table(table, options=read_options_of(job, name), spread=spread) for name, table in stored}
     now: dict[str, Any] = {
         "job": job.model_dump(mode="json"),
         "space": {name: asdict(one) if isinstance(one, Range) else list(one) for name, one in space.items()},
         "seed": seed,
         # Trials on other rows could not be compared.
-        "rows": {name: dict(zip(one.names, map(content_id, one.files), strict=True)) for name, one in tables.items()},
+        "rows": {name: _contents(one, spread) for name, one in tables.items()},
     }
     if path.exists():
         before: dict[str, Any] = atomic_io.read_json(path)
@@ -199,6 +203,12 @@ def _claim(folder: Path, job: Job, space: Space, seed: int) -> Job:
             )
     atomic_io.write_json(path, now, site="tuning.settings")
     return pinned
+
+
+def _contents(table: Table, spread: Spread) -> dict[str, str | None]:
+    """What identifies the content of each file, by its name."""
+    versions = [version_of(file) for file in table.files]
+    return dict(zip(table.names, content_ids(table.files, versions, [None] * len(versions), spread), strict=True))
 
 
 def _train(

@@ -14,8 +14,8 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from terminal import CTRL_C, frames, on_terminal
+from torchlake.chunk_jobs import job
 from torchlake.processes.interrupts import announce_interrupt
-from torchlake.scoring import predict
 from torchlake.tables.output.parts import Part
 from torchlake.training import restarts
 
@@ -114,7 +114,7 @@ def test_a_scoring_prints_that_finished_chunks_are_kept(
     pq.write_table(tiny.reviews(60), table)
     with pytest.raises(KeyboardInterrupt):
         tl.predict(tiny_model, table, output, engine=Interrupting(), chunk_rows=10)
-    assert f"\n{predict.KEPT}\n" in capfd.readouterr().err
+    assert f"\n{job.KEPT}\n" in capfd.readouterr().err
     done = tl.predict(tiny_model, table, output, engine=tiny.Here(), chunk_rows=10)
     assert done.rows_out == 60
     assert done.record["provenance"]["rows_scored"] < 60, "what was finished was kept"

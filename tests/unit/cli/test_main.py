@@ -34,9 +34,9 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return what()
             raise what
 
-        module = ModuleType("torchlake.tables.output.verify")
+        module = ModuleType("torchlake.tables.verification.verify")
         module.verify = verify  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "torchlake.tables.output.verify", module)
+        monkeypatch.setitem(sys.modules, "torchlake.tables.verification.verify", module)
 
     return arm
 
@@ -356,8 +356,8 @@ def verify(output, *, spread):
     return SimpleNamespace(rows_in=3, rows_out=3, rows_failed=0, parts=1, problems=[], notes=[])
 
 if __name__ == "__main__":
-    sys.modules["torchlake.tables.output.verify"] = ModuleType("torchlake.tables.output.verify")
-    sys.modules["torchlake.tables.output.verify"].verify = verify
+    sys.modules["torchlake.tables.verification.verify"] = ModuleType("torchlake.tables.verification.verify")
+    sys.modules["torchlake.tables.verification.verify"].verify = verify
     sys.exit(main(["verify", sys.argv[1], *(word for word in sys.argv[2:] if word != "bad")]))
 """
 DETAIL, STEP, WARNING, BAR = "a detail", "a step", "a warning", "verify: 3/3"

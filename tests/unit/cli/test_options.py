@@ -15,7 +15,8 @@ TABLES = frozenset({"--input", "--csv"})
 OPTIONS = {
     "init": frozenset({"--text", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
     "schema": frozenset(set()),
-    "train": frozenset({"--set", "--processes", "--engine", "--run", "--mlflow", "--tensorboard"}) | ROWS,
+    "train": frozenset({"--set", "--processes", "--engine", "--run", "--folds", "--mlflow", "--wandb", "--tensorboard"})
+    | ROWS,
     "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"})
     | ROWS,
     "predict": frozenset(
@@ -36,6 +37,12 @@ OPTIONS = {
             "--gpus-per-process",
             "--chunk-rows",
             "--overwrite",
+            "--format",
+            "--mode",
+            "--incremental",
+            "--partition-by",
+            "--add-columns",
+            "--target-file-size",
             "--accept-new-input",
             "--accept-removed-input",
             "--on-bad-file",
@@ -86,6 +93,7 @@ OPTIONS = {
     | ROWS,
     "launch": frozenset({"--processes", "--gpus-per-process", "--engine", "--set"}),
     "verify": frozenset({"--processes", "--engine", "--set"}),
+    "export": frozenset({"--format", "--pooling"}),
     "report": frozenset(set()),
     "doctor": frozenset(set()),
     "demo": frozenset({"--folder", "--rows"}),
@@ -101,6 +109,7 @@ ARGUMENTS = {
     "plan": ["job"],
     "launch": ["target", "arguments"],
     "verify": ["output"],
+    "export": ["model", "folder"],
     "report": ["run"],
 }
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from torchlake.optim import ComputeWeights
+from torchlake.optim.precision import ComputeWeights
 from torchlake.planning import costs
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Exchange, Link, Parameters, Shape
 from torchlake.planning.survey import _shape

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import tiny
 import torchlake as tl
 from torchlake.cli.main import main
+from torchlake.config import amounts
 from torchlake.config.job import load_job
 from torchlake.data import batching, order, packing
 from torchlake.errors import DataError, TableError, UsageError
@@ -310,12 +311,12 @@ def test_wrong_tables_are_named(sections: dict[str, Any], tmp_path: Path) -> Non
     [("80GiB", 80 * 2**30), ("24 GB", 24e9), ("80G", 80e9), ("12.5GB/s", 12.5e9), ("512 mib", 2**29), (2**31, 2.0**31)],
 )
 def test_sizes(text: str | float, value: float) -> None:
-    assert cluster.size_in_bytes(text, "gpu_memory") == value
+    assert amounts.size_in_bytes(text, "gpu_memory") == value
 
 
 @pytest.mark.parametrize(("text", "value"), [("120T", 120e12), ("1.5PFLOP/s", 1.5e15), ("1e12", 1e12), (5, 5.0)])
 def test_operations(text: str | float, value: float) -> None:
-    assert cluster.operations(text, "flops") == value
+    assert amounts.operations(text, "flops") == value
 
 
 @given(number=st.floats(1e-3, 1e15), unit=st.sampled_from(["", " ", "b", "B", "/s", "FLOP", "GB", "gib", "TB", "K"]))
@@ -323,10 +324,10 @@ def test_bytes_have_a_unit_or_are_refused_with_one(number: float, unit: str) -> 
     """No text without a unit is taken for bytes, whatever the number."""
     text = f"{number}{unit}"
     if unit.lower() in ("b", "gb", "gib", "tb", "k") and "e-" not in text:
-        assert cluster.size_in_bytes(text, "gpu_memory") >= number
+        assert amounts.size_in_bytes(text, "gpu_memory") >= number
     else:
         with pytest.raises(UsageError, match="has no unit|is not an amount"):
-            cluster.size_in_bytes(text, "gpu_memory")
+            amounts.size_in_bytes(text, "gpu_memory")
 
 
 # what stands for the table

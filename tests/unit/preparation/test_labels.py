@@ -1,5 +1,6 @@
 """Labels: which problem a column of them is, and what cannot be one."""
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -216,6 +217,8 @@ def test_any_column_is_learned_or_refused_with_a_reason(
     try:
         found = task.find_labels(iter(pieces), problem)
     except DataError:
+        with pytest.raises(DataError):
+            task.decide_labels([task.count_labels(iter([piece]), problem) for piece in pieces], problem)
         unfit = labeled and problem is not None and (problem == "multi_label") != (kind == "lists")
         words = problem == "regression" and kind == "strings"
         odd = problem == "single_label" and kind in ("floats", "decimals")
@@ -224,8 +227,10 @@ def test_any_column_is_learned_or_refused_with_a_reason(
         return
     assert found.rows == len(labeled)
     whole = task.find_labels(iter([array]), problem)
-    assert replace(whole, mean=found.mean, deviation=found.deviation) == found
-    assert (whole.mean, whole.deviation) == pytest.approx((found.mean, found.deviation))
+    parts = [pickle.loads(pickle.dumps(task.count_labels(iter([piece]), problem))) for piece in pieces]
+    for other in (whole, task.decide_labels(parts, problem)):
+        assert replace(other, mean=found.mean, deviation=found.deviation) == found
+        assert (other.mean, other.deviation) == pytest.approx((found.mean, found.deviation))
     spec = replace(tiny.spec_for(found.problem, found.labels), mean=found.mean, deviation=found.deviation)
     targets = task.encode_labels(array, spec)
     assert targets.is_null().to_pylist() == [value is None for value in values]

@@ -1,21 +1,26 @@
 """Tracking: every line of metrics.jsonl is in the stores once, also when the run or the store fails."""
 
+import json
 import logging
 import math
 import os
 import signal
+import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from wandb.proto.wandb_internal_pb2 import Record
 
 import torchlake as tl
 import training_runs as runs
 from torchlake.cli import commands, main
-from torchlake.config.job import TrackConfig, load_job
+from torchlake.config.job import load_job
+from torchlake.config.sections.track import TrackConfig
 from torchlake.errors import MissingExtra
 from torchlake.models.folders import model_hash
 from torchlake.reporting import tracking
@@ -203,3 +208,63 @@ def test_a_watcher_that_hangs_is_not_waited_for(
         pass
     released.set()
     assert "test: still running" in caplog.text
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log, without the header of 7 bytes that wandb puts before the first block of 32 KiB."""
+    place, parts = 7, b""
+    content = bytes(7) + content
+    while place + 7 <= len(content):
+        left = 32_768 - place % 32_768
+        if left < 7:
+            place += left
+            continue
+        size, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        if kind == 0:
+            return
+        parts += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # the whole record, or its last part
+            yield parts
+            parts = b""
+
+
+def wandb_curve(run: Path, name: str) -> list[tuple[int, float]]:
+    """A metric in the offline files of all attempts, as `wandb sync` would send them, in order."""
+    points = []
+    for path in sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        for data in leveldb_records(path.read_bytes()[7:]):
+            record = Record()
+            record.ParseFromString(data)
+            items = record.history.item
+            values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+            if name in values:
+                points.append((values["_step"], values[name]))
+    return points
+
+
+def test_weights_and_biases_gets_every_point_once(
+    tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real library, offline: killed, resumed, and asked for again when it was finished."""
+    run = tmp_path / "run"
+    sections = {**runs.job(tmp_path, tiny_bert), "track": {"wandb": "team/reviews"}}
+    assert runs.attempt(run, sections, sigterm_at="rank0.step:6", WANDB_MODE="offline").exit_code == 143
+    first = json.loads((run / "tracking.json").read_text())["wandb:team/reviews"]
+    for _ in range(2):
+        runs.succeed(run, sections, WANDB_MODE="offline")
+        for name in SCALARS:
+            assert wandb_curve(run, name) == [(step, pytest.approx(value)) for step, value in curve(run, name)]
+    assert json.loads((run / "tracking.json").read_text())["wandb:team/reviews"]["id"] == first["id"]
+    files = list((run / "wandb").glob("offline-run-*"))
+    assert files
+    assert all(file.name.endswith(first["id"]) for file in files)
+
+
+def test_wandb_without_a_key_is_refused_before_any_work(
+    tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {**runs.job(tmp_path, tiny_bert), "track": {"wandb": "reviews"}}
+    refused = runs.attempt(tmp_path / "run", sections, HOME=str(tmp_path), NETRC=str(tmp_path / "none"))
+    assert "UsageError: track.wandb: wandb has no API key" in refused.error
+    assert not (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ import reading_crashes
 import tiny
 import torchlake as tl
 from misbehaving import POISON, RAISER, misbehave, small_memory
+from torchlake.chunk_jobs.read_ahead import Workspace
 from torchlake.errors import TableError, TooManyErrors, UsageError
 from torchlake.models import load
 from torchlake.scoring.rows import ScoringSettings
@@ -24,6 +25,7 @@ from torchlake.scoring.scorer import Scorer
 from torchlake.scoring.worker import make_chunk_worker, output_schema
 from torchlake.tables.arrays import without_rows
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.table import open_table
@@ -161,7 +163,7 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
     for words, options in wrong.items():
         with pytest.raises(UsageError, match=words):
             tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", text="body", **options)
-    with pytest.raises(UsageError, match="which publishing would replace"):
+    with pytest.raises(UsageError, match="which the output would replace"):
         tl.predict(model, tmp_path / "in.parquet", tmp_path, text="body")
     with pytest.raises(UsageError, match="adds a column 'error' to every output"):
         tl.predict(model, pa.table({"text": ["good"], "error": ["x"]}), prefix="predicted_")
@@ -187,7 +189,8 @@ def scored(
                 pulled.append(len(list((folder / "table").iterdir())))
             yield chunk, f"part-{chunk.index}.parquet"
 
-    worker = make_chunk_worker(settings(model, runtime=misbehave, staging=str(folder)))
+    written_to = Workspace(journal=str(folder / "journal"), parts=PartFolder(location=str(folder / "table")))
+    worker = make_chunk_worker(settings(model, runtime=misbehave, workspace=written_to))
     made = [pq.read_table(folder / "table" / one.part.name).to_pylist() for one in worker(items())]
     assert list((folder / "journal").iterdir()) == []
     return made

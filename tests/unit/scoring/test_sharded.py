@@ -19,7 +19,7 @@ import torchlake as tl
 from torchlake.errors import UsageError
 from torchlake.models import load
 from torchlake.runtimes import _sharded
-from torchlake.tables.output.verify import verify
+from torchlake.tables.verification.verify import verify
 
 ROWS = 60
 ROUNDING = 1e-5

@@ -13,7 +13,7 @@ import torch
 import tiny
 import training_runs as runs
 from torchlake import plugins
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, DataError
 from torchlake.strategies import _deepspeed_config as config
 
@@ -187,11 +187,11 @@ def train_config(path: Path, given: Any, **fields: Any) -> TrainConfig:
         ({"train_micro_batch_size_per_gpu": 4}, "train.micro_batch_tokens=16384"),
         ({"gradient_accumulation_steps": 1}, "train.micro_batch_tokens=16384"),
         ({"gradient_clipping": 5}, "gradient_clipping=5: the job has train.clip_norm=1.0"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type='Lamb': a job trains with AdamW"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type='Lamb': the job has train.optimizer=adamw"),
         ({"optimizer": {"params": {"lr": 1e-5}}}, "optimizer.params.lr=1e-05: the job has train.learning_rate=0.0001"),
         (
             {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
-            "optimizer.params.betas=[0.9, 0.95]: the job has [0.9, 0.999]",
+            "optimizer.params.betas=[0.9, 0.95]: the job has train.betas=[0.9, 0.999]",
         ),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type='OneCycle': the job has train.schedule=linear"),
         ({"scheduler": {"params": {"warmup_num_steps": 9}}}, "scheduler.params.warmup_num_steps=9"),

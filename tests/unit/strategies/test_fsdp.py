@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 import families
 import tiny
 from sweeps import sweep
-from torchlake import distributed, optim, plugins
-from torchlake.config.job import TrainConfig
+from torchlake import distributed, plugins
+from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import TaskSpec
 from torchlake.models import load, probes
+from torchlake.optim.optimizers import make_optimizer
 from torchlake.strategies import fsdp
 from torchlake.tasks._pretrained import base_model
 
@@ -41,7 +42,7 @@ def wrapped(folder: Path, name: str, kind: Any, group: distributed.Group) -> nn.
     families.build(folder, name, kind=kind, dropout=False)
     spec = WRITER if kind == "writer" else tiny.SPEC
     model = base_model(folder, spec, plugins.load("tasks", spec.task).auto_class)
-    module, _ = fsdp.wrap(model, lambda each: optim.make_optimizer(each, TRAIN), group=group, train=TRAIN)
+    module, _ = fsdp.wrap(model, lambda each: make_optimizer(each, TRAIN), group=group, train=TRAIN)
     return module
 
 
@@ -99,14 +100,14 @@ def test_every_architecture_computes_in_units(kind: Any, name: str, tmp_path: Pa
     ids = torch.from_numpy(batch["input_ids"])
 
     def loss() -> torch.Tensor:
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **task.FORWARD).logits
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **task.forward_options).logits
         return logits.float().logsumexp(-1).sum()  # type: ignore[no-any-return]
 
     plain = loss()
     plain.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     model.zero_grad()
-    module, _ = fsdp.wrap(model, lambda each: optim.make_optimizer(each, TRAIN), group=group, train=TRAIN)
+    module, _ = fsdp.wrap(model, lambda each: make_optimizer(each, TRAIN), group=group, train=TRAIN)
     sharded = loss()
     fsdp.backward(module, sharded)
     assert sharded.item() == pytest.approx(plain.item(), rel=1e-4, abs=1e-5)

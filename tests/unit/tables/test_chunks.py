@@ -117,7 +117,7 @@ def test_known_files_are_not_hashed_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert hashed == [str(path)]
 
 
-@pytest.mark.parametrize("step", ["split_candidates", "block_id"])
+@pytest.mark.parametrize("step", ["scan_range", "block_id"])
 def test_rows_appended_while_planning_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text("a\n1\n")

@@ -28,12 +28,12 @@ from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output import staging
 from torchlake.tables.output.commit import WriteTransaction, write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
-from torchlake.tables.output.parts import Part, part_name, write_part
-from torchlake.tables.output.verify import verify
+from torchlake.tables.output.parts import Part, part_name
 from torchlake.tables.plan import Plan
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, committed_files, read_commit
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 JOB = """
 import os, sys
@@ -113,7 +113,7 @@ def score(write: WriteTransaction, suffix: str = "") -> list[Part]:
         texts = pc.binary_join_element_wise(pc.utf8_upper(rows["t"].combine_chunks()), suffix, "")
         table = pa.table({"row_id": row_ids(chunk), "t": texts, "error": pa.nulls(len(texts), pa.string())})
         name = part_name(write.plan, chunk, write.job.fingerprint)
-        parts.append(write_part(write.staging, name, table, chunk=chunk.index))
+        parts.append(write.parts.write(name, table, chunk=chunk.index))
     return parts
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from torchlake.tables.chunks import plan_chunks
-from torchlake.tables.formats import lines
+from torchlake.tables.formats import lines, scanning
 from torchlake.tables.formats.layout import storage_type
 from torchlake.tables.formats.lines import BadRecord, CountedLines, csv_records
 from torchlake.tables.formats.streams import Dialect, TextRanges
@@ -100,12 +100,19 @@ def damaged_csv(draw: st.DrawFn) -> tuple[int, bytes]:
 
 
 @thorough
-@given(damaged_csv(), st.booleans(), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 5))
-@example((2, b'1,"open\n2,x\n3,y\n'), False, [1], 1)
-@example((2, b'1,"a\n\n2,"b\n3,c\n'), True, [2], 1)
-@example((1, b'\n"\n\n"\n\n'), False, [1], 1)
-def test_chunks_of_any_size_hold_the_records_that_the_lines_mean(
-    tmp_path: Path, damaged: tuple[int, bytes], bom: bool, sizes: list[int], segment_rows: int
+@given(
+    damaged_csv(),
+    st.booleans(),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.integers(1, 60) | st.just(1000),
+)
+@example((2, b'1,"open\n2,x\n3,y\n'), False, [1], 1, 1000)
+@example((2, b'1,"a\n\n2,"b\n3,c\n'), True, [2], 1, 5)
+@example((1, b'\n"\n\n"\n\n'), False, [1], 1, 3)
+@example((2, b'"a\n1,2\n3,4\n5,6\n",b\n' * 5), False, [1], 2, 7)
+def test_chunks_and_ranges_of_any_size_hold_the_records_that_the_lines_mean(
+    tmp_path: Path, damaged: tuple[int, bytes], bom: bool, sizes: list[int], segment_rows: int, range_bytes: int
 ) -> None:
     width, content = damaged
     path = tmp_path / "t.csv"
@@ -114,7 +121,10 @@ def test_chunks_of_any_size_hold_the_records_that_the_lines_mean(
     text = [line.decode("utf-8", "surrogateescape") for line in io.BytesIO(content)]
     meant = list(records_in(text, width))
 
-    start, segments = lines.scan(str(path), "csv", Dialect(), segment_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scanning, "RANGE_BYTES", range_bytes)
+        ranges = scanning.ranges_of(str(path), "csv", Dialect(), path.stat().st_size, segment_rows)
+    start, segments = scanning.join_ranges(map(scanning.scan_range, ranges))
     assert start == len(header)
     assert sum(segment.rows for segment in segments) == len(meant)
     assert all(segment.rows <= segment_rows for segment in segments)

@@ -19,11 +19,11 @@ import pytest
 from torchlake.errors import TableError, Unavailable
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name, write_part
-from torchlake.tables.output.verify import verify
+from torchlake.tables.output.parts import part_name
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 WITH_VECTORS = {"delta.enableDeletionVectors": "true"}
@@ -158,7 +158,7 @@ def test_an_output_has_the_remaining_rows_once_and_verifies(tmp_path: Path) -> N
             parts, reader = list(write.done), ChunkReader(["x"])
             for chunk in write.pending[:stop_after]:
                 rows = pa.table({"row_id": row_ids(chunk), "x": reader.read(chunk)[0]["x"]})
-                parts.append(write_part(write.staging, part_name(write.plan, chunk, {}), rows, chunk=chunk.index))
+                parts.append(write.parts.write(part_name(write.plan, chunk, {}), rows, chunk=chunk.index))
             if stop_after is None:
                 record = write.commit(parts, {})
                 assert record["sources"] == [{"kind": "delta", "table": str(table), "version": 1}]

@@ -26,11 +26,11 @@ from pyiceberg.utils.config import Config
 from torchlake.errors import TableError, Unavailable
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name, write_part
-from torchlake.tables.output.verify import verify
+from torchlake.tables.output.parts import part_name
 from torchlake.tables.plan import plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 NAME = "iceberg:lake.films.reviews"
 POSITIONS = pa.schema(
@@ -282,8 +282,7 @@ def test_an_output_has_the_remaining_rows_once_and_verifies(catalog: SqlCatalog,
     reader = ChunkReader(["id"])
     with write_transaction(tmp_path / "out", plan=plan, fingerprint={}) as out:
         parts = [
-            write_part(
-                out.staging,
+            out.parts.write(
                 part_name(plan, chunk, {}),
                 pa.table({"row_id": row_ids(chunk), "id": reader.read(chunk)[0]["id"]}),
                 chunk=chunk.index,

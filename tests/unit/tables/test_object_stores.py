@@ -4,12 +4,15 @@ Each job is a process of its own, because the storages' libraries keep connectio
 """
 
 import errno
+import http.server
 import io
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,9 @@ import pytest
 from botocore.exceptions import EndpointConnectionError
 from pyiceberg.catalog.sql import SqlCatalog
 
+import azure_server
 import gcs_server
+import hub_server
 import s3_server
 import tiny
 from s3_server import BUCKET, S3Server
@@ -138,6 +143,82 @@ def test_files_of_google_cloud_storage_are_read(gcs: dict[str, str], tmp_path: P
     assert "gs://none/in: there is no bucket or repository 'none'" in missing["error"]
 
 
+@pytest.mark.skipif(not azure_server.is_installed(), reason="needs azurite: npm install --global azurite")
+def test_files_and_delta_tables_of_azure_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("adlfs")
+    write = (
+        "import fsspec, deltalake, pyarrow as pa, pyarrow.parquet as pq\n"
+        "fsspec.filesystem('abfs').mkdir('lake')\n"
+        "for name, ids in (('a', [1, 2]), ('b', [3])):\n"
+        "    with fsspec.open(f'abfs://lake/in/{name}.parquet', 'wb') as file:\n"
+        "        pq.write_table(pa.table({'x': ids}), file)\n"
+        "deltalake.write_deltalake('abfs://lake/delta', pa.table({'x': [7, 8]}))\n"
+    )
+    with azure_server.serving(tmp_path) as azure:
+        subprocess.run([sys.executable, "-c", write], env={**os.environ, **azure}, check=True, timeout=120)
+        whole = f"abfss://lake@{azure_server.ACCOUNT}.dfs.core.windows.net/in"
+        *found, missing = read("abfs://lake/in", "az://lake/in/*.parquet", whole, "abfs://lake/delta", "abfs://none/in",
+                               home=tmp_path, **azure)  # fmt: skip
+        (refused,) = read("abfs://lake/in", home=tmp_path)
+    assert [[row["x"] for row in one["rows"]] for one in found] == [[1, 2, 3]] * 3 + [[7, 8]]
+    assert found[3]["sources"][0]["version"] == 0
+    assert "abfs://none/in: there is no bucket or repository 'none'" in missing["error"]
+    assert "Credentials come from AZURE_STORAGE_ACCOUNT_NAME" in refused["error"]
+
+
+def parquet(rows: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(rows, sink, row_group_size=3)
+    return sink.getvalue().to_pybytes()
+
+
+def test_files_of_the_hub_are_read_and_scored(tmp_path: Path, tiny_model: Path) -> None:
+    rows = tiny.reviews(40)
+    files = {
+        "lake/reviews/data/a.parquet": parquet(rows.slice(0, 25)),
+        "lake/reviews/data/b.parquet": parquet(rows.slice(25)),
+        "lake/reviews/README.md": b"#",
+        "lake/gated/data/a.parquet": parquet(rows),
+        "lake/private/data/a.parquet": parquet(rows),
+    }
+    with hub_server.serving(files) as address:
+        hub = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": hub_server.TOKEN}
+        dataset = "hf://datasets/lake/reviews"
+        spellings = (dataset, f"{dataset}/data", f"{dataset}/data/*.parquet", f"{dataset}@main/data")
+        secret = ("hf://datasets/lake/gated/data", "hf://datasets/lake/private/data")
+        for found in read(*spellings, *secret, home=tmp_path, **hub):
+            assert found.get("rows") == rows.to_pylist(), found
+        wrong = {**hub, "HF_TOKEN": "another"}
+        file, *unknown = read(f"{dataset}/data/c.parquet", "hf://datasets/lake/none", *secret, home=tmp_path, **wrong)
+        assert "no table files there" in file["error"]
+        for found in unknown:
+            assert found["error"].startswith("Unavailable: hf://datasets/lake/")
+            assert (
+                "private or gated one needs credentials, which come from HF_TOKEN, or `hf auth login`" in found["error"]
+            )
+        command = [
+            sys.executable,
+            "-m",
+            "torchlake",
+            "predict",
+            str(tiny_model),
+            dataset,
+            str(tmp_path / "out"),
+            "--key=id",
+        ]
+        scored = subprocess.run(
+            command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert scored.returncode == 0, scored.stderr
+        assert pq.read_table(tmp_path / "out")["id"].to_pylist() == list(range(40))
+        files["lake/reviews/data/b.parquet"] = parquet(tiny.reviews(15, seed=1))
+        changed = subprocess.run(
+            command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert changed.returncode == 65, changed.stderr
+        assert "b.parquet" in changed.stderr
+
+
 SOURCES = [f"s3://{BUCKET}/delta2", f"s3://{BUCKET}/folder", f"s3://{BUCKET}/x.parquet", f"s3://{BUCKET}/*.csv"]
 
 
@@ -145,9 +226,10 @@ def test_what_is_missing_is_named(s3: S3Server, tmp_path: Path) -> None:
     none = read("s3://none/folder", "s3://none/x.parquet", f"s3://{BUCKET}/none", home=tmp_path, **s3.environment)
     assert ["no bucket or repository 'none'" in one["error"] for one in none] == [True, True, False]
     assert "no table files there" in none[2]["error"]
-    azure, hub = read(
-        "abfss://c@account.dfs.core.windows.net/t", "hf://datasets/a/b", home=tmp_path, HF_HUB_OFFLINE="1"
-    )
+    (tmp_path / "adlfs.py").write_text("raise ImportError('as if it were not installed')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    azure, hub = read("abfss://c@account.dfs.core.windows.net/t", "hf://datasets/a/b", home=tmp_path,
+                      HF_HUB_OFFLINE="1", PYTHONPATH=path)  # fmt: skip
     assert "MissingExtra" in azure["error"]
     assert "pip install 'torchlake[azure]'" in azure["error"]
     assert "offline mode is enabled" in hub["error"]
@@ -164,6 +246,44 @@ def test_without_credentials_the_error_says_where_they_come_from(s3: S3Server, t
 def test_a_server_that_does_not_answer_is_named(s3: S3Server, tmp_path: Path) -> None:
     for found in read(SOURCES[1], home=tmp_path, **{**s3.environment, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}):
         assert found["error"].startswith("Unavailable: s3://lake/folder: Could not connect to the endpoint URL")
+
+
+@contextmanager
+def other_region() -> Iterator[str]:
+    """A server that answers as S3 does for a bucket of another region, whatever region a client tries."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: the base class writes to stderr."""
+
+        def do_GET(self) -> None:
+            body = b"<Error><Code>PermanentRedirect</Code><Message>Use the specified endpoint</Message></Error>"
+            self.send_response(301)
+            self.send_header("x-amz-bucket-region", "eu-west-3")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_bucket_of_another_region_is_an_error_that_says_so(tmp_path: Path) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+    with other_region() as address:
+        for found in read(*SOURCES, home=tmp_path, AWS_ENDPOINT_URL=address, **keys):
+            assert found["error"].startswith("Unavailable: s3://")
+            assert "The bucket is in another region: set AWS_DEFAULT_REGION to its region." in found["error"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import yaml
 import tiny
 import torchlake as tl
 import training_runs as runs
+from torchlake.chunk_jobs import job as chunk_job
 from torchlake.config.job import load_job
 from torchlake.errors import DataError, FingerprintError
 from torchlake.evaluation import evaluate as evaluating
@@ -51,7 +52,7 @@ def commit_after_first_opening(reviews: Path, monkeypatch: pytest.MonkeyPatch) -
             commit(reviews)
         return found
 
-    for module in (evaluating, evaluating.predicting, sample, first_job, labels):
+    for module in (evaluating, chunk_job, sample, first_job, labels):
         monkeypatch.setattr(module, "open_table", open_table)
     return opened
 

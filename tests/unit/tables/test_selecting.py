@@ -15,13 +15,13 @@ from torchlake.errors import FingerprintError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges
-from torchlake.tables.output.parts import part_name, write_part
-from torchlake.tables.output.verify import verify
+from torchlake.tables.output.parts import part_name
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.selection.options import Selection
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 
 def planned(source: Any, *, chunk_rows: int | None = None, columns: tuple[str, ...] = ("id",), **options: Any) -> Plan:
@@ -148,7 +148,7 @@ def test_an_output_is_of_one_selection(tmp_path: Path) -> None:
             for chunk in out.pending:
                 rows = reader.read(chunk)[0]["id"]
                 table = pa.table([row_ids(chunk), rows, pa.nulls(len(rows), pa.string())], schema=schema)
-                parts.append(write_part(out.staging, part_name(plan, chunk, {}), table, chunk=chunk.index))
+                parts.append(out.parts.write(part_name(plan, chunk, {}), table, chunk=chunk.index))
             record: dict[str, Any] = out.commit([*out.done, *parts], {}) if not out.complete else out.record
         return record
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import deltalake
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from torchlake.errors import TableError, UnsafeError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.formats.extensions import CANONICAL, check_parquet
 from torchlake.tables.reading import ChunkReader
+from torchlake.tables.sources import streams
 from torchlake.tables.table import open_table
 
 
@@ -37,8 +39,21 @@ def test_globs_and_lists_have_names_that_do_not_depend_on_what_they_match(tmp_pa
     assert open_table(tmp_path / "x" / "a.parquet").names == ("a.parquet",)
     parquet(tmp_path / "y" / "b.parquet", a=[1])
     table = open_table([tmp_path / "y", tmp_path / "x" / "a.parquet"])
-    assert table.names == ("x/a.parquet", "y/b.parquet")
+    assert table.names == ("y/b.parquet", "x/a.parquet")
     assert table.source == f"{tmp_path / 'y'}, {tmp_path / 'x' / 'a.parquet'}"
+
+
+def test_inputs_are_read_in_the_order_given(tmp_path: Path) -> None:
+    files = [parquet(tmp_path / f"{name}.parquet", a=[name]) for name in "dcba"]
+    parquet(tmp_path / "folder" / "2.parquet", a=["f2"])
+    parquet(tmp_path / "folder" / "1.parquet", a=["f1"])
+    deltalake.write_deltalake(tmp_path / "delta", pa.table({"a": ["t"]}))
+    streams.store(pa.table({"a": ["s"]}), tmp_path / "input.parquet")
+    stored = streams.Stored(tmp_path / "input.parquet", "Table")
+    given = [stored, files[0], files[2], tmp_path / "delta", tmp_path / "folder", files[1]]
+    plan = plan_chunks(open_table(given), columns=["a"])
+    reader = ChunkReader(["a"])
+    assert [reader.read(chunk)[0]["a"][0].as_py() for chunk in plan.chunks] == ["s", "d", "b", "t", "f1", "f2", "c"]
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from torchlake.errors import FingerprintError, TableError
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.formats import scanning
 from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.storage.spread import in_process
 from torchlake.tables.table import open_table
 
 quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -304,3 +306,30 @@ def test_row_ids_name_file_and_row(tmp_path: Path) -> None:
     plan = plan_chunks(open_table(tmp_path), columns=["x"], chunk_rows=2)
     ids = [one for chunk in plan.chunks for one in row_ids(chunk).to_pylist()]
     assert ids == ["b.csv:0", "b.csv:1", "b.csv:2", "sub/a.csv:0", "sub/a.csv:1", "sub/a.csv:2"]
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.csv.gz"])
+def test_ranges_of_a_file_that_are_scanned_apart_give_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Texts have quotes, commas and line ends, so that most ranges begin inside a field."""
+    texts = [f'{number},"\n\n"{number}",\r\n' * (number % 5) + str(number) for number in range(300)]
+    table = pd.DataFrame({"id": range(300), "text": texts})
+    if name.endswith("jsonl"):
+        table.to_json(tmp_path / name, orient="records", lines=True)
+    else:
+        table.to_csv(tmp_path / name, index=False)
+    apart: list[int] = []
+
+    def spread(function: Any, items: Any, *, size: int, name: str) -> Any:
+        apart.append(len(items))
+        return in_process(function, [*items], size=size)
+
+    opened = open_table(tmp_path / name, columns=["text"])
+    whole = plan_chunks(opened, columns=["text"], chunk_rows=7)
+    monkeypatch.setattr(scanning, "RANGE_BYTES", 500)
+    plan = plan_chunks(opened, columns=["text"], chunk_rows=7, spread=spread)
+    assert apart[0] > 10 or name.endswith("gz")
+    for one in (whole, plan):
+        reader = ChunkReader(["text"])
+        assert [text for chunk in one.chunks for text in reader.read(chunk)[0]["text"].to_pylist()] == texts

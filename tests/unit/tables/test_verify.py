@@ -18,11 +18,11 @@ from torchlake import atomic_io
 from torchlake.errors import TableError
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
-from torchlake.tables.output.parts import part_name, write_part
-from torchlake.tables.output.verify import verify
+from torchlake.tables.output.parts import part_name
 from torchlake.tables.reading import ChunkReader, row_ids
 from torchlake.tables.record import COMMIT, PLAN
 from torchlake.tables.table import open_table
+from torchlake.tables.verification.verify import verify
 
 
 def make(tmp_path: Path, key: str | None = None) -> Path:
@@ -38,7 +38,7 @@ def make(tmp_path: Path, key: str | None = None) -> Path:
             ids = {"id": rows["id"]} if key else {"row_id": row_ids(chunk)}
             errors = pa.array(["bad" if n == 5 else None for n in rows["id"].to_pylist()], pa.string())
             table = pa.table({**ids, "label": ["x"] * chunk.rows, "error": errors})
-            parts.append(write_part(write.staging, part_name(plan, chunk, fingerprint), table, chunk=chunk.index))
+            parts.append(write.parts.write(part_name(plan, chunk, fingerprint), table, chunk=chunk.index))
         write.commit(parts, {})
     return out
 
@@ -106,7 +106,7 @@ def copied(source: Path, out: Path, *, key: str | None) -> Path:
             rows, _ = reader.read(chunk)
             ids = {} if key else {"row_id": row_ids(chunk)}
             table = pa.table({**ids, "k": rows["k"], "error": pa.nulls(chunk.rows, pa.string())})
-            parts.append(write_part(write.staging, part_name(plan, chunk, fingerprint), table, chunk=chunk.index))
+            parts.append(write.parts.write(part_name(plan, chunk, fingerprint), table, chunk=chunk.index))
         write.commit(parts, {})
     return out
 

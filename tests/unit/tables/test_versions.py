@@ -16,7 +16,7 @@ import pytest
 from s3_server import BUCKET, S3Server, serving
 from torchlake.errors import FingerprintError, TableError, Unavailable
 from torchlake.tables.chunks import MAX_BYTES, plan_chunks
-from torchlake.tables.output.parts import write_part
+from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.plan import Plan, plan_from_json, plan_to_json
 from torchlake.tables.reading import ChunkReader
 from torchlake.tables.storage.versions import content_id, version_of
@@ -312,7 +312,9 @@ def test_lists_of_a_fixed_size_are_carried_with_their_nulls(tmp_path: Path) -> N
     (tmp_path / "table").mkdir()
     reader, read = ChunkReader(["id"]), []
     for chunk in plan.chunks:
-        part = write_part(tmp_path, f"part-{chunk.index}.parquet", reader.read(chunk)[0], chunk=chunk.index)
+        part = PartFolder(location=str(tmp_path / "table")).write(
+            f"part-{chunk.index}.parquet", reader.read(chunk)[0], chunk=chunk.index
+        )
         read += pq.read_table(tmp_path / "table" / part.name)["id"].to_pylist()
     assert read == values
 
@@ -321,5 +323,7 @@ def test_a_part_that_cannot_be_read_again_is_an_error(tmp_path: Path) -> None:
     kind = pa.struct([("v", pa.list_(pa.float32(), 2))])
     (tmp_path / "table").mkdir()
     with pytest.raises(TableError, match=r"part.parquet: cannot be read: Expected all lists to be of size"):
-        write_part(tmp_path, "part.parquet", pa.table({"s": pa.array([{"v": [1, 2]}, {"v": None}], kind)}), chunk=0)
+        PartFolder(location=str(tmp_path / "table")).write(
+            "part.parquet", pa.table({"s": pa.array([{"v": [1, 2]}, {"v": None}], kind)}), chunk=0
+        )
     assert not (tmp_path / "table" / "part.parquet").exists()

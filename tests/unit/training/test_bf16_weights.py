@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 import families
 import training_runs as runs
 from sweeps import sweep
-from torchlake import optim, plugins
-from torchlake.config.job import TrainConfig
-from torchlake.optim import ComputeWeights
-from torchlake.training import setup
+from torchlake import plugins
+from torchlake.config.sections.train import TrainConfig
+from torchlake.optim.precision import ComputeWeights, Precision, find_precision
+from torchlake.strategies import _native
+from torchlake.training.model import kernels, setup, traits
 
 BESIDE_FP32 = 0.06
 "A loss of these tiny models, as with autocast."
@@ -151,15 +152,17 @@ def test_a_model_that_cannot_compute_in_bf16_is_refused_or_takes_autocast(
 
 def pick_weights() -> None:
     """Let auto take bf16_weights here too."""
-    find = optim.find_precision
-    optim.find_precision = lambda name, device: find("bf16_weights" if name == "auto" else name, device)
+    for module in (kernels, setup, traits, _native):
+        module.find_precision = _weights_for_auto  # type: ignore[attr-defined]
+
+
+def _weights_for_auto(name: str, device: torch.device) -> Precision:
+    return find_precision("bf16_weights" if name == "auto" else name, device)
 
 
 def test_auto_takes_it_on_gpus_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert optim.find_precision("auto", torch.device("cuda")) == optim.find_precision(
-        "bf16_weights", torch.device("cuda")
-    )
+    assert find_precision("auto", torch.device("cuda")) == find_precision("bf16_weights", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    assert optim.find_precision("auto", torch.device("cuda")) == optim.find_precision("fp32", torch.device("cuda"))
-    assert not optim.find_precision("auto", torch.device("cpu")).weights
+    assert find_precision("auto", torch.device("cuda")) == find_precision("fp32", torch.device("cuda"))
+    assert not find_precision("auto", torch.device("cpu")).weights

@@ -14,11 +14,11 @@ import torch
 import tiny
 import training_runs as runs
 from sweeps import sweep
-from torchlake import optim
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching
 from torchlake.data.loading import TokenTable
 from torchlake.distributed import Group
+from torchlake.optim.precision import arithmetic
 from torchlake.training import loop, step
 from torchlake.training.rows import Rows
 from torchlake.training.state import TrainState
@@ -97,11 +97,11 @@ def test_the_largest_batch(lengths: list[int], tokens: int, batch: int, ranks: i
 )
 def test_products_of_gpus_take_tf32_unless_fp32_was_asked_for(precision: Any, expected: str) -> None:
     before = torch.get_float32_matmul_precision()
-    with optim.arithmetic(TrainConfig(precision=precision), GPU):
+    with arithmetic(TrainConfig(precision=precision), GPU):
         assert torch.get_float32_matmul_precision() == expected
         assert torch.backends.cudnn.allow_tf32 is (expected == "high")
     assert torch.get_float32_matmul_precision() == before
-    with optim.arithmetic(TrainConfig(precision=precision), torch.device("cpu")):
+    with arithmetic(TrainConfig(precision=precision), torch.device("cpu")):
         assert torch.get_float32_matmul_precision() == before
 
 
@@ -110,7 +110,6 @@ def test_deterministic_kernels_are_asked_for_before_cuda_starts(
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     seen: list[tuple[str | None, bool]] = []
-    arithmetic = optim.arithmetic
 
     @contextmanager
     def watched(train: TrainConfig, device: torch.device) -> Iterator[None]:
@@ -118,7 +117,7 @@ def test_deterministic_kernels_are_asked_for_before_cuda_starts(
             seen.append((os.environ.get("CUBLAS_WORKSPACE_CONFIG"), torch.are_deterministic_algorithms_enabled()))
             yield
 
-    monkeypatch.setattr(optim, "arithmetic", watched)
+    monkeypatch.setattr(loop, "arithmetic", watched)
     sections = runs.job(tmp_path, tiny_bert, rows=24, epochs=1, deterministic=True)
     import torchlake as tl
 

@@ -15,11 +15,13 @@ from torch import nn
 
 import tiny
 import training_runs as runs
-from torchlake import optim
 from torchlake.config import job as config
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
 from torchlake.models import load
+from torchlake.optim.optimizers import make_optimizer, trainable_names
+from torchlake.optim.precision import step_seed
+from torchlake.optim.schedule import learning_rate
 from torchlake.training import train as training
 
 
@@ -273,7 +275,7 @@ def test_every_problem_has_a_metric() -> None:
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_the_learning_rate_rises_to_its_peak_and_falls(schedule: str) -> None:
     train = TrainConfig(learning_rate=1.0, warmup=0.1, schedule=schedule)  # type: ignore[arg-type]
-    rates = [optim.learning_rate(step, 100, train) for step in range(100)]
+    rates = [learning_rate(step, 100, train) for step in range(100)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -284,13 +286,13 @@ def test_the_learning_rate_rises_to_its_peak_and_falls(schedule: str) -> None:
 
 def test_one_step_is_a_schedule_too() -> None:
     for warmup in (0.0, 0.9):
-        assert optim.learning_rate(0, 1, TrainConfig(warmup=warmup, learning_rate=2.0)) == 2.0
+        assert learning_rate(0, 1, TrainConfig(warmup=warmup, learning_rate=2.0)) == 2.0
 
 
 def test_only_matrices_decay_and_frozen_parameters_are_left_alone() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     model[3].requires_grad_(False)
-    optimizer, names = optim.make_optimizer(model, TrainConfig(weight_decay=0.3)), optim.trainable_names(model)
+    optimizer, names = make_optimizer(model, TrainConfig(weight_decay=0.3)), trainable_names(model, TrainConfig())
     decaying, others = optimizer.param_groups
     assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert [len(decaying["params"]), len(others["params"])] == [2, 3]
@@ -298,6 +300,6 @@ def test_only_matrices_decay_and_frozen_parameters_are_left_alone() -> None:
 
 
 def test_steps_and_ranks_have_seeds_of_their_own() -> None:
-    seeds = {optim.step_seed(seed, step, rank) for seed in (0, 2**62) for step in range(50) for rank in range(4)}
+    seeds = {step_seed(seed, step, rank) for seed in (0, 2**62) for step in range(50) for rank in range(4)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**63 for seed in seeds)

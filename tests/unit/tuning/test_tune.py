@@ -31,7 +31,7 @@ from torchlake.errors import (
 from torchlake.models import load
 from torchlake.runs import follow
 from torchlake.tables.output import lease
-from torchlake.training import loop
+from torchlake.training import step
 from torchlake.tuning import study
 from torchlake.tuning.search_space import Range, read_space
 
@@ -250,7 +250,7 @@ def test_a_stop_file_ends_a_training_which_then_continues(
         if steps.count("rank0.step") == 5:
             (run / "stop").touch()
 
-    monkeypatch.setattr(loop, "failpoint", failpoint)
+    monkeypatch.setattr(step, "failpoint", failpoint)
     with pytest.raises(StopAsked, match=r"stopped after step [56] of 18; saved"):
         tl.train(run=run, engine=HERE, **sections)
     monkeypatch.undo()

@@ -5,7 +5,7 @@ csv      header line: every column a string  jsonl  types from the values, see `
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ from torchlake.errors import TableError
 from torchlake.tables.formats import lines, values
 from torchlake.tables.formats.columnar import Footer, arrow_segments, open_arrow, parquet_footer, sampled_size
 from torchlake.tables.formats.lines import BadRecord, Segment
+from torchlake.tables.formats.scanning import Scanned, join_ranges, ranges_of, scan_range
 from torchlake.tables.formats.streams import Dialect, plain_name
 from torchlake.tables.storage.access import read_range
 from torchlake.tables.storage.versions import Version
@@ -117,17 +118,26 @@ def split_candidates(
     columns: Sequence[str],
     segment_rows: int | None,
     dialect: Dialect = UTF8,
+    sampled: bool = True,
 ) -> SplitCandidates:
-    """Where a file can be split; counts the bytes of `columns`. Segments of text have at most `segment_rows` rows."""
+    """Where a file can be split; counts the bytes of `columns`. Segments of text have at most `segment_rows` rows.
+
+    `sampled=False`: sizes in memory are not estimated from rows of a Parquet file, for one that is not read.
+    """
     if format in ("csv", "jsonl"):
-        start, segments = lines.scan(file, format, dialect, segment_rows)
-        return SplitCandidates(segments, start, None)
+        return text_candidates(map(scan_range, ranges_of(file, format, dialect, version.size, segment_rows)))
     if format == "arrow":
         return SplitCandidates(arrow_segments(file, columns), 0, None)
     if footer is None or footer.version != version or {*columns} != {*footer.columns}:
         footer = parquet_footer(file, version, columns)
-    ratio = sampled_size(file, footer, MAX_BYTES) if columns else 1.0
+    ratio = sampled_size(file, footer, MAX_BYTES) if columns and sampled else 1.0
     return SplitCandidates([Segment(rows, int(size * ratio)) for rows, size in footer.groups], 0, footer.checksums)
+
+
+def text_candidates(scanned: Iterable[Scanned]) -> SplitCandidates:
+    """Where a text file can be split, from its scanned ranges in order."""
+    start, segments = join_ranges(scanned)
+    return SplitCandidates(segments, start, None)
 
 
 def storage_type(kind: pa.DataType) -> pa.DataType:

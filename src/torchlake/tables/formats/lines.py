@@ -179,28 +179,7 @@ def csv_header(file: str, dialect: Dialect) -> list[str]:
     """
     source, lines = open_lines(file, dialect)
     with source:
-        return _header(file, lines, dialect)
-
-
-def scan(file: str, format: str, dialect: Dialect, segment_rows: int | None = None) -> tuple[int, list[Segment]]:
-    """The first record's offset in bytes, and segments of at most `segment_rows` records each."""
-    source, lines = open_lines(file, dialect)
-    with source:
-        records: Iterator[Any]
-        if format == "csv":
-            records = csv_records(lines, file, dialect, len(_header(file, lines, dialect)))
-        else:
-            records = (line for line in lines if not line.isspace())
-        start = begin = lines.offset
-        segments, rows = [], 0
-        for _ in records:
-            rows += 1
-            if rows == (segment_rows or SEGMENT_ROWS) or lines.offset - begin >= SEGMENT_BYTES:
-                segments.append(Segment(rows, lines.offset - begin))
-                begin, rows = lines.offset, 0
-        if rows:
-            segments.append(Segment(rows, lines.offset - begin))
-    return start, segments
+        return header_of(file, lines, dialect)
 
 
 def read_records(
@@ -214,7 +193,7 @@ def read_records(
     return csv_records(lines, file, dialect, width) if format == "csv" else json_records(lines)
 
 
-def _header(file: str, lines: CountedLines, dialect: Dialect) -> list[str]:
+def header_of(file: str, lines: CountedLines, dialect: Dialect) -> list[str]:
     """The column names; `lines` continue after them."""
     header = next(csv_records(lines, file, dialect, None), None)
     if header is None:

@@ -8,15 +8,13 @@ after a crash keeps every sound part and returns only the other chunks as pendin
 and one read of the staged parts when a job is resumed.
 """
 
-import base64
 import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,13 @@ from torchlake.tables.output.compatibility import (
     published_job,
     resumable_job,
 )
+from torchlake.tables.output.contents import check_inputs, check_parts, commit_record
+from torchlake.tables.output.grouping import grouped
 from torchlake.tables.output.lease import Lease, acquire, locked
-from torchlake.tables.output.parts import TABLE, Part, part_name, read_part, write_part
-from torchlake.tables.plan import Chunk, InputFile, Plan, plan_to_json
+from torchlake.tables.output.parts import TABLE, Part, PartFolder, part_name, part_of_entry
+from torchlake.tables.plan import Chunk, Plan, plan_to_json
 from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
-from torchlake.tables.storage.spread import Spread, each_file, in_process
-from torchlake.tables.storage.urls import is_url
-from torchlake.tables.storage.versions import ContentChecker
+from torchlake.tables.storage.spread import Spread, in_process
 
 NO_CHANGES = AllowedChanges()
 
@@ -69,6 +67,23 @@ class WriteTransaction:
     schema: pa.Schema | None = None
     quarantined: Sequence[tuple[str, str]] = ()
     lease: Lease | None = None
+    target_file_size: int | None = None
+    spread: Spread = in_process
+
+    @property
+    def parts(self) -> PartFolder:
+        """Where workers write the parts."""
+        return PartFolder(location=str((self.staging / TABLE).absolute()))
+
+    @property
+    def title(self) -> str:
+        """A short name, for an engine's user interface."""
+        return self.output.name
+
+    @property
+    def committed_in(self) -> str:
+        """Where the parts in the record are."""
+        return str(self.output)
 
     @property
     def plan(self) -> Plan:
@@ -83,13 +98,21 @@ class WriteTransaction:
         """
         assert self.lease is not None, "commit() is called once, inside the `with` block"
         parts = self._with_schema_part(sorted(parts, key=lambda part: part.chunk))
-        self._check_inputs()
+        check_inputs(self.plan)
+        parts = grouped(self.parts, parts, size=self.target_file_size, spread=self.spread)
         try:
             with locked(self.staging):
                 self.lease.check()
                 fenced = staging.fence(self.staging)
                 self._keep_only(fenced, parts)
-                record = self._record(parts, pq.read_schema(fenced / parts[0].name), provenance)
+                record = commit_record(
+                    self.job,
+                    parts,
+                    pq.read_schema(fenced / parts[0].name),
+                    provenance,
+                    quarantined=self.quarantined,
+                    removed=self.removed,
+                )
                 (fenced / FOLDER).mkdir()
                 atomic_io.write_bytes(fenced / PLAN, (self.staging / staging.PLAN).read_bytes(), site="commit.plan")
                 atomic_io.write_json(fenced / COMMIT, record, site="commit")
@@ -116,37 +139,12 @@ class WriteTransaction:
 
     def _with_schema_part(self, parts: list[Part]) -> list[Part]:
         """The parts, or one empty part if there are none, so that readers see the columns."""
-        expected = [(chunk.index, chunk.rows) for chunk in sorted(self.plan.chunks, key=lambda chunk: chunk.index)]
-        assert [(part.chunk, part.rows) for part in parts] == expected, "every chunk has one part with all its rows"
+        check_parts(self.plan, parts)
         if parts:
             return parts
         assert self.schema is not None, "a table without rows needs the output's schema"
-        return [write_part(self.staging, "part-00000-empty.parquet", self.schema.empty_table(), chunk=0)]
-
-    def _record(self, parts: Sequence[Part], schema: pa.Schema, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        schema = schema.remove_metadata()
-        return {
-            "format": 1,
-            "plan": self.plan.id,
-            "fingerprint": self.job.fingerprint,
-            "rows": sum(part.rows for part in parts),
-            "failed": sum(part.failed for part in parts),
-            "parts": [asdict(part) for part in parts],
-            "schema": {column.name: str(column.type) for column in schema},
-            "arrow_schema": base64.b64encode(schema.serialize().to_pybytes()).decode(),
-            "environments": self.job.environments,
-            "quarantined": [list(one) for one in self.quarantined],
-            "removed": self.removed,
-            **({"sources": [dict(one) for one in self.plan.sources]} if self.plan.sources else {}),
-            **({"selection": dict(self.plan.selection)} if self.plan.selection else {}),
-            "provenance": dict(provenance),
-            "committed": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-
-    def _check_inputs(self) -> None:
-        remote = any(is_url(one.path) for one in self.plan.inputs)
-        for _ in each_file(_check_input, self.plan.inputs, remote=remote):
-            pass
+        empty = pa.Table.from_batches([], self.schema)
+        return [self.parts.write("part-00000-empty.parquet", empty, chunk=0)]
 
     def _keep_only(self, fenced: Path, parts: Sequence[Part]) -> None:
         """Delete files that are not parts of this job (from late workers); raise StorageError if a part is missing."""
@@ -155,11 +153,6 @@ class WriteTransaction:
         for name, size in sizes.items():
             if not (fenced / name).is_file() or (fenced / name).stat().st_size != size:
                 raise StorageError(f"{fenced / name}: the part is gone or cut short; run the same command again.")
-
-
-def _check_input(one: InputFile) -> None:
-    # Its rows were read from the planned version, so the file may be gone by now.
-    ContentChecker().check(one.path, one.version, one.sha256, may_be_gone=True)
 
 
 @contextmanager
@@ -174,12 +167,14 @@ def write_transaction(
     allowed: AllowedChanges = NO_CHANGES,
     lease_s: float = 60.0,
     spread: Spread = in_process,
+    target_file_size: int | None = None,
 ) -> Iterator[WriteTransaction]:
     """Write the result of `plan` to the folder `output`; `fingerprint` is everything else that determines its bytes.
 
     An output of the same job is returned `complete`, an interrupted one is resumed; `allowed` lists what else may be
     replaced. `schema` is the output's, for a table without rows. `quarantined` files and the `environment` (library
-    versions) are added to the record. `spread` reads the parts of an interrupted write.
+    versions) are added to the record. `spread` reads the parts of an interrupted write, and writes files of about
+    `target_file_size` bytes, if that is given, with the rows of several chunks.
 
     Raises before any work: FingerprintError (the output or the interrupted write belongs to another job, or the input
     changed), Locked (another writer is active), OutputError (not a torchlake output, or no space), UsageError (a URL).
@@ -187,6 +182,7 @@ def write_transaction(
     job = JobSpec(plan, json.loads(json.dumps(dict(fingerprint))), environments=[dict(environment or {})])
     write = _begin(output_path(output), job, allowed, lease_s, spread)
     write.schema, write.quarantined = schema, quarantined
+    write.spread, write.target_file_size = spread, target_file_size
     try:
         yield write
     finally:
@@ -288,12 +284,13 @@ def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, spread
         else:
             sound[part.name] = part
     write.done = list(sound.values())
-    kept = {part.chunk for part in write.done}
+    kept = {chunk for part in write.done for chunk in part.all_chunks}
     write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in kept)
 
 
 def _read_staged(part: tuple[Path, int, int]) -> Part | None:
-    return read_part(*part)
+    path, chunk, rows = part
+    return PartFolder(location=str(path.parent)).find(path.name, chunk, rows)
 
 
 def _link_published(
@@ -303,9 +300,9 @@ def _link_published(
     if published is None or published.record is None:
         return {}
     sizes, linked = file_sizes(write.output), {}
-    for part in (Part(**entry) for entry in published.record["parts"]):
+    for part in map(part_of_entry, published.record["parts"]):
         source, target = write.output / part.name, write.staging / TABLE / part.name
-        if part.name not in expected or sizes.get(part.name) != part.bytes:
+        if not expected.keys() >= {*(part.members or [part.name])} or sizes.get(part.name) != part.bytes:
             continue
         if thorough and (part.failed or atomic_io.sha256_file(source) != part.sha256):
             continue

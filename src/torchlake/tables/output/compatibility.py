@@ -135,13 +135,13 @@ def check_replaceable(out: Path, published: JobSpec | None, job: JobSpec, allowe
     """Raise unless the job may replace or extend the published output, which is not its complete result."""
     if published is None or allowed.overwrite:
         return
-    _refuse_differences(f"{out}", published, job, "replaces it", allowed)
+    refuse_differences(f"{out}", published, job, "replaces it", allowed)
     if not any(input_changes(published.plan, job.plan)):
         damage = _damage(out, published, thorough=False)
         raise OutputError(f"{out}: is damaged: {damage}. --overwrite writes it again.")
 
 
-def _refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: str, allowed: AllowedChanges) -> None:
+def refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: str, allowed: AllowedChanges) -> None:
     """Raise FingerprintError listing the differences that are not allowed; `overwriting` names --overwrite's effect."""
     different = differences(other, job)
     if different:
@@ -171,7 +171,7 @@ def resumable_job(folder: Path, interrupted: JobSpec | None, job: JobSpec, allow
     if interrupted is None:
         return None
     try:
-        _refuse_differences(f"{folder}: an interrupted write", interrupted, job, "discards it", allowed)
+        refuse_differences(f"{folder}: an interrupted write", interrupted, job, "discards it", allowed)
     except FingerprintError:
         if not allowed.overwrite:
             raise

@@ -5,14 +5,13 @@ Cost: one read of the column `error`, of those parts that have failed rows.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from torchlake.errors import TooManyErrors
+from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.plan import Plan
 
 LINES = 5
@@ -41,15 +40,16 @@ def count_reasons(errors: pa.Array | pa.ChunkedArray) -> Counter[str]:
     return Counter({one["values"]: one["counts"] for one in pc.value_counts(reasons).to_pylist()})
 
 
-def read_failures(output: Path, record: Mapping[str, Any], plan: Plan) -> Failures:
-    """The failed rows of a committed output."""
+def read_failures(folder: str, record: Mapping[str, Any], plan: Plan) -> Failures:
+    """The failed rows of a committed output, whose parts are in `folder`, a path or URL."""
     counts: Counter[str] = Counter()
     example = None
     chunks = {chunk.index: chunk for chunk in plan.chunks}
     for part in record["parts"]:
         if part["failed"]:
-            with pq.ParquetFile(output / part["name"]) as parquet:
-                errors = parquet.read(columns=["error"])["error"]
+            with open_parquet(f"{folder}/{part['name']}") as parquet:
+                rows = parquet.read(columns=["error"])
+            errors = rows["error"]
             if example is None:
                 chunk, row = chunks[part["chunk"]], pc.index(errors.is_valid(), True).as_py()
                 example = f"{chunk.file} row {chunk.number(row)}: {errors[row]}"

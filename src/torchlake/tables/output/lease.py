@@ -42,8 +42,9 @@ class Lease:
         current = _read(self.staging)
         if current.get("token") != self.mine["token"]:
             raise LeaseLost(
-                f"{self.staging}: taken over by {_holder(current)}, because this process did not renew its lease for "
-                f"{self.mine['lease_s']:.0f} s. That writer finishes the job; nothing of this one is published."
+                f"{self.staging}: taken over by {describe_holder(current)}, because this process did not renew its "
+                f"lease for {self.mine['lease_s']:.0f} s. That writer finishes the job; nothing of this one is "
+                "published."
             )
 
     def stop(self) -> None:
@@ -84,7 +85,7 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
         if current and _is_live(staging, current):
             held = name or str(staging.parent / staging.name[1:].removesuffix(".staging"))
             raise Locked(
-                f"{held}: being written by {_holder(current)}. Wait for it, or stop it; finished work is kept."
+                f"{held}: being written by {describe_holder(current)}. Wait for it, or stop it; finished work is kept."
             )
         # Only the holder of the lock writes the lease, so these are left from killed writers.
         atomic_io.remove(atomic_io.stale_temporaries(staging / "lease.json"))
@@ -95,7 +96,7 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
             "pid": os.getpid(),
             "created": psutil.Process().create_time(),
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": machine_id(),
             "started": now,
             "renewed": now,
             "lease_s": lease_s,
@@ -138,8 +139,8 @@ def _lock_in_time(descriptor: int, staging: Path) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise Locked(
-                    f"{staging}: locked for {LOCK_WAIT_S:.0f} s by {_holder(_read(staging))}, which may have been "
-                    "stopped in the middle of publishing. Continue it (kill -CONT) or end it, then run the same "
+                    f"{staging}: locked for {LOCK_WAIT_S:.0f} s by {describe_holder(_read(staging))}, which may have "
+                    "been stopped in the middle of publishing. Continue it (kill -CONT) or end it, then run the same "
                     "command again."
                 ) from None
             time.sleep(LOCK_POLL_S)
@@ -177,8 +178,11 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _is_live(staging: Path, lease: dict[str, Any]) -> bool:
     if lease.get("released") or _age_s(staging) > lease["lease_s"]:
         return False
-    if lease["machine"] != _machine():
-        return True
+    return lease["machine"] != machine_id() or is_running(lease)
+
+
+def is_running(lease: dict[str, Any]) -> bool:
+    """Whether the process that wrote a lease on this machine still runs."""
     try:
         process = psutil.Process(lease["pid"])
         return bool(abs(process.create_time() - lease["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE)
@@ -195,7 +199,7 @@ def _age_s(staging: Path) -> float:
     return max(0.0, os.stat(lock).st_mtime - os.stat(staging / "lease.json").st_mtime)
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """The scope in which a process id is unique: this boot of this kernel, this process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -204,7 +208,8 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _holder(lease: dict[str, Any]) -> str:
+def describe_holder(lease: dict[str, Any]) -> str:
+    """The process that holds a lease, and since when."""
     if not lease:
         return "another process"
     since = datetime.fromtimestamp(lease["started"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,15 +1,23 @@
 """A part is one chunk's result: a Parquet file whose name is a hash of everything that determines its rows.
 
 So every attempt at a chunk, by a retry, a speculative copy or a late worker, writes to the same name.
+
+For tables whose log has statistics of each file, they are computed while a chunk's rows are in memory, so that a commit
+reads no part; Delta's are in the section "Per-file Statistics" of its specification (delta-io/delta, PROTOCOL.md).
 """
 
+import datetime
 import hashlib
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import atomic_io
@@ -17,6 +25,12 @@ from torchlake.errors import TableError
 from torchlake.tables.formats.columnar import translate_errors
 from torchlake.tables.output.failures import count_failed
 from torchlake.tables.plan import Chunk, Plan
+from torchlake.tables.storage.folders import folder_at
+
+TEXT_LENGTH = 32
+"Of bounds, which are cut off; one that is higher than all texts with the same beginning ends with LAST."
+LAST = chr(0x10FFFF)
+
 
 TABLE = "table"
 "The folder in the staging folder that becomes the output."
@@ -32,6 +46,31 @@ class Part:
     failed: int
     sha256: str
     bytes: int
+    statistics: str = ""
+    "Of its columns, as JSON, if its table keeps them; not in the commit record."
+    chunks: tuple[int, ...] = ()
+    "Of a file with the rows of several chunks, their numbers."
+    members: tuple[str, ...] = ()
+    "The names of the parts that such a file was made from."
+    partition: tuple[tuple[str, str | None], ...] = ()
+    "Of a file of one partition, the columns and their values as text."
+
+    @property
+    def all_chunks(self) -> tuple[int, ...]:
+        """The chunks whose rows it has."""
+        return self.chunks or (self.chunk,)
+
+    def entry(self) -> dict[str, Any]:
+        """The part in a commit record."""
+        value = {name: getattr(self, name) for name in self.__slots__ if name != "statistics"}
+        return {name: one for name, one in value.items() if one != ()}
+
+
+def part_of_entry(entry: Mapping[str, Any]) -> Part:
+    """The part of an entry in a commit record."""
+    several = {name: tuple(entry[name]) for name in ("chunks", "members") if name in entry}
+    partition = tuple((name, value) for name, value in entry.get("partition", ()))
+    return Part(**{**entry, **several, "partition": partition})
 
 
 def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
@@ -45,39 +84,74 @@ def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
     return f"part-{chunk.index:05d}-{atomic_io.fingerprint(value)[:16]}.parquet"
 
 
-def write_part(staging: Path, name: str, table: pa.Table, *, chunk: int) -> Part:
-    """Write a chunk's rows durably into the staging folder, with page checksums. Called in workers.
+@dataclass(frozen=True, kw_only=True)
+class PartFolder:
+    """Where the parts of a job are written, and in which form; plain values, so that every engine can send them."""
 
-    The first attempt wins, and its part is returned: scores may differ in the last digit on another kind of CPU, and
-    the driver may already know the first part. Raises StorageError when the disk is full or the folder is gone.
-    """
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    content, path = sink.getvalue().to_pybytes(), staging / TABLE / name
-    with translate_errors(str(path)):  # Arrow cannot read everything that it writes
-        pq.ParquetFile(pa.BufferReader(content)).read()
-    while not atomic_io.write_new_bytes(path, content, site="part"):
-        part = read_part(path, chunk, table.num_rows)
-        if part is not None:
-            return part
-        path.unlink(missing_ok=True)  # damaged
-    return _part(name, chunk, table, content)
+    location: str
+    "A path or URL."
+    schema: pa.Schema | None = None
+    "Parts are cast to it, where a table has other types than Arrow."
+    statistics: bool = False
+    "Parts have statistics of their columns, for a table's log."
+    below: str = ""
+    """The folder in it, with a slash at the end, that the commit's own parts are in, where a commit keeps parts of
+    earlier ones. No other commit writes or deletes there, so a late writer cannot delete what a later one lists."""
+
+    def write(self, name: str, table: pa.Table, *, chunk: int) -> Part:
+        """Write a chunk's rows durably, with page checksums. Called in workers.
+
+        The first attempt wins, and its part is returned: scores may differ in the last digit on another kind of CPU,
+        and the driver may already know the first part. Raises StorageError when the disk is full or the folder is gone.
+        """
+        if self.schema is not None:
+            table = _cast(table, self.schema, f"{self.location}/{name}")
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        content = sink.getvalue().to_pybytes()
+        with translate_errors(f"{self.location}/{name}"):  # Arrow cannot read everything that it writes
+            pq.ParquetFile(pa.BufferReader(content)).read()
+        stored = self.store(name, content, table.num_rows, site="part")
+        found = table if stored is content else _sound(stored, table.num_rows)
+        assert found is not None, "what is stored is sound"
+        return self._part(name, chunk, found, stored)
+
+    def store(self, name: str, content: bytes, rows: int, *, site: str) -> bytes:
+        """Write a Parquet file of so many rows durably; returns its bytes, or those of a sound file of this name."""
+        folder, own = folder_at(self.location), f"{self.below}{name}"
+        while not folder.write_new(own, content, site=site):
+            earlier = folder.content(own)
+            if earlier is not None and _sound(earlier, rows) is not None:
+                return earlier
+            if earlier is not None:
+                folder.replace_damaged(own, earlier, content, site=site)
+        return content
+
+    def find(self, name: str, chunk: int, rows: int) -> Part | None:
+        """The sound part of an earlier attempt, every page verified; None if it is not there or damaged."""
+        content = folder_at(self.location).content(f"{self.below}{name}")
+        table = None if content is None else _sound(content, rows)
+        return None if table is None or content is None else self._part(name, chunk, table, content)
+
+    def _part(self, name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
+        return Part(
+            name=f"{self.below}{name}",
+            chunk=chunk,
+            rows=table.num_rows,
+            failed=count_failed(table),
+            sha256=hashlib.sha256(content).hexdigest(),
+            bytes=len(content),
+            statistics=delta_statistics(table) if self.statistics else "",
+        )
 
 
-def part_of_lost_attempt(staging: Path, name: str, chunk: Chunk) -> Part | None:
-    """The sound part of an earlier attempt whose result did not reach the driver, or None."""
-    path = staging / TABLE / name
-    return read_part(path, chunk.index, chunk.rows) if path.exists() else None
-
-
-def read_part(path: Path, chunk: int, rows: int) -> Part | None:
-    """The part in `path`, every page verified; None if it is damaged or does not have `rows` rows."""
-    content = path.read_bytes()
+def _sound(content: bytes, rows: int) -> pa.Table | None:
+    """The rows of a Parquet file, every page verified; None if it is damaged or has another number of them."""
     try:
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
     except (pa.ArrowException, OSError):
         return None
-    return _part(path.name, chunk, table, content) if table.num_rows == rows else None
+    return table if table.num_rows == rows else None
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
@@ -98,12 +172,121 @@ def schema_in_words(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
-def _part(name: str, chunk: int, table: pa.Table, content: bytes) -> Part:
-    return Part(
-        name=name,
-        chunk=chunk,
-        rows=table.num_rows,
-        failed=count_failed(table),
-        sha256=hashlib.sha256(content).hexdigest(),
-        bytes=len(content),
+def _cast(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
+    """The rows with other types. Raises TableError for a value that another type cannot hold."""
+    try:
+        return table.cast(schema)
+    except ValueError as error:  # ArrowInvalid is one; a null where there has to be a value is a plain one
+        raise TableError(
+            f"{where}: a value cannot be kept by the table's format: {error}. Leave the column out, or convert it."
+        ) from error
+
+
+def delta_statistics(table: pa.Table) -> str:
+    """The statistics of a file with these rows, as JSON.
+
+    Every column has both bounds, or none has any: delta-rs takes a bound that is missing beside others for null, and a
+    filter then finds no row of the file (`DeltaTable.to_pyarrow_dataset`). Nested columns have none.
+    """
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
+    nulls = {}
+    complete = True
+    for field in table.schema:
+        if pa.types.is_nested(field.type):
+            continue
+        column = table[field.name]
+        nulls[field.name] = column.null_count
+        if column.null_count < len(column):
+            low[field.name], high[field.name] = _bounds(column)
+            complete = complete and low[field.name] is not None and high[field.name] is not None
+    return _statistics(table.num_rows, nulls, low, high, complete)
+
+
+def joined_statistics(several: Sequence[str]) -> str:
+    """The statistics of all rows, from those of their parts: they have bounds if every part has them."""
+    parts = [json.loads(one, parse_float=Decimal) for one in several]
+    nulls: dict[str, int] = {}
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
+    for part in parts:
+        for name, count in part["nullCount"].items():
+            nulls[name] = nulls.get(name, 0) + count
+        for name, value in part.get("minValues", {}).items():
+            low[name] = min(low[name], value) if name in low else value
+        for name, value in part.get("maxValues", {}).items():
+            high[name] = max(high[name], value) if name in high else value
+    complete = all("minValues" in part for part in parts)
+    return _statistics(sum(part["numRecords"] for part in parts), nulls, low, high, complete)
+
+
+def _statistics(
+    rows: int, nulls: Mapping[str, int], low: Mapping[str, Any], high: Mapping[str, Any], complete: bool
+) -> str:
+    bounds = f', "minValues": {_json(low)}, "maxValues": {_json(high)}' if complete else ""
+    return f'{{"numRecords": {rows}{bounds}, "nullCount": {_json(nulls)}}}'
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """As JSON: decimals with all of their digits and no exponent, text without escapes, which delta-rs reads wrongly
+    for characters that take two of them."""
+    entries = (
+        f"{json.dumps(name, ensure_ascii=False)}: "
+        + (f"{value:f}" if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False))
+        for name, value in values.items()
     )
+    return "{" + ", ".join(entries) + "}"
+
+
+def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:
+    """The lowest and highest value as a log has them; None for one that it cannot have."""
+    kind = column.type
+    if pa.types.is_floating(kind):
+        if pc.any(pc.is_nan(column)).as_py():
+            return None, None
+        found = pc.min_max(column).as_py()
+        # Zero has two signs, and some readers order them.
+        low, high = found["min"] or -0.0, found["max"] or 0.0
+        return low if math.isfinite(low) else None, high if math.isfinite(high) else None
+    if pa.types.is_timestamp(kind) or pa.types.is_date32(kind):
+        units = column.cast(pa.timestamp("us", kind.tz) if pa.types.is_timestamp(kind) else pa.int32())
+        found = pc.min_max(units.cast(pa.int64())).as_py()
+        text = _date if pa.types.is_date32(kind) else partial(_time, zone="Z" if kind.tz else "")
+        return text(found["min"], lowest=True), text(found["max"], lowest=False)
+    known = (
+        pa.types.is_integer,
+        pa.types.is_boolean,
+        pa.types.is_decimal,
+        pa.types.is_string,
+        pa.types.is_large_string,
+    )
+    if not any(is_kind(kind) for is_kind in known):
+        return None, None
+    found = pc.min_max(column).as_py()
+    if isinstance(found["min"], str):
+        return found["min"][:TEXT_LENGTH], _cut(found["max"])
+    return found["min"], found["max"]
+
+
+def _cut(text: str) -> str | None:
+    """A text that is not lower, of about TEXT_LENGTH characters; None if there is none."""
+    if len(text) <= TEXT_LENGTH:
+        return text
+    return None if text[TEXT_LENGTH] == LAST else text[:TEXT_LENGTH] + LAST
+
+
+def _date(days: int, *, lowest: bool) -> str | None:
+    try:
+        return (datetime.date(1970, 1, 1) + datetime.timedelta(days=days)).isoformat()
+    except OverflowError:
+        return None
+
+
+def _time(microseconds: int, *, lowest: bool, zone: str) -> str | None:
+    """Logs have milliseconds: the lowest time is rounded down, the highest up."""
+    milliseconds = microseconds // 1000 if lowest else -(-microseconds // 1000)
+    try:
+        found = datetime.datetime(1970, 1, 1) + datetime.timedelta(milliseconds=milliseconds)
+    except OverflowError:
+        return None
+    return found.isoformat(timespec="milliseconds") + zone

@@ -1,10 +1,11 @@
 """What a source gives: the identity of a table, its schema, and the files that its rows are read from.
 
-A source is a file in this package, with three functions:
+A source is a file in this package, with these functions; `follow` is optional:
 
     recognizes(source)      whether a string, path or object names a table of this kind; cheap, and imports no library
     pin(source)             the same with its present version, to be opened again; unchanged if it has no versions
     open_source(source)     its `SourceTable`; raises TableError, or MissingExtra when a library is not installed
+    follow(source)          for a table whose new rows can be found: `Followed`, or None for one fixed version
 
 Everything above reads files: a chunk is a range of rows of one file, and its version is checked before and after. A
 file may have fewer columns than its table, or other names for them (its `View`), and rows that are deleted.
@@ -14,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -74,6 +75,33 @@ class SourceTable:
     own."""
     bounds: Mapping[str, Bounds] = field(default_factory=dict)
     "By column, statistics of each file in the table's log; files that a condition rules out are not opened."
+
+
+class ChangedRows(NamedTuple):
+    """What some versions did to the rows, by key."""
+
+    rows: pa.Table
+    "Inserted and updated rows as they are at the last version, once each."
+    deleted: pa.Array
+    "Keys whose rows are gone."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed:
+    """A table whose versions are followed: positions grow with every version."""
+
+    name: str
+    "The same at every version."
+    position: int
+    "Of the current version; below 0 for a table that has none yet."
+    at: Callable[[int], str]
+    "The table at a position."
+    added: Callable[[int, int], str]
+    "The files that were added after a position, up to another one."
+    has_changed: Callable[[int, int], str]
+    "Why files that were added in between are not all that is new; empty if they are."
+    changed_rows: Callable[[int, int, str], ChangedRows | None]
+    "What happened in between to rows with a key; None if the table does not say."
 
 
 @lru_cache(maxsize=1024)

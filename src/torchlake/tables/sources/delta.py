@@ -20,14 +20,14 @@ import pyarrow.compute as pc
 
 from torchlake.errors import MissingExtra, TableError, Unavailable
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
-from torchlake.tables.sources._interface import SourceFile, SourceTable, View
+from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
+from torchlake.tables.sources._interface import ChangedRows, Followed, SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import constant_text
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.access import storage_errors
 from torchlake.tables.storage.urls import filesystem_of, is_url, object_store_options
 
-LOG = "_delta_log"
-VERSION = re.compile(r"(?P<table>.+)@v(?P<version>\d+)", re.DOTALL)
+VERSION = re.compile(r"(?P<table>.+)@v(?:(?P<since>\d+)\.\.v)?(?P<version>\d+)", re.DOTALL)
 FEATURES = frozenset(
     {"columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview", "v2Checkpoint",
      "vacuumProtocolCheck"}
@@ -41,6 +41,8 @@ class DeltaPath(NamedTuple):
 
     table: str
     version: int | None
+    since: int | None = None
+    "Only the files that were added after this version are asked for."
 
 
 def recognizes(source: Any) -> bool:
@@ -67,6 +69,8 @@ def open_source(source: str | Path) -> SourceTable:
     version = table.version()
     where = f"{found.table}@v{version}"
     physical = _checked_names(table, where)
+    if found.since is not None:
+        return _open_added(found, table, physical)
     schema = pa.schema(table.schema().to_arrow())
     names = {logical: name for logical, name in physical.items() if logical != name}
     logical = {name: one for one, name in physical.items()}
@@ -94,6 +98,57 @@ def open_source(source: str | Path) -> SourceTable:
     )
 
 
+def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> SourceTable:
+    """The files that were added after a version. Raises TableError if other rows changed too."""
+    assert found.since is not None, "called for a range of versions"
+    version, where = table.version(), f"{found.table}@v{found.since}..v{found.version}"
+    added = added_files(found.table, found.since, version)
+    if added.changed:
+        raise TableError(
+            f"{where}: {added.changed}, so the files that were added are not all that is new. With a change data feed "
+            "and a key, changed rows are followed by it; else score the whole table again (mode overwrite)."
+        )
+    logical = {name: one for one, name in physical.items()}
+    schema = pa.schema(table.schema().to_arrow())
+    files = []
+    for action in added.files:
+        path, values = action["path"], action.get("partitionValues") or {}
+        constants = {logical.get(name, name): value or None for name, value in values.items()}
+        names = {one: name for one, name in physical.items() if one != name and one not in constants}
+        file = path if is_url(path) or path.startswith("/") else f"{found.table.rstrip('/')}/{path}"
+        files.append(SourceFile(name=path, file=file, size=action["size"], view=View(constants=constants, names=names)))
+    return SourceTable(
+        files=tuple(sorted(files, key=lambda one: one.name)),
+        identity={"kind": "delta", "table": found.table, "version": version, "since": found.since},
+        schema=schema,
+        partitions=pa.schema([schema.field(name) for name in table.metadata().partition_columns]),
+    )
+
+
+def follow(source: str | Path) -> Followed | None:
+    """The table as something that is followed from version to version; None if a version was asked for."""
+    found = _parse(source)
+    assert found is not None, "called for what is recognized"
+    if found.version is not None:
+        return None
+    table = _load(found)
+
+    def rows(since: int, version: int, key: str) -> ChangedRows | None:
+        return changed_rows(_load(DeltaPath(found.table, version)), since, version, key)
+
+    def has_changed(since: int, version: int) -> str:
+        return added_files(found.table, since, version).changed
+
+    return Followed(
+        name=found.table,
+        position=int(table.version()),
+        at=lambda version: f"{found.table}@v{version}",
+        added=lambda since, version: f"{found.table}@v{since}..v{version}",
+        has_changed=has_changed,
+        changed_rows=rows,
+    )
+
+
 def _parse(source: str | Path) -> DeltaPath | None:
     text = local_path(os.fspath(source))
     if _has_log(text):
@@ -101,7 +156,8 @@ def _parse(source: str | Path) -> DeltaPath | None:
     match = VERSION.fullmatch(text)
     if match is None or not _has_log(match["table"]):
         return None
-    return DeltaPath(_absolute(match["table"]), int(match["version"]))
+    since = None if match["since"] is None else int(match["since"])
+    return DeltaPath(_absolute(match["table"]), int(match["version"]), since)
 
 
 def _absolute(path: str) -> str:

@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torchlake.tables.sources._interface import SourceFile, SourceTable, View
 from torchlake.tables.sources._lakehouse import refuse_lakehouse_tables
 from torchlake.tables.sources._partitions import partitions_of
 from torchlake.tables.storage.access import storage_errors, unavailable
-from torchlake.tables.storage.urls import check_url, filesystem_of, is_url
+from torchlake.tables.storage.urls import check_url, filesystem_of, is_url, secret_repository
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,12 @@ class InputPath(NamedTuple):
     "An absolute path or a URL."
     listed: bool = True
     "Found in a folder or by a glob; False for a file that was named directly."
+    place: int = 0
+    "Of the input in the list that was given."
 
 
 def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
-    """The files of `source`, sorted by name; in folders and globs only those for which `wanted` is true.
+    """The files of each input in the order given, sorted by name; in folders and globs only those that are `wanted`.
 
     Raises TableError when there is none, or a file is named twice.
     """
@@ -50,35 +53,48 @@ def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
     if not sources:
         raise TableError("No files were given: the list of inputs is empty.")
     bases, found = [], []
-    for one in sources:
+    for place, one in enumerate(sources):
         base, files, listed = _expand(local_path(os.fspath(one)), wanted)
         bases.append(base)
-        found += [(file, listed) for file in files]
+        found += [(file, listed, place) for file in files]
     # A single listing has each file once.
-    counts = Counter(_real(file) for file, _ in found) if len(sources) > 1 else Counter()
+    counts = Counter(_real(file) for file, *_ in found) if len(sources) > 1 else Counter()
     twice = next((file for file, count in counts.items() if count > 1), None)
     if twice is not None:
         raise TableError(f"{twice} is named twice by {describe(source)}: its rows would be read twice. Name it once.")
     base = _common(bases)
-    named = (InputPath(posixpath.relpath(file, base) if base else file, file, listed) for file, listed in found)
-    return [_check_utf8_name(one) for one in sorted(named)]
+    named = (InputPath(_name_in(base, file), file, listed, place) for file, listed, place in found)
+    return [_check_utf8_name(one) for one in sorted(named, key=lambda one: (one.place, one.name))]
 
 
 def open_source(source: StoredTable) -> SourceTable:
-    """The files of `source`, in the order of their names; the names of folders may hold columns.
+    """The files of `source`, those of each input in the order of their names; the names of folders may hold columns.
 
     Raises TableError when there is none, a file is named twice, or a listed one lies in a table with a log.
     """
-    found = find(source, is_table_file)
+    return joined(open_each([source] if isinstance(source, str | Path) else source))
+
+
+def open_each(sources: Sequence[str | Path]) -> list[SourceTable]:
+    """A table for each input; names of files are relative to the folder that contains all inputs, so they differ.
+
+    Raises TableError as `open_source`.
+    """
+    found = find(sources, is_table_file)
     refuse_lakehouse_tables([one.file for one in found if one.listed])
-    if not all(one.listed for one in found):
-        return SourceTable(files=tuple(SourceFile(name=one.name, file=one.file) for one in found))
-    partitions, values = partitions_of([one.name for one in found])
-    files = zip(found, values, strict=True)
-    return SourceTable(
-        files=tuple(SourceFile(name=one.name, file=one.file, view=View(constants=own)) for one, own in files),
-        partitions=partitions,
-    )
+    listed = all(one.listed for one in found)
+    partitions, values = partitions_of([one.name for one in found] if listed else [])
+    values = values or [{} for _ in found]
+    files: list[list[SourceFile]] = [[] for _ in sources]
+    for one, own in zip(found, values, strict=True):
+        files[one.place].append(SourceFile(name=one.name, file=one.file, view=View(constants=own)))
+    return [SourceTable(files=tuple(some), partitions=partitions) for some in files]
+
+
+def joined(tables: Iterable[SourceTable]) -> SourceTable:
+    """The files of several of the tables that one call of `open_each` returned."""
+    several = list(tables)
+    return replace(several[0], files=tuple(file for table in several for file in table.files))
 
 
 def describe(source: StoredTable) -> str:
@@ -149,7 +165,8 @@ def _check_bucket(filesystem: Any, path: str, url: str) -> None:
     try:
         filesystem.ls(bucket)
     except FileNotFoundError as error:
-        raise Unavailable(f"{url}: there is no bucket or repository {bucket!r}. Is its name right?") from error
+        secret = f" {secret_repository(url)}" if depth == 3 else ""  # the Hub denies that it is there
+        raise Unavailable(f"{url}: there is no bucket or repository {bucket!r}. Is its name right?{secret}") from error
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -217,6 +234,10 @@ def _before_wildcard(path: str) -> str:
     parts = path.split("/")
     first = next(place for place, part in enumerate(parts) if WILDCARDS & set(part))
     return "/".join(parts[:first])
+
+
+def _name_in(base: str, file: str) -> str:
+    return posixpath.relpath(file, base) if base else file
 
 
 def _common(bases: list[str]) -> str:

@@ -20,12 +20,16 @@ import pyarrow.parquet as pq
 
 from torchlake.errors import TableError, Unavailable
 from torchlake.tables.sources._iceberg_columns import Columns
-from torchlake.tables.sources._interface import SourceFile, SourceTable, View
+from torchlake.tables.sources._interface import Followed, SourceFile, SourceTable, View
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.catalogs import TableName, first_line, load_table, parse_name
 
 _NUMBER = re.compile(r"(?P<snapshot>\d+)(?::(?P<schema>\d+))?")
 "A snapshot, and the number of the schema if that is not the one it was written with."
+
+
+_RANGE = re.compile(r"(?P<since>\d+)\.\.(?P<snapshot>\d+)")
+"Two snapshots: the files that were added after the first one, up to the second."
 
 
 class _State(NamedTuple):
@@ -59,6 +63,9 @@ def open_source(source: str | Path) -> SourceTable:
     pyiceberg is not installed.
     """
     parsed = _parse(source)
+    between = _RANGE.fullmatch(parsed.ref or "")
+    if between is not None:
+        return _open_added(parsed, int(between["since"]), int(between["snapshot"]))
     table, snapshot, schema = _at(parsed)
     number = None if snapshot is None else int(snapshot.snapshot_id)
     columns = Columns.of(parsed.shown, schema, table.name_mapping())
@@ -80,6 +87,96 @@ def open_source(source: str | Path) -> SourceTable:
     return SourceTable(
         files=tuple(sorted(files, key=lambda one: one.name)),
         identity={"kind": "iceberg", "table": parsed.shown, "version": number},
+        schema=columns.schema,
+        view=columns.view,
+    )
+
+
+def follow(source: str | Path) -> Followed | None:
+    """The table as something that is followed from snapshot to snapshot; None if a snapshot was asked for.
+
+    Positions are sequence numbers, which grow with every snapshot.
+    """
+    parsed = _parse(source)
+    if parsed.ref is not None:
+        return None
+    table = load_table(parsed)
+    newest = table.metadata.current_snapshot()
+    if table.metadata.format_version < 2:
+        raise TableError(f"{parsed.shown}: snapshots of format version 1 are not numbered; upgrade the table to 2.")
+
+    def snapshot(position: int) -> int:
+        return _snapshot_of(parsed, load_table(parsed), position)
+
+    def has_changed(since: int, position: int) -> str:
+        read = load_table(parsed)
+        return _added_files(parsed, read, _snapshot_of(parsed, read, since), _snapshot_of(parsed, read, position))[1]
+
+    return Followed(
+        name=parsed.shown,
+        position=-1 if newest is None else int(newest.sequence_number),
+        at=lambda position: parsed.name if position < 0 else f"{parsed.name}@{snapshot(position)}",
+        added=lambda since, position: f"{parsed.name}@{snapshot(since)}..{snapshot(position)}",
+        has_changed=has_changed,
+        changed_rows=lambda since, position, key: None,  # Iceberg has no feed of changed rows
+    )
+
+
+def _snapshot_of(parsed: TableName, table: Any, position: int) -> int:
+    """The id of the snapshot with a sequence number. Raises TableError when it has expired."""
+    for one in table.metadata.snapshots:
+        if one.sequence_number == position:
+            return int(one.snapshot_id)
+    raise TableError(
+        f"{parsed.shown}: the snapshot with sequence number {position} has expired, so what is new since cannot be "
+        "known. Score the whole table again (mode overwrite)."
+    )
+
+
+def _added_files(parsed: TableName, table: Any, since: int, snapshot: int) -> tuple[list[Any], str]:
+    """The data files that the snapshots after `since` added, and why they are not all that is new, or nothing."""
+    files: list[Any] = []
+    changed = ""
+    number: int | None = snapshot
+    while number is not None and number != since:
+        one = table.metadata.snapshot_by_id(number)
+        if one is None:
+            break
+        operation = one.summary.operation.value if one.summary is not None else "overwrite"
+        if operation == "append":
+            for manifest in one.manifests(table.io):
+                if manifest.added_snapshot_id == number:
+                    entries = manifest.fetch_manifest_entry(table.io)
+                    files += [entry.data_file for entry in entries if entry.status.name == "ADDED"]
+        elif operation != "replace":  # a compaction has no new rows
+            changed = f"snapshot {number} changed or deleted rows ({operation})"
+        number = one.parent_snapshot_id
+    if number != since:
+        changed = f"snapshot {since} is no ancestor of {snapshot}, or it has expired"
+    return files, changed
+
+
+def _open_added(parsed: TableName, since: int, snapshot: int) -> SourceTable:
+    """The files that were added between two snapshots. Raises TableError if other rows changed too."""
+    table = load_table(parsed)
+    added, changed = _added_files(parsed, table, since, snapshot)
+    if changed:
+        raise TableError(
+            f"{parsed.shown}@{since}..{snapshot}: {changed}, so the files that were added are not all that is new. "
+            "Score the whole table again (mode overwrite)."
+        )
+    schema, specs = table.schema(), table.specs()
+    columns = Columns.of(parsed.shown, schema, table.name_mapping())
+    location = local_path(table.location()).rstrip("/")
+    files = []
+    for one in added:
+        file = local_path(one.file_path)
+        view = View(constants=columns.partition_values(one, specs[one.spec_id]))
+        name = file.removeprefix(f"{location}/")
+        files.append(SourceFile(name=name, file=file, size=one.file_size_in_bytes, rows=one.record_count, view=view))
+    return SourceTable(
+        files=tuple(sorted(files, key=lambda one: one.name)),
+        identity={"kind": "iceberg", "table": parsed.shown, "version": snapshot, "since": since},
         schema=columns.schema,
         view=columns.view,
     )

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, cast
 
 from torchlake.config.redaction import redacted
 from torchlake.errors import TorchlakeError, Unavailable
-from torchlake.tables.storage.urls import credentials_of, filesystem_of, is_url
+from torchlake.tables.storage.urls import credentials_of, filesystem_of, is_url, secret_repository
 
 
 def open_binary(file: str) -> BinaryIO:
@@ -55,7 +55,8 @@ def storage_errors(file: str) -> Iterator[None]:
 
 def unavailable(file: str, error: Exception) -> Unavailable:
     """The error for a file that cannot be opened or read; for objects it says where credentials come from."""
-    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    said = str(getattr(error, "strerror", None) or error).strip()
+    why = said.splitlines()[0] if said else type(error).__name__
     if not is_url(file):
         return Unavailable(f"{file}: {why}")
     kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
@@ -64,6 +65,8 @@ def unavailable(file: str, error: Exception) -> Unavailable:
         advice = f"The credentials that were found may not read it; they come from {credentials_of(file)}."
     elif "Credential" in kinds or "Authentication" in kinds:
         advice = f"Credentials come from {credentials_of(file)}."
+    elif "GatedRepo" in kinds or "RepositoryNotFound" in kinds:
+        advice = secret_repository(file)
     elif getattr(error, "errno", None) == errno.EREMCHG:
         advice = "The bucket is in another region: set AWS_DEFAULT_REGION to its region."
     return Unavailable(redacted(f"{file}: {why.rstrip('.')}. {advice}".rstrip()))

@@ -6,14 +6,15 @@ variables of its documentation. torchlake reads no credentials itself.
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torchlake.config.redaction import redacted
-from torchlake.errors import MissingExtra, TableError
+from torchlake.errors import MissingExtra, TableError, TorchlakeError
 from torchlake.tables.storage.urls import is_url, s3_address
 
-_NAME = re.compile(r"iceberg:(?P<catalog>[^@.]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
+_NAME = re.compile(r"iceberg:(?P<catalog>[^@./]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
 _METADATA = re.compile(r"(?P<table>.+\.metadata\.json)(?:@(?P<ref>.+))?", re.DOTALL)
 
 
@@ -58,28 +59,46 @@ def parse_name(source: str) -> TableName | None:
 
 def load_table(name: TableName) -> Any:
     """The pyiceberg table. Raises TableError when it cannot be read, MissingExtra when a library is not installed."""
-    try:
-        from pyiceberg import exceptions
-        from pyiceberg.catalog import load_catalog
-    except ImportError as error:
-        raise MissingExtra(
-            f"{name.shown}: an Iceberg table needs the library 'pyiceberg', which is not installed: "
-            "pip install 'torchlake[iceberg]'"
-        ) from error
     if not name.catalog:
+        _check_installed(name)
         try:
             return _read_metadata(name.table)
         except (OSError, ValueError) as error:
             raise TableError(f"{name.shown}: the metadata file cannot be read: {first_line(error)}.") from error
-    try:
+    with catalog_errors(name), opened_catalog(name) as catalog:
+        return catalog.load_table(name.table)
+
+
+@contextmanager
+def opened_catalog(name: TableName) -> Iterator[Any]:
+    """The pyiceberg catalog of a table, until the end of the block.
+
+    Raises TableError when it cannot be opened, MissingExtra when a library is not installed.
+    """
+    _check_installed(name)
+    from pyiceberg.catalog import load_catalog
+
+    with catalog_errors(name):
         catalog = load_catalog(name.catalog)
-        try:
-            _ignore_named_code(catalog)
-            for property, value in _s3_properties().items():
-                catalog.properties.setdefault(property, value)
-            return catalog.load_table(name.table)
-        finally:
-            catalog.close()
+        _ignore_named_code(catalog)
+        for property, value in _s3_properties().items():
+            catalog.properties.setdefault(property, value)
+    try:
+        yield catalog
+    finally:
+        catalog.close()
+
+
+@contextmanager
+def catalog_errors(name: TableName) -> Iterator[None]:
+    """Turn errors of a catalog, while it is read, into TableError and MissingExtra."""
+    _check_installed(name)
+    from pyiceberg import exceptions
+
+    try:
+        yield
+    except TorchlakeError:
+        raise
     except (exceptions.NoSuchTableError, exceptions.NoSuchNamespaceError, exceptions.NoSuchIcebergTableError) as error:
         raise TableError(f"{name.shown}: the catalog {name.catalog!r} has no such table.") from error
     except exceptions.NotInstalledError as error:
@@ -89,6 +108,16 @@ def load_table(name: TableName) -> Any:
         raise TableError(
             f"{name.shown}: the catalog {name.catalog!r} cannot be read: {why}. Configure it in "
             f".pyiceberg.yaml, or by {variable} and its other variables."
+        ) from error
+
+
+def _check_installed(name: TableName) -> None:
+    try:
+        import pyiceberg.catalog  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(
+            f"{name.shown}: an Iceberg table needs the library 'pyiceberg', which is not installed: "
+            "pip install 'torchlake[iceberg]'"
         ) from error
 
 

@@ -66,6 +66,11 @@ def credentials_of(url: str) -> str:
     return _CREDENTIALS.get(extra, f"fsspec's settings for {protocol}://")
 
 
+def secret_repository(url: str) -> str:
+    """What to do for a repository that its server does not give, for messages."""
+    return f"A private or gated one needs credentials, which come from {credentials_of(url)}."
+
+
 def filesystem_of(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path in it.
 
@@ -82,7 +87,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         unknown = "Protocol not known" in str(error) and check_url(url) in EXTRAS  # fsspec has no entry for it
         if unknown:
             raise MissingExtra(f"{redacted(url)}: {missing_library(url, ImportError())}") from error
-        raise TableError(f"{redacted(url)}: {error}") from error
+        advice = f". Credentials come from {credentials_of(url)}." if check_url(url) in EXTRAS else ""
+        raise TableError(f"{redacted(url)}: {error}{advice}") from error
     return filesystem, path
 
 

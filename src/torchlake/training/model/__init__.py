@@ -1,5 +1,5 @@
-"""The model that a rank trains: loaded or empty, tested on a few rows, adapted, and set up to compute.
+"""The model that a rank trains: loaded or empty, tested on a few rows, adapted, wrapped, with its optimizer.
 
-In: a base model's folder. Out: a model of transformers, ready for a strategy, and its `Traits`.
-Read `base.py` first (one rank loads), then `traits.py` (what that rank finds out for all).
+In: a base model's folder. Out: a `TrainState`: the model as a strategy wrapped it, its optimizer, its progress.
+Read `setup.py` first, then `base.py` (one rank loads) and `traits.py` (what that rank finds out for all).
 """

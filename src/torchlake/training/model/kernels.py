@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import masking_utils
 
-from torchlake import optim
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
 from torchlake.models import probes
 from torchlake.models.load import layers
+from torchlake.optim.precision import find_precision
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def usable_precision(train: TrainConfig, model: nn.Module, task: Any, batch: pro
 
     Raises ConfigError if they were asked for by name.
     """
-    precision = optim.find_precision(train.precision, device)
+    precision = find_precision(train.precision, device)
     if precision.dtype is None or not precision.weights:
         return train.precision
     obstacle = probes.obstacle_in(precision.dtype, model, task, batch)

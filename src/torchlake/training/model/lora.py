@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlake.config.strategy_options import LoraOptions
+from torchlake.config.sections.strategies import LoraOptions
 from torchlake.errors import ConfigError, MissingExtra
 from torchlake.models.load import layers
+from torchlake.optim.parameters import head_modules
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=targets,
-        modules_to_save=_head(model),
+        modules_to_save=head_modules(model),
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
     with warnings.catch_warnings():
@@ -87,13 +88,3 @@ def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
             f"{', '.join(known)}"
         )
     return chosen
-
-
-def _head(model: "nn.Module") -> list[str]:
-    """The modules trained in full: those beside the encoder, and its pooler, which may be new too."""
-    body = getattr(model, "base_model_prefix", "")
-    lm_head = getattr(model, "get_output_embeddings", lambda: None)()
-    children = [(name, child) for name, child in model.named_children() if name != body and child is not lm_head]
-    beside = [name for name, child in children if any(True for _ in child.parameters())]
-    pooler = getattr(getattr(model, body, None), "pooler", None)
-    return [*beside, *(["pooler"] if pooler is not None else [])]

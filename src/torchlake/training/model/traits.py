@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlake import optim
 from torchlake.checkpoints import format
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import Features
 from torchlake.errors import TaskError
 from torchlake.models import probes
-from torchlake.tasks import Task
+from torchlake.optim.optimizers import trainable_names
+from torchlake.optim.precision import find_precision
 from torchlake.training.model import kernels
 
 
@@ -28,7 +28,7 @@ class Traits:
     unreached: list[str]
     "Names of the parameters that the loss does not depend on."
     stored: list[str]
-    "Names of the tensors that a checkpoint stores: all, or the ones LoRA trains; tied ones once."
+    "Names of the tensors that a checkpoint stores: all, or of a partly frozen model the trained ones; tied ones once."
     precision: str
     "train.precision, or what stands in for it because the model cannot compute in it."
     equal_lengths: bool
@@ -37,6 +37,11 @@ class Traits:
     "Whether attention stays within rows whose position ids restart."
     after_head: dict[str, Any] | None
     "How the model can compute its loss in chunks (the task's `find_chunks`); None: it cannot."
+
+
+def stores_all(job: Job) -> bool:
+    """Whether checkpoints hold the whole model; else the trained part, beside which the base's files have the rest."""
+    return job.model.lora is None and job.model.freeze is None
 
 
 def find_traits(
@@ -62,13 +67,13 @@ def find_traits(
     if not task.auto_class:
         try_task(model, task, batch, processor, spec)
     weights = model.state_dict()
-    if job.model.lora is not None:
-        weights = {name: weights[name] for name in optim.trainable_names(model)}
+    if not stores_all(job):
+        weights = {name: weights[name] for name in trainable_names(model, train)}
     rows = [each["input_ids"][0] for each in batches] if task.packs else []
     isolates = spec.problem == "next_answer_token" and probes.isolates(model, rows, dict(task.forward_options))
     precision = kernels.usable_precision(train, model, task, batch, device)
     # In fp16 small gradients vanish, unless the loss is scaled up before them.
-    chunked = task.packs and optim.find_precision(precision, device).dtype is not torch.float16
+    chunked = task.packs and find_precision(precision, device).dtype is not torch.float16
     if isolates and job.model.attention == "flash":
         isolates = kernels.passes_positions(base, torch.from_numpy(rows[1])[None], dict(task.forward_options))
     return Traits(
@@ -85,7 +90,7 @@ def find_traits(
     )
 
 
-def try_task(model: nn.Module, task: Task, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
+def try_task(model: nn.Module, task: Any, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
     """Take one row through all methods of a task that training and scoring will call; raises their TaskErrors."""
     training = model.training
     model.eval()

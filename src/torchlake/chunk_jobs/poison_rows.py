@@ -69,10 +69,9 @@ class Attempt:
         try:
             folder.mkdir(exist_ok=True)
             others = sorted(folder.glob(f"{chunk}-*.json"))
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
+            self._draft = self.path.with_suffix(".draft")
+            self._file = os.open(self._draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
             self._trace = os.open(self.trace, os.O_WRONLY | os.O_CREAT)
-            self._ended = threading.Event()
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
             dead = list(self._dead(others))
             for path in dead:
                 self._learn(path)
@@ -84,6 +83,10 @@ class Attempt:
                     **_self(),
                 }
             )
+            # The log has its name from its first line on: without it, the machine of its process is unknown.
+            os.rename(self._draft, self.path)
+            self._ended = threading.Event()
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
             for path in dead:  # its content is in this file now
                 path.unlink(missing_ok=True)
                 path.with_suffix(".trace").unlink(missing_ok=True)
@@ -154,7 +157,7 @@ class Attempt:
                         yield other
                 else:
                     first, since = seen.setdefault(other, (changed, time.monotonic()))
-                    silent = max(time.monotonic() - since, (_changed(self.path) or 0.0) - changed)
+                    silent = max(time.monotonic() - since, (_changed(self._draft) or 0.0) - changed)
                     if changed != first:
                         undecided.remove(other)
                     elif silent > SILENT_S:

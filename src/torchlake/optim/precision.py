@@ -1,10 +1,5 @@
-"""The optimizer step apart from the rows: precision, AdamW's groups, the learning rate, the seed of the dropout.
+"""The arithmetic of a step: its precision, torch's switches, 16-bit copies of the weights, the seed of the dropout."""
 
-All of it but ComputeWeights is a function of the job and the step's number. So a checkpoint needs no scheduler or
-generator state, and a resumed run equals an uninterrupted one.
-"""
-
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +10,7 @@ import torch
 import torch.utils.deterministic
 from torch import nn
 
-from torchlake.config.job import TrainConfig
+from torchlake.config.sections.train import TrainConfig
 from torchlake.processes import hardware
 
 
@@ -32,44 +27,6 @@ class Precision:
     def autocast(self) -> bool:
         """Whether torch's autocast is on."""
         return self.dtype is not None and not self.weights
-
-
-def make_optimizer(module: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters, in the order of `trainable_names`.
-
-    Only matrices decay: decaying biases and the scales of norms would change what a layer computes, not how smooth it
-    is. The fused kernel reads each tensor once.
-    """
-    parameters = dict(module.named_parameters())
-    learning = [parameters[name] for name in trainable_names(module)]
-    groups = [
-        {"params": [each for each in learning if each.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [each for each in learning if each.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, fused=True)
-
-
-def trainable_names(module: nn.Module) -> list[str]:
-    """The names of the trained parameters in the order of the optimizer's groups: matrices, then the others."""
-    learning = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    matrices, others = ([name for name, each in learning if (each.ndim >= 2) is first] for first in (True, False))
-    return [*matrices, *others]
-
-
-def learning_rate(step: int, total: int, train: TrainConfig) -> float:
-    """The learning rate of step `step`, counted from 0, of `total`: it rises over the warm-up, then falls to about 0.
-
-    No step has a rate of 0: the first takes 1/warm-up of the peak, the last one step's share of it.
-    """
-    warmup = round(train.warmup * total)
-    if step < warmup:
-        return train.learning_rate * (step + 1) / warmup
-    done = (step - warmup) / (total - warmup)
-    if train.schedule == "linear":
-        return train.learning_rate * (1 - done)
-    if train.schedule == "cosine":
-        return train.learning_rate * (1 + math.cos(math.pi * done)) / 2
-    return train.learning_rate
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

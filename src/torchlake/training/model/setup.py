@@ -8,6 +8,7 @@ Where a strategy lets every rank load (`single`, and `ddp` on CPUs), the others 
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -17,19 +18,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchlake import atomic_io, distributed, optim, plugins
+from torchlake import atomic_io, distributed, plugins
 from torchlake.checkpoints import format
 from torchlake.checkpoints.store import STATE
-from torchlake.config.job import Job, TrainConfig
+from torchlake.config.job import Job
+from torchlake.config.sections.train import TrainConfig
 from torchlake.data.features import Features, take
 from torchlake.distributed import Group
 from torchlake.errors import UsageError, ran_out_of_memory
 from torchlake.models import probes
 from torchlake.models.load import TaskSpec, layers, model_folder
+from torchlake.optim.optimizers import make_optimizer, trainable_names
+from torchlake.optim.parameters import freeze, layer_scales
+from torchlake.optim.precision import find_precision
 from torchlake.runs.speed import measure
 from torchlake.tasks import Task
 from torchlake.training.model import kernels, lora
-from torchlake.training.model.traits import Traits, find_traits
+from torchlake.training.model.traits import Traits, find_traits, stores_all
 from torchlake.training.rows import RankSettings, Rows
 from torchlake.training.state import TrainProgress, TrainState
 
@@ -54,19 +59,20 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         traits = asdict(find_traits(model, base, task, made, processor, job, spec, group.device))
     told = Traits(**distributed.from_rank_0(group, traits, "waiting for rank 0 to load the model"))
     probes.freeze(model, told.unreached)
-    names = optim.trainable_names(model)
+    scales = layer_scales(model, job.train.layer_decay)
+    names = trainable_names(model, job.train, scales)
     saved = None if settings.checkpoint is None else Path(settings.checkpoint)
     stored = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in told.stored}
     if loads and saved is not None:
         format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
     train = job.train.model_copy(update={"precision": told.precision})
-    precision = optim.find_precision(train.precision, group.device)
+    precision = find_precision(train.precision, group.device)
     config = getattr(base, "config", None)
     speed = measure(
         layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
     )
     _set_up(model, base, told, job, train, spec, task, group)
-    module, optimizer = _wrap(strategy, model, group, train)
+    module, optimizer = _wrap(strategy, model, group, train, scales)
     progress = TrainProgress()
     if saved is not None:
         progress = TrainProgress(**atomic_io.read_json(saved / STATE)["position"])
@@ -112,6 +118,7 @@ def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool) -> tuple[Any, n
     """The base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
     torch.manual_seed(job.train.seed)
     base = task.base_model(model_folder(job.model.base), spec, empty=empty)
+    freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base
     with torch.device("meta" if empty else "cpu"):
@@ -129,10 +136,10 @@ def _set_up(
     group: Group,
 ) -> None:
     """Set how the model computes, after rank 0 has computed with it on the CPU in fp32."""
-    precision = optim.find_precision(train.precision, group.device)
+    precision = find_precision(train.precision, group.device)
     if traits.after_head is not None:
         task.chunk_loss(base, traits.after_head, compiled=train.compile)
-    if precision.weights and job.model.lora is not None:
+    if precision.weights and not stores_all(job):
         kernels.convert_frozen(model, precision.dtype)
     kernels.recompute_activations(base, train.activation_checkpointing)
     kernels.set_attention(base, job.model.attention, device=group.device, dtype=precision.dtype)
@@ -141,12 +148,12 @@ def _set_up(
 
 
 def _wrap(
-    strategy: ModuleType, model: nn.Module, group: Group, train: TrainConfig
+    strategy: ModuleType, model: nn.Module, group: Group, train: TrainConfig, scales: Mapping[str, float]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The wrapped model and its optimizer. Raises UsageError when the model does not fit into the device's memory."""
     try:
         wrapped: tuple[nn.Module, torch.optim.Optimizer] = strategy.wrap(
-            model, lambda sharded: optim.make_optimizer(sharded, train), group=group, train=train
+            model, lambda sharded: make_optimizer(sharded, train, scales), group=group, train=train
         )
         return wrapped
     except (RuntimeError, MemoryError) as error:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import tiny
 import torchlake as tl
+from torchlake.chunk_jobs import job
+from torchlake.chunk_jobs.in_flight import InFlight
+from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.progress import progress
-from torchlake.scoring import predict
-from torchlake.scoring.in_flight import InFlight
-from torchlake.scoring.poison_rows import Attempt
 
 
 @given(
@@ -86,7 +86,7 @@ def test_predict_shows_every_batch_of_a_chunk(
 
         return forward
 
-    monkeypatch.setattr(predict, "progress", watched)
+    monkeypatch.setattr(job, "progress", watched)
     pq.write_table(tiny.reviews(200), tmp_path / "rows.parquet")
     tl.predict(tiny_model, tmp_path / "rows.parquet", tmp_path / "out", runtime=load, engine=tiny.Here())
     assert len(seen) > 3

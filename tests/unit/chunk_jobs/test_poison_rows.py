@@ -14,8 +14,8 @@ import pytest
 
 import reading_crashes
 from pids import wait_for
-from torchlake.scoring import poison_rows
-from torchlake.scoring.poison_rows import Attempt, Step
+from torchlake.chunk_jobs import poison_rows
+from torchlake.chunk_jobs.poison_rows import Attempt, Step
 
 ROWS = 9
 
@@ -202,7 +202,7 @@ def test_a_finished_chunk_leaves_nothing(tmp_path: Path) -> None:
 def test_an_attempt_that_runs_at_the_same_time_has_not_died(tmp_path: Path) -> None:
     """A speculative twin: its running rows are no suspects, and its file stays its own."""
     source = (
-        "import sys, threading; from pathlib import Path; from torchlake.scoring.poison_rows import Attempt\n"
+        "import sys, threading; from pathlib import Path; from torchlake.chunk_jobs.poison_rows import Attempt\n"
         "twin = Attempt(Path(sys.argv[1]), 0, 9, 60.0)\n"
         "with twin.running('score', [1, 2]): print('running', flush=True); sys.stdin.read()\n"
         "twin.close()"
@@ -217,6 +217,20 @@ def test_an_attempt_that_runs_at_the_same_time_has_not_died(tmp_path: Path) -> N
     twin.communicate("")
     assert twin.returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_attempt_that_died_before_it_began_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may when its process already works on another chunk: nothing would say on which machine it ran."""
+    source = (
+        "import os, signal, sys; from pathlib import Path; from torchlake.chunk_jobs import poison_rows\n"
+        "poison_rows._self = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "poison_rows.Attempt(Path(sys.argv[1]), 0, 9, 60.0)"
+    )
+    assert subprocess.run([sys.executable, "-c", source, str(tmp_path)], check=False).returncode == -9
+    monkeypatch.setattr(poison_rows, "SILENT_S", 1e9)
+    assert known(tmp_path) == ([], {})
 
 
 def test_an_attempt_on_another_machine_has_died_when_its_heartbeat_stands_still(

@@ -1,0 +1,57 @@
+"""A classifier as a graph for ONNX Runtime or OpenVINO, beside its configuration and tokenizer."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torchlake.config.task_spec import TASK_FILE, TaskSpec
+from torchlake.errors import MissingExtra, UsageError
+from torchlake.models.folders import TOKENIZER_FILES
+from torchlake.models.load import load_spec
+from torchlake.runtimes import _exported, _onnx_export, _openvino
+
+ONNX = ("onnx", "onnxruntime")
+OPENVINO = "openvino_model"
+"The name under which Optimum looks for the graph."
+
+
+def write_onnx(model: Path, folder: Path) -> None:
+    """Write `model.onnx` with the configuration and the tokenizer. Raises UsageError."""
+    spec = _classifier(model, "onnx", ONNX)
+    _onnx_export.write(model, spec, folder / _onnx_export.GRAPH)
+    copy_beside(model, folder)
+
+
+def write_openvino(model: Path, folder: Path) -> None:
+    """Write `openvino_model.xml` and `.bin` with the configuration and the tokenizer. Raises UsageError."""
+    spec = _classifier(model, "openvino", (*ONNX, "openvino"))
+    with tempfile.TemporaryDirectory() as scratch:
+        _openvino.write(_onnx_export.graph(model, spec, Path(scratch)), folder)
+    for name in (_openvino.GRAPH, _openvino.WEIGHTS):
+        os.rename(folder / name, (folder / OPENVINO).with_suffix(Path(name).suffix))
+    copy_beside(model, folder)
+
+
+WRITERS: Mapping[str, Callable[[Path, Path], None]] = {"onnx": write_onnx, "openvino": write_openvino}
+
+
+def copy_beside(model: Path, folder: Path) -> None:
+    """Copy the configuration, the task and the tokenizer's files."""
+    for pattern in ("config.json", TASK_FILE, *TOKENIZER_FILES):
+        for path in model.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _classifier(model: Path, format: str, libraries: tuple[str, ...]) -> TaskSpec:
+    """Return the model's task. Raises UsageError if it is no classifier, or something is missing."""
+    spec = load_spec(model)
+    if spec.text_pair is not None:
+        raise UsageError(f"{model}: reads pairs of texts; the graph of the format {format} has no token types.")
+    if spec.task != "text_classification":
+        raise UsageError(f"{model}: is a model for {spec.task}; the format {format} is for text_classification.")
+    refusal = _exported.refusal(model, extra=format, libraries=libraries)
+    if refusal is not None:
+        raise (MissingExtra if "not installed" in refusal else UsageError)(f"{model}: {refusal}.")
+    return spec

@@ -1,0 +1,174 @@
+"""A model folder as an MLflow model (the pyfunc flavor): whatever MLflow loads it with gives the rows of `predict`.
+
+MLflow stores the model folder as it is, and the name of this module, which loads it: no pickle, and no code from the
+model. It needs torchlake where it is loaded.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+from torchlake.config.task_spec import TaskSpec
+from torchlake.engines.local import Local
+from torchlake.errors import MissingExtra, UsageError
+from torchlake.models.safety import check_folder
+from torchlake.scoring.options import added_columns, check_options, checked_input, make_export, scoring_settings
+from torchlake.scoring.rows import ScoringSettings
+from torchlake.scoring.worker import make_table_worker
+from torchlake.tables.sources.frames import to_arrow
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from mlflow.models.model import ModelInfo
+
+OPTIONS = "predict"
+"The entry of MLflow's model configuration with the options of `predict`."
+MLFLOW_WARNINGS = ("Any type hint is inferred", "An input example was not provided")
+"Of its own types, and of a check that the exact signature makes needless: it would load the model."
+
+
+def log_model(
+    model: str | Path,
+    *,
+    name: str = "model",
+    text: str | None = None,
+    all_probabilities: bool = False,
+    prefix: str = "",
+    runtime: str | None = None,
+    null: Literal["error", "score"] = "error",
+    batch_tokens: int | None = None,
+    registered_model_name: str | None = None,
+) -> "ModelInfo":
+    """Log a model folder to MLflow as a pyfunc model, in the active run or one of its own; returns MLflow's ModelInfo.
+
+        logged = tl.log_model("runs/reviews/model")
+        mlflow.pyfunc.load_model(logged.model_uri).predict(frame)      # label, score, truncated, error
+
+    The loaded model takes a pandas frame with the text column, a list of texts, or a dictionary of columns, and returns
+    a pandas frame with the columns that `predict` adds, from the same computation. The options are those of `predict`,
+    and are stored with the model. Where it is loaded it needs torchlake, of the versions that MLflow records.
+
+    Raises MissingExtra without MLflow, UsageError for a wrong option.
+    """
+    for library, extra in (("mlflow", "mlflow"), ("pandas", "frames")):
+        if find_spec(library) is None:
+            raise MissingExtra(f"log_model needs the library {library!r}: pip install 'torchlake[{extra}]'")
+    options = {
+        "text": text,
+        "all_probabilities": all_probabilities,
+        "prefix": prefix,
+        "runtime": runtime,
+        "null": null,
+        "batch_tokens": batch_tokens,
+    }
+    settings, spec = _settings(model, options)
+    check_folder(Path(settings.model))
+    # Read at import, as in `reporting/tracking.py`: no telemetry, and allow a folder as store.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    with warnings.catch_warnings():
+        for message in MLFLOW_WARNINGS:
+            warnings.filterwarnings("ignore", f".*{message}")
+        from mlflow import pyfunc
+
+        logged: ModelInfo = pyfunc.log_model(
+            name=name,
+            loader_module=__name__,
+            data_path=settings.model,
+            model_config={OPTIONS: {**options, "text": settings.text}},
+            signature=_signature(settings, spec),
+            pip_requirements=[f"{library}=={_release(library)}" for library in ("torchlake", "torch", "transformers")],
+            registered_model_name=registered_model_name,
+        )
+    return logged
+
+
+@dataclass(kw_only=True)
+class PyfuncModel:
+    """A loaded model, as MLflow calls it."""
+
+    settings: ScoringSettings
+    spec: TaskSpec
+    worker: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        make_export(self.settings, Local())
+        self.worker = make_table_worker(self.settings)
+
+    def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> "pd.DataFrame":
+        """Return the prediction columns for the rows of `model_input`, with the index of a pandas frame.
+
+        Raises UsageError for `params`, and TableError for an input without the text column.
+        """
+        import pandas as pd
+
+        if params:
+            raise UsageError(f"params: {', '.join(params)}: the options of predict are given to log_model.")
+        if isinstance(model_input, str):
+            model_input = [model_input]
+        if not isinstance(model_input, pd.DataFrame | Mapping):
+            model_input = {self.settings.text: list(model_input)}
+        frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
+        table = to_arrow(frame)
+        checked_input(self.settings, self.spec, table.schema, "the input")
+        added = [column.name for column in added_columns(self.settings, self.spec, table.schema)]
+        predictions: pd.DataFrame = self.worker(table.select([self.settings.text])).select(added).to_pandas()
+        predictions.index = frame.index
+        return predictions
+
+
+def _load_pyfunc(path: str, model_config: Mapping[str, Any]) -> PyfuncModel:
+    """Load the model folder at `path`; called by MLflow."""
+    settings, spec = _settings(path, model_config[OPTIONS])
+    return PyfuncModel(settings=settings, spec=spec)
+
+
+def _settings(model: str | Path, options: Mapping[str, Any]) -> tuple[ScoringSettings, TaskSpec]:
+    check_options(options)
+    others = {name: value for name, value in options.items() if name != "runtime"}
+    settings, spec, _ = scoring_settings(model, options["runtime"], {}, **others)
+    if len(spec.input_columns) != 1:
+        raise UsageError(
+            f"{model}: reads the columns {', '.join(spec.input_columns)}; MLflow gets models of one column."
+        )
+    return settings, spec
+
+
+def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
+    """Return MLflow's schema of the text column and of the prediction columns."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    assert isinstance(settings.text, str), "one column, as checked"
+    columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
+    outputs: list[ColSpec | TensorSpec] = [ColSpec(_type(column.type), column.name) for column in columns]
+    return ModelSignature(Schema([ColSpec("string", settings.text)]), Schema(outputs))
+
+
+def _type(kind: pa.DataType) -> Any:
+    """Return MLflow's type of a column."""
+    from mlflow.types.schema import Array
+
+    if pa.types.is_list(kind):
+        return Array(_type(kind.value_type))
+    names = {
+        pa.string(): "string",
+        pa.bool_(): "boolean",
+        pa.int32(): "integer",
+        pa.int64(): "long",
+        pa.float32(): "float",
+        pa.float64(): "double",
+    }
+    return names[kind]
+
+
+def _release(library: str) -> str:
+    """Return an installed version without its local part, as in 2.13.0+cpu, which an index does not have."""
+    return version(library).partition("+")[0]

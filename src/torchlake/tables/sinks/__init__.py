@@ -1,0 +1,9 @@
+"""Where rows are written; one file for each kind of output.
+
+    folder          a local Parquet folder
+    object_folder   a Parquet folder in an object store
+    delta           a Delta table, local or in an object store
+    iceberg         a table of an Iceberg catalog
+
+Read `_interface.py` first, then `_write.py`.
+"""

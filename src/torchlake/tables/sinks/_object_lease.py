@@ -1,0 +1,135 @@
+"""One writer at a time in an object store: a lease, changed only by conditional writes.
+
+As `output/lease.py` on a file system: the object names the writer and has a random token; a thread renews it. A lease
+whose process is dead (same machine), or that was not renewed in time by the store's own clock, is taken over. A writer
+that was suspended meanwhile finds another token. The commit itself is conditional too, so the lease is what saves two
+writers from computing the same rows, not what keeps rows from being doubled. Cost: a request per quarter of a lease.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from torchlake.errors import LeaseLost, Locked, StorageError
+from torchlake.tables.output.lease import describe_holder, is_running, machine_id
+from torchlake.tables.storage.objects import Found, ObjectFolder
+
+NAME = "lease.json"
+PROBE = "lease.clock"
+
+
+class ObjectLease:
+    """A lease in the folder `state`, renewed by a thread until `stop`; see `acquire_object`."""
+
+    def __init__(self, state: ObjectFolder, mine: dict[str, Any], found: Found) -> None:
+        self._state, self._mine, self._version = state, mine, found.version
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="torchlake-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise LeaseLost if another writer has taken over."""
+        found = self._state.read(NAME)
+        current = _parsed(found)
+        if current.get("token") != self._mine["token"]:
+            raise LeaseLost(
+                f"{self._state.location}: taken over by {describe_holder(current)}, because this process did not "
+                f"renew its lease for {self._mine['lease_s']:.0f} s. That writer finishes the job; nothing of this "
+                "one is committed."
+            )
+
+    def stop(self) -> None:
+        """Stop renewing."""
+        self._stopped.set()
+        self._thread.join()
+
+    def release(self) -> None:
+        """Allow the next writer to start at once; a lease that was taken over stays as it is."""
+        self.stop()
+        with suppress(StorageError):
+            self._write({"released": True})
+
+    def renew(self) -> bool:
+        """Renew it once; False if another writer has taken over."""
+        return self._write({"renewed": time.time()})
+
+    def _renew(self) -> None:
+        while not self._stopped.wait(self._mine["lease_s"] / 4):
+            with suppress(StorageError):  # the store may answer again before the lease expires
+                if not self.renew():
+                    return
+
+    def _write(self, fields: dict[str, Any]) -> bool:
+        """Change the lease; False if it is another writer's."""
+        with self._lock:
+            while True:
+                value = {**self._mine, **fields, "nonce": secrets.token_hex(4)}
+                written = self._state.replace(NAME, _bytes(value), self._version, site="lease")
+                found = self._state.read(NAME)
+                if found is None or _parsed(found).get("token") != self._mine["token"]:
+                    return False
+                self._version = found.version
+                if written:
+                    self._mine = value
+                    return True
+                # Else an earlier renewal succeeded, but its answer was lost.
+
+
+def acquire_object(state: ObjectFolder, lease_s: float, *, name: str) -> ObjectLease:
+    """Become the only writer of the output `name`. Raises Locked naming the active writer."""
+    while True:
+        found = state.read(NAME)
+        current = _parsed(found)
+        if found is not None and _is_live(state, found, current):
+            raise Locked(
+                f"{name}: being written by {describe_holder(current)}. Wait for it, or stop it; finished work is kept."
+            )
+        now = time.time()
+        mine = {
+            "epoch": int(current.get("epoch", 0)) + 1,
+            "token": secrets.token_hex(8),
+            "pid": os.getpid(),
+            "created": psutil.Process().create_time(),
+            "host": socket.gethostname(),
+            "machine": machine_id(),
+            "started": now,
+            "renewed": now,
+            "lease_s": lease_s,
+        }
+        if found is None:
+            written = state.write_new(NAME, _bytes(mine), site="lease")
+        else:
+            written = state.replace(NAME, _bytes(mine), found.version, site="lease")
+        if written and (found := state.read(NAME)) is not None and _parsed(found).get("token") == mine["token"]:
+            return ObjectLease(state, mine, found)
+
+
+def _is_live(state: ObjectFolder, found: Found, lease: dict[str, Any]) -> bool:
+    if not lease or lease.get("released"):
+        return False
+    if lease["machine"] == machine_id() and not is_running(lease):
+        return False
+    state.write(PROBE, secrets.token_hex(4).encode(), site="lease.clock")
+    now = state.read(PROBE)
+    return now is None or (now.modified - found.modified).total_seconds() <= lease["lease_s"]
+
+
+def _parsed(found: Found | None) -> dict[str, Any]:
+    """The lease; empty if there is none or it is damaged."""
+    try:
+        value = json.loads(found.content) if found is not None else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) and "token" in value else {}
+
+
+def _bytes(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=1).encode()

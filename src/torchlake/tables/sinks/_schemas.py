@@ -1,0 +1,130 @@
+"""Which columns a table can hold: types that its format lacks are cast or refused, and rows have to fit its columns."""
+
+from collections.abc import Callable
+
+import pyarrow as pa
+
+from torchlake.errors import OutputError, TableError
+
+_WIDER = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.float16(): pa.float32(),
+    pa.large_string(): pa.string(),
+    pa.large_binary(): pa.binary(),
+    pa.string_view(): pa.string(),
+    pa.binary_view(): pa.binary(),
+    pa.date64(): pa.date32(),
+}
+
+
+def delta_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema with types that Delta has and that hold every value. Raises TableError for other types."""
+    return pa.schema([field.with_type(_stored(field.name, field.type)).remove_metadata() for field in schema])
+
+
+def iceberg_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema with types that Iceberg has and that hold every value. Raises TableError for other types."""
+    narrow = {pa.int8(): pa.int32(), pa.int16(): pa.int32()}
+
+    def stored(name: str, kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_time(kind):
+            return pa.time64("us")
+        kind = _stored(name, kind, stored)
+        return narrow.get(kind, kind)
+
+    return pa.schema([field.with_type(stored(field.name, field.type)).remove_metadata() for field in schema])
+
+
+def _stored(
+    name: str, kind: pa.DataType, inner: Callable[[str, pa.DataType], pa.DataType] | None = None
+) -> pa.DataType:
+    inner = inner or _stored
+    if pa.types.is_dictionary(kind):
+        return inner(name, kind.value_type)
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind) or pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(inner(name, kind.value_type)).remove_metadata())
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(inner(name, field.type)).remove_metadata() for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(inner(name, kind.key_type), inner(name, kind.item_type))
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz and "UTC")
+    if kind in _WIDER:
+        return _WIDER[kind]
+    if pa.types.is_uint64(kind):
+        return pa.decimal128(20, 0)
+    if pa.types.is_decimal256(kind) and kind.precision <= 38:
+        return pa.decimal128(kind.precision, kind.scale)
+    if pa.types.is_fixed_size_binary(kind):
+        return pa.binary()
+    refused = (pa.types.is_time, pa.types.is_duration, pa.types.is_interval, pa.types.is_null, pa.types.is_decimal256)
+    if any(is_kind(kind) for is_kind in refused):
+        raise TableError(
+            f"the column {name!r} is {kind}, which tables of this format cannot hold. Leave it out, or convert it."
+        )
+    return kind
+
+
+def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: bool) -> None:
+    """Raise OutputError unless rows can be added to a table: the same columns and types, or some it lacks if asked."""
+    problems = []
+    for field in rows:
+        if field.name not in table.names:
+            if not add_columns:
+                problems.append(f"it has no column {field.name!r} ({field.type})")
+        elif not plain(table.field(field.name).type).equals(plain(field.type)):
+            problems.append(f"its column {field.name!r} is {table.field(field.name).type}, the rows have {field.type}")
+    for field in table:
+        if field.name not in rows.names and not field.nullable:
+            problems.append(f"its column {field.name!r} must have values, and the rows have no such column")
+    if problems:
+        advice = "; add_columns adds the missing ones" if not add_columns and "no column" in problems[0] else ""
+        raise OutputError(
+            f"{where}: the rows do not fit the table: {'; '.join(problems)}. Choose columns, prefix or another "
+            f"output{advice}."
+        )
+
+
+def short(field: pa.Field) -> pa.Field:
+    """The field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
+    kind = field.type
+    if pa.types.is_large_string(kind):
+        kind = pa.string()
+    elif pa.types.is_large_binary(kind):
+        kind = pa.binary()
+    elif pa.types.is_large_list(kind):
+        kind = pa.list_(short(kind.value_field))
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([short(one) for one in kind])
+    elif pa.types.is_map(kind):
+        kind = pa.map_(short(kind.key_field), short(kind.item_field))
+    return field.with_type(kind)
+
+
+def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
+    """The rows' schema with the types of the table where those hold every value: float to double, int to long."""
+
+    def fits(kind: pa.DataType, there: pa.DataType) -> bool:
+        decimals = pa.types.is_decimal128(kind) and pa.types.is_decimal128(there) and kind.scale == there.scale
+        pairs = ((pa.int32(), pa.int64()), (pa.float32(), pa.float64()))
+        return (kind, there) in pairs or (decimals and kind.precision < there.precision)
+
+    types = {field.name: field.type for field in table}
+    return pa.schema(
+        [field.with_type(types[field.name]) if fits(field.type, types.get(field.name)) else field for field in rows]
+    )
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """A type without what readers of a table may choose: names and nullability of list items, large offsets."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(pa.field("item", plain(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, plain(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(plain(kind.key_type), pa.field("value", plain(kind.item_type)))
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz and "UTC")
+    return _WIDER.get(kind, kind)

@@ -1,0 +1,159 @@
+"""The state of a job beside its target: the writer's lease, the stored plan, and a folder for the logs of attempts.
+
+Of a local target it is the folder `.NAME.staging`, as for a Parquet folder. Of a target in an object store, lease and
+plan are objects below `_torchlake/staging`, and attempts are logged in a temporary folder of each machine: a chunk that
+kills its process is tried again by the same task, so its log is there.
+"""
+
+import getpass
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchlake import atomic_io
+from torchlake.errors import DataError, OutputError
+from torchlake.tables.output import staging
+from torchlake.tables.output.lease import Lease, acquire, locked
+from torchlake.tables.sinks._interface import STATE
+from torchlake.tables.sinks._object_lease import ObjectLease, acquire_object
+from torchlake.tables.storage.objects import ObjectFolder
+from torchlake.tables.storage.urls import is_url
+
+
+class JobState(Protocol):
+    """The state of one target's job."""
+
+    folder: Path
+    "On this machine; logs of attempts are in its folder `journal`."
+
+    def acquire(self, lease_s: float, name: str) -> None:
+        """Become the only writer. Raises Locked naming the active one, OutputError when nothing can be written."""
+
+    def exclusive(self) -> Any:
+        """A context in which this writer may commit. Raises LeaseLost if another one has taken over."""
+
+    def read_plan(self) -> dict[str, Any] | None:
+        """The plan of an interrupted job."""
+
+    def write_plan(self, value: dict[str, Any]) -> None:
+        """Store the plan, before any part is written."""
+
+    def clear(self) -> None:
+        """Remove the plan and the logs of attempts."""
+
+    def release(self) -> None:
+        """End the lease; the plan stays for the next run."""
+
+    def finish(self) -> None:
+        """End the lease and remove everything."""
+
+
+class LocalState:
+    """In the folder `.NAME.staging` beside the target."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = staging.staging_of(root)
+        self._lease: Lease | None = None
+
+    def acquire(self, lease_s: float, name: str) -> None:
+        staging.vacuum(self.folder)
+        self._lease = acquire(self.folder, lease_s, name=name)
+        (self.folder / staging.ATTEMPT_LOG).mkdir(exist_ok=True)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        assert self._lease is not None, "called between acquire and release"
+        with locked(self.folder):
+            self._lease.check()
+            yield
+
+    def read_plan(self) -> dict[str, Any] | None:
+        path = self.folder / staging.PLAN
+        if not path.is_file():
+            return None
+        value: dict[str, Any] = atomic_io.read_json(path)
+        return value
+
+    def write_plan(self, value: dict[str, Any]) -> None:
+        atomic_io.write_bytes(self.folder / staging.PLAN, json.dumps(value).encode(), site="plan")
+
+    def clear(self) -> None:
+        atomic_io.remove([self.folder / staging.PLAN, self.folder / staging.ATTEMPT_LOG])
+        (self.folder / staging.ATTEMPT_LOG).mkdir(exist_ok=True)
+
+    def release(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
+
+    def finish(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            staging.remove_leased(self.folder, lease)
+
+
+class StoredState:
+    """In objects below the target."""
+
+    def __init__(self, root: str) -> None:
+        self._objects = ObjectFolder(f"{root.rstrip('/')}/{STATE}/staging")
+        self.folder = temporary_folder(root)
+        self._lease: ObjectLease | None = None
+
+    def acquire(self, lease_s: float, name: str) -> None:
+        self._lease = acquire_object(self._objects, lease_s, name=name)
+        (self.folder / staging.ATTEMPT_LOG).mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        assert self._lease is not None, "called between acquire and release"
+        self._lease.check()
+        yield
+
+    def read_plan(self) -> dict[str, Any] | None:
+        content = self._objects.content(staging.PLAN)
+        try:
+            value: dict[str, Any] | None = None if content is None else json.loads(content)
+        except ValueError as error:
+            raise DataError(f"{self._objects.location}/{staging.PLAN}: not valid JSON ({error})") from None
+        return value
+
+    def write_plan(self, value: dict[str, Any]) -> None:
+        self._objects.write(staging.PLAN, json.dumps(value).encode(), site="plan")
+
+    def clear(self) -> None:
+        self._objects.delete([staging.PLAN])
+        shutil.rmtree(self.folder, ignore_errors=True)
+        (self.folder / staging.ATTEMPT_LOG).mkdir(parents=True, exist_ok=True)
+
+    def release(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
+
+    def finish(self) -> None:
+        """The lease goes last: without it another writer may begin."""
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            self._objects.delete([staging.PLAN])
+            lease.release()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def temporary_folder(name: str) -> Path:
+    """A folder of this machine and user for what belongs to an output that is not on it."""
+    return Path(tempfile.gettempdir()) / f"torchlake-{getpass.getuser()}" / atomic_io.fingerprint(name)[:16]
+
+
+def state_of(root: str) -> JobState:
+    """The state of the job whose target is at this path or URL."""
+    if is_url(root):
+        return StoredState(root)
+    path = Path(root)
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"{root}: is a file; an output is a folder. Give another output.")
+    return LocalState(path)

@@ -1,0 +1,200 @@
+"""Exactly once into a target that is no local folder: a table with a log, or a folder in an object store.
+
+    plan first -> parts, in a folder that no reader lists -> record -> one conditional commit
+
+The commit has an id, made from the plan and the settings. A target commits an id once and only on top of its newest
+version, so a retry after a lost answer, a second writer and one that was suspended find the commit made, or are
+refused. After each refusal this module looks again: at the lease, whether the commit is made, and what else has
+changed. Cost: one object per part and a few for each commit; a job that is resumed reads its parts once.
+"""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from torchlake.config.redaction import redacted
+from torchlake.errors import FingerprintError, StorageError
+from torchlake.failpoints import failpoint
+from torchlake.tables.output.compatibility import (
+    AllowedChanges,
+    JobSpec,
+)
+from torchlake.tables.output.contents import check_inputs, check_parts, commit_record
+from torchlake.tables.output.grouping import grouped
+from torchlake.tables.output.parts import Part, PartFolder
+from torchlake.tables.plan import Chunk, Plan, plan_to_json
+from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions, Target
+from torchlake.tables.sinks._records import read_record, write_record
+from torchlake.tables.sinks._rewrite import keys_in, without_keys
+from torchlake.tables.sinks._state import JobState
+from torchlake.tables.storage.folders import folder_at
+from torchlake.tables.storage.spread import Spread, in_process
+
+ATTEMPTS, UNKNOWN = 60, 5
+"At a commit: all of them, as others commit in between, and those without a clear answer."
+PAUSE_S = 0.5
+"At most, between two attempts."
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRequest:
+    """What is to be written: a plan and everything else that determines its rows."""
+
+    plan: Plan
+    fingerprint: Mapping[str, Any]
+    schema: pa.Schema
+    "Of the output."
+    key: str | None = None
+    deleted_keys: pa.Array | None = None
+    "Values of the key whose rows are removed, besides those that are replaced."
+    positions: Mapping[str, int] = field(default_factory=dict)
+    "How far each source was read, kept with the rows."
+    quarantined: Sequence[tuple[str, str]] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    allowed: AllowedChanges = field(default_factory=AllowedChanges)
+    lease_s: float = 60.0
+    spread: Spread = in_process
+
+
+@dataclass(kw_only=True)
+class TableWrite:
+    """A write in progress, or, if `complete`, an output that needs no work."""
+
+    target: Target
+    options: SinkOptions
+    request: WriteRequest
+    job: JobSpec
+    id: str
+    state: JobState
+    parts: PartFolder
+    complete: bool = False
+    record: dict[str, Any] | None = None
+    pending: tuple[Chunk, ...] = ()
+    done: list[Part] = field(default_factory=list)
+    removed: int = 0
+    discarded: tuple[str, ...] = ()
+    "The ids of interrupted writes that this one replaces."
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in effect."""
+        return self.job.plan
+
+    @property
+    def staging(self) -> Path:
+        """A folder of this machine for the logs of attempts."""
+        return self.state.folder
+
+    @property
+    def title(self) -> str:
+        """A short name, for an engine's user interface."""
+        return self.target.shown.rstrip("/").rpartition("/")[2]
+
+    @property
+    def committed_in(self) -> str:
+        """Where the parts in the record are."""
+        return self.parts.location
+
+    def commit(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the rows of `parts`, one for each chunk of the plan, visible; returns the commit record.
+
+        Raises LeaseLost when another writer has taken over, FingerprintError when an input file changed meanwhile,
+        OutputError when the target changed so that it no longer takes the rows, StorageError when it cannot be reached.
+        """
+        parts = sorted(parts, key=lambda part: part.chunk)
+        check_parts(self.plan, parts)
+        check_inputs(self.plan)
+        files = grouped(
+            self.parts,
+            parts,
+            size=self.options.target_file_size,
+            partition_by=self.target.partition_by,
+            spread=self.request.spread,
+        )
+        schema = self.parts.schema or self.request.schema
+        record = commit_record(
+            self.job, files, schema, provenance, quarantined=self.request.quarantined, removed=self.removed
+        )
+        record |= {"commit": self.id, "mode": self.options.mode, "output": self.target.shown}
+        record |= {"positions": dict(self.request.positions)} if self.request.positions else {}
+        change = Change(
+            id=self.id,
+            files=files,
+            schema=schema,
+            mode=self.options.mode,
+            record=record,
+            positions=self.request.positions,
+            discarded=self.discarded,
+        )
+        failpoint("commit.ready")
+        self._commit(change)
+        failpoint("commit.after_publish")
+        self.complete, self.record = True, read_record(self.target, self.id) or record
+        listed = {file.name for file in files}
+        folder_at(self.parts.location).delete([part.name for part in parts if part.name not in listed])
+        failpoint("commit.cleanup")
+        self.state.finish()
+        return self.record
+
+    def close(self) -> None:
+        """Release the lease."""
+        self.state.release()
+
+    def _commit(self, change: Change) -> None:
+        """Try until the commit is made. Each attempt looks at the newest version, with the lease checked after that."""
+        problem: Exception | None = None
+        attempt = unknown = 0
+        while attempt < ATTEMPTS and unknown < UNKNOWN:
+            snapshot = self.target.snapshot()
+            change = self._replacing(snapshot, change)
+            with self.state.exclusive():
+                if self.target.has(snapshot, self.id):
+                    return
+                self.target.check(snapshot, change.schema, self.request.key)
+                check_positions(self.target, snapshot, self.options, change.positions)
+                write_record(self.target, self.id, change.record, plan_to_json(self.plan))
+                failpoint("commit.before_publish")
+                try:
+                    self.target.commit(snapshot, change)
+                    failpoint("commit.publish")
+                    return
+                except (Conflict, CommitUnknown) as error:
+                    problem = error
+            attempt, unknown = attempt + 1, unknown + isinstance(problem, CommitUnknown)
+            time.sleep(random.uniform(0, min(PAUSE_S, 0.01 * 2**attempt)))
+        why = next((line.strip() for line in str(problem).splitlines() if line.strip()), "no reason was given")
+        raise StorageError(
+            f"{self.target.shown}: {attempt} commits failed, the last one because: {redacted(why.rstrip('.'))}. Run "
+            "the same command again: finished work is kept."
+        ) from problem
+
+    def _replacing(self, snapshot: Any, change: Change) -> Change:
+        """The change with the files of this version that have replaced rows, if rows are replaced."""
+        key, deleted = self.request.key, self.request.deleted_keys
+        if change.mode != "replace-where":
+            return change
+        assert key is not None, "replace-where has a key"
+        values = keys_in(self.parts, change.files, key)
+        chunks = [*values.chunks, *([deleted.cast(values.type)] if deleted is not None else [])]
+        live = self.target.live_files(snapshot)
+        merged = pa.chunked_array(chunks, values.type).combine_chunks()
+        removed, kept = without_keys(live, key, merged, self.parts, self.request.spread)
+        return replace(change, removed=removed, kept=kept)
+
+
+def check_positions(target: Target, snapshot: Any, options: SinkOptions, positions: Mapping[str, int]) -> None:
+    """Raise FingerprintError if another writer has already added as much of a source; an overwrite starts again."""
+    if options.mode == "overwrite":
+        return
+    for name, position in positions.items():
+        reached = target.position(snapshot, name)
+        if reached is not None and reached >= position:
+            raise FingerprintError(
+                f"{target.shown}: the source was scored up to version {reached} by another job meanwhile, this one "
+                f"goes up to {position}. Run the same command again: it does what is new."
+            )

@@ -1,0 +1,220 @@
+"""Objects written with conditions: created only if missing, or replaced only if unchanged; obstore does the requests.
+
+Two answers of a store are ambiguous. A success whose answer was lost comes back as "exists already", because the client
+repeats the request; and a conflict (409) may mean that nothing was written. So after a refusal the object is read, and
+its content decides. Contents that must differ between writers have a random token in them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torchlake.config.redaction import redacted
+from torchlake.errors import MissingExtra, StorageError
+from torchlake.failpoints import failpoint
+from torchlake.tables.storage.urls import EXTRAS, check_url, credentials_of, object_store_options
+
+RETRIES, RETRY_S = 6, 60.0
+"Of a request that the store did not answer or answered with an error of its own; then the job fails."
+ATTEMPTS = 5
+"At a conditional write that was refused although the object is as it was."
+
+
+_PERMISSION = ("Unauthenticated", "credential", "Credential", "403", "Forbidden", "401", "169.254.169.254")
+"In errors of missing permission; the last one is the address where machines in a cloud find their role."
+_COLORS, _CODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"<Code>(\w+)</Code>")
+
+
+class Found(NamedTuple):
+    """An object's content and its version, for `replace`."""
+
+    content: bytes
+    version: Mapping[str, str]
+    modified: datetime
+    "By the clock of the store."
+
+
+class ObjectFolder:
+    """A folder in an object store, by URL. Methods take names relative to it and raise StorageError."""
+
+    def __init__(self, url: str) -> None:
+        self.location = url.rstrip("/")
+
+    def __reduce__(self) -> tuple[type["ObjectFolder"], tuple[str]]:
+        return ObjectFolder, (self.location,)
+
+    def write_new(self, name: str, content: bytes, *, site: str) -> bool:
+        """Create an object; False if it exists with another content. An equal one counts as written."""
+        failpoint(f"{site}.write")
+        for _ in range(ATTEMPTS):
+            try:
+                self._call("put", name, content, mode="create")
+                break
+            except _Refused:
+                found = self.read(name)
+            if found is not None:
+                if found.content != content:
+                    return False
+                break
+        else:
+            raise self._failure(name, "its store refused to create it, and it is not there")
+        failpoint(f"{site}.done")
+        return True
+
+    def replace(self, name: str, content: bytes, version: Mapping[str, str], *, site: str) -> bool:
+        """Replace an object of this version; False if it is another one now, or gone."""
+        failpoint(f"{site}.write")
+        for _ in range(ATTEMPTS):
+            try:
+                self._call("put", name, content, mode=dict(version))
+                break
+            except _Refused:
+                found = self.read(name)
+            if found is None or found.content == content:
+                if found is None:
+                    return False
+                break
+            if found.version != version:
+                return False
+        else:
+            raise self._failure(name, "its store refused to replace it, and it is unchanged")
+        failpoint(f"{site}.done")
+        return True
+
+    def write(self, name: str, content: bytes, *, site: str) -> None:
+        """Create or replace an object."""
+        failpoint(f"{site}.write")
+        self._call("put", name, content)
+        failpoint(f"{site}.done")
+
+    def replace_damaged(self, name: str, damaged: bytes, content: bytes, *, site: str) -> None:
+        """Replace an object's damaged content; what another writer has put there since then stays."""
+        found = self.read(name)
+        if found is not None and found.content == damaged:
+            self.replace(name, content, found.version, site=site)
+
+    def read(self, name: str) -> Found | None:
+        """An object, or None if there is none."""
+        try:
+            got = self._call("get", name)
+            content = bytes(got.bytes())
+        except FileNotFoundError:
+            return None
+        return Found(content, _version(got.meta), got.meta["last_modified"])
+
+    def content(self, name: str) -> bytes | None:
+        """An object's bytes, or None if there is none."""
+        found = self.read(name)
+        return None if found is None else found.content
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """The size in bytes of every object below a folder, by its name in this one."""
+        prefix = "/".join(part for part in (_path(self.location), below.strip("/")) if part)
+        store = _store(self.location)
+        try:
+            listed = [one for batch in store.list(prefix or None) for one in batch]
+        except Exception as error:
+            raise self._failure(below, error) from error
+        top = f"{_path(self.location)}/".lstrip("/")
+        return {one["path"].removeprefix(top): int(one["size"]) for one in listed}
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those that are gone already are ignored."""
+        wanted = [f"{_path(self.location)}/{name}".lstrip("/") for name in names]
+        for first in range(0, len(wanted), 1000):
+            self._delete(wanted[first : first + 1000])
+
+    def _delete(self, paths: list[str]) -> None:
+        store = _store(self.location)
+        try:
+            store.delete(paths)
+        except FileNotFoundError:  # some stores end a request of several objects at one that is gone
+            if len(paths) > 1:
+                for path in paths:
+                    self._delete([path])
+        except Exception as error:
+            raise self._failure("", error) from error
+
+    def _call(self, method: str, name: str, *arguments: Any, **options: Any) -> Any:
+        """A request for one object. Raises FileNotFoundError, _Refused for a failed condition, else StorageError."""
+        store = _store(self.location)  # before obstore is imported: it says which extra is missing
+        from obstore import exceptions
+
+        path = f"{_path(self.location)}/{name}".lstrip("/")
+        try:
+            return getattr(store, method)(path, *arguments, **options)
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise _Refused from error
+        except FileNotFoundError as error:
+            if method == "get":
+                raise
+            raise self._failure(name, error) from error
+        except Exception as error:
+            if options.get("mode") and "409" in str(error):
+                raise _Refused from error
+            raise self._failure(name, error) from error
+
+    def _failure(self, name: str, why: Exception | str) -> StorageError:
+        return storage_failure(f"{self.location}/{name}".rstrip("/"), why)
+
+
+def storage_failure(url: str, why: Exception | str) -> StorageError:
+    """An error of an object store that says what to do; `why` is the error of a library."""
+    text = _COLORS.sub("", str(why)).partition("Debug source:")[0] or type(why).__name__
+    plain, _, answer = text.partition("<?xml")
+    cause = ": ".join(line.strip(" \u21b3:.") for line in plain.splitlines() if line.strip(" \u21b3:."))
+    code = _CODE.search(answer)
+    cause += f" {code[1]}" if code else ""
+    advice = ""
+    if "NoSuchBucket" in text:
+        advice = " There is no such bucket: create it, or correct the URL."
+    elif any(word in text for word in _PERMISSION):
+        advice = f" Credentials come from {credentials_of(url)}."
+    elif "301" in text or "PermanentRedirect" in text or "region" in text:
+        advice = " The bucket is in another region: set AWS_DEFAULT_REGION to its region."
+    again = "Run the same command again once the store answers: finished work "
+    return StorageError(str(redacted(f"{url}: {cause.rstrip(' .-')}.{advice} {again}")) + "is kept.")
+
+
+class _Refused(Exception):
+    """The store says that the object exists, or is of another version."""
+
+
+def _version(meta: Mapping[str, Any]) -> dict[str, str]:
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+
+
+def _path(url: str) -> str:
+    """The part of a URL after its bucket."""
+    return url.partition("://")[2].partition("/")[2].strip("/")
+
+
+def _store(url: str) -> Any:
+    protocol, _, rest = url.partition("://")
+    options: Sequence[tuple[str, str]] = sorted((object_store_options(url) or {}).items())
+    return _opened(protocol, rest.partition("/")[0], tuple(options))
+
+
+@lru_cache(maxsize=16)
+def _opened(protocol: str, bucket: str, options: tuple[tuple[str, str], ...]) -> Any:
+    """The obstore store of a bucket. Raises MissingExtra when obstore is not installed."""
+    url = f"{protocol}://{bucket}"
+    check_url(url, to_write=True)
+    try:
+        from obstore.store import AzureStore, from_url
+    except ImportError as error:
+        extra = EXTRAS.get(protocol, ("", "s3"))[1]
+        raise MissingExtra(
+            f"{protocol}:// outputs need the library 'obstore', which is not installed: "
+            f"pip install 'torchlake[{extra}]'"
+        ) from error
+    config: Any = dict(options)
+    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
+    client: Any = {"allow_http": True} if config.pop("aws_allow_http", "") else None
+    if protocol in ("az", "abfs", "abfss") and "@" not in bucket:
+        # fsspec writes the container first, and the account is in the environment; from_url expects it the other way.
+        return AzureStore(bucket, retry_config=retry)
+    known = {"gcs": "gs", "s3a": "s3"}.get(protocol, protocol)
+    return from_url(f"{known}://{bucket}", config=config or None, client_options=client, retry_config=retry)

@@ -1,0 +1,58 @@
+"""What `verify` notes without calling it a fault: inputs that changed, rows that were not asked for, other files."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchlake.errors import TableError
+from torchlake.tables.plan import InputFile, Plan
+from torchlake.tables.record import FOLDER
+from torchlake.tables.storage.spread import each_file
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.storage.versions import ContentChecker
+
+
+def unchanged_inputs(plan: Plan, notes: list[str]) -> frozenset[str]:
+    """The names of the inputs that did not change; adds a note for each that did, is gone or has no checksums."""
+    unchanged = set()
+    remote = any(is_url(one.path) for one in plan.inputs)
+    for one, same in zip(plan.inputs, each_file(_is_unchanged, plan.inputs, remote=remote), strict=True):
+        if same:
+            unchanged.add(one.name)
+        elif same is None:
+            notes.append(f"{one.path}: the input is gone; its rows cannot be compared.")
+        else:
+            notes.append(f"{one.path}: the input has changed since the output was committed.")
+    bare = sum(one.checksums is False for one in plan.inputs)
+    if bare:
+        notes.append(f"{bare:,} of {len(plan.inputs):,} input files have no checksums in their pages.")
+    return frozenset(unchanged)
+
+
+def _is_unchanged(one: InputFile) -> bool | None:
+    """Whether a file has the planned content; None if it cannot be read."""
+    try:
+        return ContentChecker().is_unchanged(one.path, one.version, one.sha256)
+    except TableError:
+        return None
+
+
+def selection_note(plan: Plan) -> str | None:
+    """Which rows of the input were asked for, so that rows in are not taken for all rows; None if all were."""
+    if not plan.asked:
+        return None
+    asked = ", ".join(f"{name} {value}" for name, value in plan.asked.items())
+    left_out = [f"{rows:,} by {reason}" for reason, rows in plan.selection.get("left_out", {}).items()]
+    files = plan.selection.get("unread_files", 0)
+    left_out += [f"{files:,} files were not read"] * bool(files)
+    return f"only selected rows were read ({asked}); left out: {', '.join(left_out) or 'none'}."
+
+
+def other_files(out: Path, names: set[str]) -> Iterator[str]:
+    """The files of a local folder that its record does not list."""
+    for folder, folders, listed in os.walk(out):
+        folders[:] = [name for name in folders if Path(folder, name) != out / FOLDER]
+        for name in sorted(listed):
+            path = str(Path(folder, name).relative_to(out))
+            if path not in names and not name.startswith((".", "_")):
+                yield path

@@ -1,0 +1,176 @@
+"""Check one part of an output: its bytes, pages, columns, and the row ids or keys of its chunks."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchlake import atomic_io
+from torchlake.errors import DataError, StorageError, UnsafeError
+from torchlake.tables.formats.columnar import open_parquet
+from torchlake.tables.keys import Keys
+from torchlake.tables.output.failures import count_failed
+from torchlake.tables.plan import Chunk
+from torchlake.tables.reading import ChunkReader, row_ids
+from torchlake.tables.storage.folders import folder_at
+from torchlake.tables.storage.urls import is_url
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartCheck:
+    """What the parts of a commit are checked against."""
+
+    folder: str
+    "The path or URL that they are in."
+    schema: pa.Schema | dict[str, str]
+    key: str | None
+    row_ids: bool
+    unchanged: frozenset[str]
+    "Names of the inputs that did not change: keys are compared with theirs."
+
+
+@dataclass(kw_only=True)
+class CheckedPart:
+    """What was found in one part."""
+
+    rows: int | None = None
+    "None if it cannot be read."
+    failed: int = 0
+    file: str | None = None
+    "Its path or URL; None unless it can be read and has the recorded columns."
+    problems: list[str] = field(default_factory=list)
+
+
+def check_parts(check: PartCheck, parts: Sequence[tuple[dict[str, Any], Sequence[Chunk]]]) -> list[CheckedPart]:
+    """Check neighboring parts, each with its chunks, which are read forward."""
+    reader = ChunkReader([] if check.key is None else [check.key])
+    try:
+        return [_check_part(check, reader, part, chunks) for part, chunks in parts]
+    finally:
+        reader.close()
+
+
+def keys_of(key: str, files: Sequence[str]) -> Iterator[Keys]:
+    """The keys of parts; those of failed rows may be null."""
+    for file in files:
+        rows = _read(file, [key, "error"])
+        failed = _not_null(rows["error"]) if "error" in rows.column_names else ()
+        yield Keys(os.path.basename(file), 0, rows[key], failed)
+
+
+def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chunks: Sequence[Chunk]) -> CheckedPart:
+    """Check one part, down to its pages, its row ids and its keys."""
+    name, schema, seen = part["name"], _schema_of(check.schema, part), CheckedPart()
+    try:
+        digest = _sha256(check.folder, name)
+        if digest is None:
+            seen.problems.append(f"{name}: missing.")
+            return seen
+        if digest != part["sha256"]:
+            seen.problems.append(f"{name}: its sha256 is not the one that was committed: damaged, or edited.")
+        file = f"{check.folder}/{name}"
+        columns, seen.rows, seen.failed = _count_rows(file)
+    except UnsafeError as error:
+        seen.problems.append(str(error))
+        return seen
+    except (pa.ArrowException, OSError, DataError, StorageError) as error:
+        seen.problems.append(f"{name}: cannot be read: {error}")
+        return seen
+    # A file of one partition has some of the rows of its chunks.
+    expected = part["rows"] if part.get("partition") else sum(chunk.rows for chunk in chunks)
+    if seen.rows != expected:
+        seen.problems.append(f"{name}: {seen.rows:,} rows, the plan has {expected:,}.")
+    if columns.equals(schema) if isinstance(schema, pa.Schema) else as_names(columns) == schema:
+        if chunks:
+            seen.file = file
+            seen.problems += _check_identity(check, reader, file, chunks, some=bool(part.get("partition")))
+    else:
+        recorded = as_names(schema) if isinstance(schema, pa.Schema) else schema
+        seen.problems.append(f"{name}: its columns are {as_names(columns)}, the record says {recorded}.")
+    return seen
+
+
+def _schema_of(schema: pa.Schema | dict[str, str], part: dict[str, Any]) -> pa.Schema | dict[str, str]:
+    """The columns of a part: a file of one partition has no column for it."""
+    gone = {name for name, _ in part.get("partition", ())}
+    if isinstance(schema, pa.Schema):
+        return pa.schema([column for column in schema if column.name not in gone])
+    return {name: kind for name, kind in schema.items() if name not in gone}
+
+
+def _sha256(folder: str, name: str) -> str | None:
+    """The sha256 of a part; None if it is missing. Raises UnsafeError for a name that leads elsewhere."""
+    if is_url(folder):
+        if name.startswith("/") or ".." in name.split("/"):
+            raise UnsafeError(f"{name!r} leads out of the output; not read.")
+        content = folder_at(folder).content(name)
+        return None if content is None else hashlib.sha256(content).hexdigest()
+    try:
+        path = atomic_io.safe_join(Path(folder), name)
+    except UnsafeError:
+        raise UnsafeError(f"{name!r} leads out of the output; not read.") from None
+    if path.is_symlink():
+        raise UnsafeError(f"{name}: a symbolic link; not read.")
+    return atomic_io.sha256_file(path) if path.is_file() else None
+
+
+def _count_rows(file: str) -> tuple[pa.Schema, int, int]:
+    """A part's columns, rows and failed rows; every page is read and its checksum verified."""
+    rows = failed = 0
+    with open_parquet(file) as parquet:
+        columns = parquet.schema_arrow.remove_metadata()
+        for batch in parquet.iter_batches(use_threads=False):
+            rows += batch.num_rows
+            failed += count_failed(batch)
+    return columns, rows, failed
+
+
+def as_names(schema: pa.Schema) -> dict[str, str]:
+    """The names of the types, by column."""
+    return {column.name: str(column.type) for column in schema}
+
+
+def _check_identity(
+    check: PartCheck, reader: ChunkReader, file: str, chunks: Sequence[Chunk], *, some: bool
+) -> list[str]:
+    """Whether a part has the row ids of its chunks, or their keys if the input is unchanged; or `some` of them."""
+    first, name = chunks[0], os.path.basename(file)
+    place = f"{'among ' if some else ''}those of {first.name} from row {first.first_row:,}."
+    if check.row_ids:
+        ids = _read(file, ["row_id"])["row_id"].combine_chunks()
+        expected = pa.chunked_array([row_ids(chunk) for chunk in chunks], pa.string())
+        if ids.type != pa.string() or not _are(pa.chunked_array([ids]), expected, some=some):
+            return [f"{name}: its row ids are not {place}"]
+        return []
+    if check.key is None or any(chunk.name not in check.unchanged for chunk in chunks):
+        return []
+    written = _read(file, [check.key])[check.key]
+    read = pa.chunked_array([one for chunk in chunks for one in reader.read(chunk)[0][check.key].chunks])
+    try:
+        same = _are(written, read.cast(written.type), some=some)
+    except pa.ArrowException:
+        same = False
+    return [] if same else [f"{name}: its keys are not {place}"]
+
+
+def _are(written: pa.ChunkedArray, expected: pa.ChunkedArray, *, some: bool) -> bool:
+    """Whether a column equals another one or, for `some`, has no value that the other one lacks."""
+    if some:
+        return bool(pc.all(pc.is_in(written, value_set=expected.combine_chunks())).as_py() is not False)
+    return bool(expected.equals(written))
+
+
+def _read(file: str, columns: list[str]) -> pa.Table:
+    with open_parquet(file) as parquet:
+        have = [name for name in columns if name in parquet.schema_arrow.names]
+        return parquet.read(columns=have)
+
+
+def _not_null(column: pa.ChunkedArray) -> np.ndarray:
+    return np.flatnonzero(column.is_valid().to_numpy())

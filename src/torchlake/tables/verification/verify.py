@@ -1,0 +1,146 @@
+"""`verify` checks a finished output against its commit records and plans: every row once, nothing else.
+
+It checks the sha256 of each part, every page's checksum, rows against the plan, each row id or key, and orphan files.
+Of a table with a log it checks torchlake's own commits, as far as their files are still rows of the table. Cost: one
+read of the output, and two of its key column and one of the input's if there is a key, by threads of this process or on
+an engine. Memory is constant.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torchlake.tables.keys import ITEM_ROWS, bundled, key_problem
+from torchlake.tables.plan import Plan, plan_from_json
+from torchlake.tables.record import PLAN, recorded_schema
+from torchlake.tables.sinks._reading import Committed, committed
+from torchlake.tables.storage.spread import Spread, in_process
+from torchlake.tables.storage.urls import is_url
+from torchlake.tables.verification.inputs import other_files, selection_note, unchanged_inputs
+from torchlake.tables.verification.parts import PartCheck, check_parts, keys_of
+
+BUNDLE_BYTES = 64 << 20
+"Of parts that are checked together: neighbors, which come from one file of the input."
+
+
+@dataclass(kw_only=True)
+class Verification:
+    """The result of `verify`; the output is sound if `problems` is empty."""
+
+    rows_in: int = 0
+    rows_out: int = 0
+    rows_failed: int = 0
+    "Rows whose `error` is not null."
+    parts: int = 0
+    problems: list[str] = field(default_factory=list)
+    "One sentence each."
+    notes: list[str] = field(default_factory=list)
+    "Not faults: inputs that changed, are gone, or have no page checksums; rows of other writers."
+
+
+def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
+    """Check an output of any kind against its commit records. Raises TableError when there is no finished output.
+
+    `spread` is an engine's, to read a large output with all of its machines: `verify(output, spread=engine.spread)`.
+    """
+    found = Verification()
+    made = committed(output)
+    found.notes += made.notes
+    for one in made.commits:
+        _verify_commit(one, found, spread or in_process)
+    return found
+
+
+def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
+    """Check the rows of one commit, and add what is found."""
+    record, plan = one.record, plan_from_json(one.plan)
+    if plan.id != record["plan"]:
+        found.problems.append(f"{PLAN} is not the plan that was committed: one of the two was edited.")
+    parts = [part for part in record["parts"] if one.live is None or part["name"] in one.live]
+    whole = len(parts) == len(record["parts"])
+    if not whole:
+        gone = len(record["parts"]) - len(parts)
+        found.notes.append(
+            f"commit {record.get('commit', '')[:16]}: {gone:,} of its {len(record['parts']):,} files are no longer in "
+            "the table (another commit replaced, changed or compacted their rows); the others are checked."
+        )
+    chunks, schema = {chunk.index: chunk for chunk in plan.chunks}, recorded_schema(record)
+    key = record["fingerprint"].get("key")
+    key = key if isinstance(key, str) and key in record["schema"] else None
+    row_ids = key is None and "row_id" in record["schema"]
+    unchanged = unchanged_inputs(plan, found.notes)
+    check = PartCheck(folder=one.folder, schema=schema, key=key, row_ids=row_ids, unchanged=unchanged)
+    tasks = [(part, [chunks[chunk] for chunk in _chunks_of(part) if chunk in chunks]) for part in parts]
+    sizes = [max(0, int(part["bytes"])) for part in parts]
+    bundles = bundled(tasks, sizes, BUNDLE_BYTES)
+    rows = failed = 0
+    sound: list[tuple[str, int]] = []
+    seen_parts = spread(partial(check_parts, check), bundles, size=sum(sizes), name="verify")
+    for seen in (one for bundle in seen_parts for one in bundle):
+        found.problems += seen.problems
+        if seen.rows is not None:
+            found.parts += 1
+            rows += seen.rows
+            failed += seen.failed
+            if seen.file is not None:
+                sound.append((seen.file, seen.rows))
+    if whole:
+        found.problems += _total_problems(record, plan, rows, failed)
+    found.rows_in += plan.rows if whole else rows
+    found.rows_out += rows
+    found.rows_failed += failed
+    note = selection_note(plan)
+    found.notes += [] if note is None else [note]
+    if one.live is None:
+        _find_orphan_files(Path(one.folder), {part["name"] for part in record["parts"]}, found)
+    # Row ids in partitions are checked as keys are: the files of a chunk may share none.
+    unique = key or ("row_id" if row_ids and any(part.get("partition") for part in parts) else None)
+    if unique is not None:
+        items = bundled([path for path, _ in sound], [count for _, count in sound], ITEM_ROWS)
+        # Processes of an engine share a folder: the output, unless that is a table's or in an object store.
+        shared = one.live is None and os.access(one.folder, os.W_OK)
+        folder = Path(one.folder) if shared else None
+        compare = spread if shared else in_process
+        problem = key_problem(partial(keys_of, unique), items, rows=rows, spread=compare, scratch=folder)
+        if problem is not None:
+            found.problems.append(f"The key {unique!r} {problem}.")
+
+
+def _chunks_of(part: Mapping[str, Any]) -> list[int]:
+    chunks: list[int] = part.get("chunks") or [part["chunk"]]
+    return chunks
+
+
+def _total_problems(record: dict[str, Any], plan: Plan, rows: int, failed: int) -> list[str]:
+    problems = []
+    partitioned = any(part.get("partition") for part in record["parts"])
+    made = sorted(chunk for part in record["parts"] for chunk in _chunks_of(part))
+    made = sorted({*made}) if partitioned else made
+    planned = sorted(chunk.index for chunk in plan.chunks) or made
+    if made != planned:
+        missing, extra = sorted(set(planned) - set(made))[:3], sorted(set(made) - set(planned))[:3]
+        doubled = sorted({one for one, other in pairwise(made) if one == other})[:3]
+        problems.append(
+            f"Parts and chunks do not match one to one (missing: {missing}, unplanned: {extra}, doubled: {doubled})."
+        )
+    if rows != plan.rows:
+        problems.append(f"{rows:,} rows out, {plan.rows:,} rows in.")
+    if (record["rows"], record["failed"]) != (rows, failed):
+        problems.append(
+            f"The record says {record['rows']:,} rows and {record['failed']:,} failed; there are {rows:,} and "
+            f"{failed:,}."
+        )
+    return problems
+
+
+def _find_orphan_files(out: Path, names: set[str], found: Verification) -> None:
+    """Report files that the record does not list; readers of the folder take the Parquet files for rows."""
+    for path in () if is_url(str(out)) else other_files(out, names):
+        if path.endswith(".parquet"):
+            found.problems.append(f"{path}: a Parquet file that the record does not list; readers take it for rows.")
+        else:
+            found.notes.append(f"{path}: a file that the record does not list.")

@@ -1,0 +1,163 @@
+"""Cross-validation: one run per fold, each validated on the rows that the others train on.
+
+    table -> N folds by train.seed, stratified by class -> N runs in fold_1 ... fold_N -> mean and standard deviation
+
+A fold is an ordinary run whose job has `data.validation: {fold: 2, folds: 5}`, so it resumes, and has its own report.
+The same call again trains what is missing. Cost: N trainings, and the table is tokenized for each.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchlake import atomic_io, plugins
+from torchlake.checkpoints import location
+from torchlake.config.job import Job, flat, load_job
+from torchlake.config.sections.data import DataConfig, Fraction
+from torchlake.engines import Engine
+from torchlake.errors import ConfigError, FingerprintError, UsageError
+from torchlake.metrics import lower_is_better
+from torchlake.runs import folder as run_folder
+from torchlake.tables.output import lease
+from torchlake.tables.record import local_output
+from torchlake.training import train as training
+from torchlake.training.rows import OnStep
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folds:
+    """A finished cross-validation."""
+
+    path: Path
+    "The folder of the runs."
+    runs: tuple[training.Run, ...]
+    "In the order of the folds."
+    metric: str
+    "The metric that selects a fold's best model."
+    metrics: dict[str, float]
+    "The means over the folds, of each fold's best validation."
+    deviations: dict[str, float]
+    "The standard deviations over the folds (of a sample: divided by N - 1)."
+    best: training.Run
+    "The fold with the best metric."
+    seconds: float
+    "Of this call."
+
+
+def train_folds(
+    job: str | Path | Job | None,
+    folds: int,
+    *,
+    run: str | Path | None,
+    engine: Engine | str | None,
+    overrides: Sequence[str],
+    sections: Mapping[str, Any],
+    on_step: OnStep | None = None,
+) -> Folds:
+    """Train `job` once per fold in folders below `run`; arguments and errors are those of `train`."""
+    began = time.monotonic()
+    if folds < 2:
+        raise UsageError(f"folds is {folds}; it has to be 2 or more.")
+    if run == run_folder.AUTO:
+        raise UsageError("--run auto does not go with folds: name a folder for the runs.")
+    folder = local_output(run_folder.find(job, run))
+    frames, stored = run_folder.frames_to_paths(sections, folder)
+    wanted = load_job(job, overrides, **stored, **training.named_engine(engine))
+    _refuse_ignored(wanted)
+    with _lease(folder):
+        wanted = _claim(folder, wanted, folds)
+        for path, frame in frames.items():
+            training.store_frame(frame, path, training.job_engine(wanted, engine))
+        wanted = run_folder.pinned_job(folder, wanted, begun=(folder / run_folder.FOLDS).exists())
+        atomic_io.write_json(
+            folder / run_folder.FOLDS, {"job": wanted.model_dump(mode="json"), "folds": folds}, site="folds.settings"
+        )
+        runs = []
+        for fold in range(1, folds + 1):
+            log.info("fold %d of %d", fold, folds)
+            one = load_job(wanted, data={"validation": {"fold": fold, "folds": folds}})
+            runs.append(training.train(one, run=folder / f"fold_{fold}", engine=engine, on_step=on_step))
+        found = _result(wanted, folder, runs)
+        atomic_io.write_json(folder / run_folder.RESULT, found, site="folds.result")
+    from torchlake.reporting import report
+
+    report.report(folder)
+    return Folds(
+        path=folder,
+        runs=tuple(runs),
+        metric=found["metric"],
+        metrics=found["metrics"],
+        deviations=found["deviations"],
+        best=runs[found["best"] - 1],
+        seconds=time.monotonic() - began,
+    )
+
+
+def _refuse_ignored(job: Job) -> None:
+    """Raise ConfigError for settings that have no meaning with folds."""
+    if not isinstance(job.data.validation, Fraction):
+        raise ConfigError("data.validation: with folds, each fold is the validation of one run; leave it out")
+    if job.data.validation != DataConfig.model_fields["validation"].default:
+        share = job.data.validation.fraction
+        log.info("data.validation: the folds take the place of {fraction: %g}", share)
+    if job.train.checkpoint_folder is not None:
+        raise ConfigError("train.checkpoint_folder: with folds, checkpoints are kept in each run folder; leave it out")
+
+
+@contextmanager
+def _lease(folder: Path) -> Iterator[None]:
+    """Hold the lease of the folder. Raises Locked naming the process that trains there."""
+    mine = lease.acquire(folder / ".folds.staging", run_folder.LEASE_S, name=str(folder))
+    try:
+        yield
+    finally:
+        mine.release()
+
+
+def _claim(folder: Path, job: Job, folds: int) -> Job:
+    """The job, if the folder is empty or holds a cross-validation of it. Raises FingerprintError for other contents."""
+    path = folder / run_folder.FOLDS
+    if not path.exists():
+        foreign = sorted(one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != "input")
+        if foreign and foreign != [run_folder.SOURCES]:
+            raise FingerprintError(
+                f"{folder}: holds no cross-validation ({run_folder.FOLDS} is missing) and is not empty (it holds "
+                f"{foreign[0]!r}). Give a new folder (--run)."
+            )
+        return job
+    before: dict[str, Any] = atomic_io.read_json(path)
+    now = {**job.model_dump(mode="json"), "folds": folds}
+    old = {**load_job(None, **before["job"]).model_dump(mode="json"), "folds": before["folds"]}
+    old["data"], now["data"] = ({**one["data"], "train": None} for one in (old, now))  # each run compares its table
+    differing = run_folder.differences(old, now)
+    if location.shorter(flat(old), flat(now)) is None:
+        differing = [line for line in differing if line.split(":")[0].strip() not in run_folder.LENGTHS]
+    if differing:
+        raise FingerprintError(
+            f"{folder}: holds another cross-validation. It differs in\n" + "\n".join(differing) + "\nGive another "
+            "folder (--run), or delete this one to start again."
+        )
+    return job
+
+
+def _result(job: Job, folder: Path, runs: Sequence[training.Run]) -> dict[str, Any]:
+    """Means and standard deviations of the metrics that all folds have, and the number of the best fold."""
+    metric: str = atomic_io.read_json(runs[0].path / run_folder.RESULT)["metric"]
+    names = [name for name in runs[0].metrics if all(name in one.metrics for one in runs)]
+    values = {name: [one.metrics[name] for one in runs] for name in names}
+    sign = -1 if lower_is_better(metric, plugins.load("tasks", job.model.task).directions) else 1
+    ranked = [sign * one.metrics.get(metric, -sign * float("inf")) for one in runs]
+    return {
+        "metric": metric,
+        "metrics": {name: statistics.fmean(each) for name, each in values.items()},
+        "deviations": {name: statistics.stdev(each) for name, each in values.items()},
+        "best": ranked.index(max(ranked)) + 1,
+        "folds": [{"fold": number, **one.metrics} for number, one in enumerate(runs, start=1)],
+    }

@@ -1,0 +1,181 @@
+"""Exports: what the other tool computes with the folder is what the model computes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoTokenizer
+
+import tiny
+import torchlake as tl
+from torchlake.atomic_io import check_manifest
+from torchlake.cli.main import main
+from torchlake.errors import DataError, OutputError, UnsafeError, UsageError
+from torchlake.exporting import sentence_transformers
+from torchlake.exporting.sentence_transformers import Embedding, read_embedding, write_layout
+from torchlake.runtimes import _openvino
+
+TEXTS = ["a good film", "the bad film is a bad film, bad and long", "good", "the plot is thin but a good good film"]
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponents / exponents.sum(axis=1, keepdims=True)
+
+
+def probabilities(model: Path) -> np.ndarray:
+    """(B, C) float, by the runtime `eager`."""
+    with tl.load(model, runtime="eager", all_probabilities=True) as classify:
+        answers = classify(TEXTS)
+    return np.array([[answer["prob_bad"], answer["prob_good"]] for answer in answers])
+
+
+def tokens(folder: Path) -> dict[str, np.ndarray]:
+    """What the exported tokenizer makes of the texts, padded."""
+    encoded = AutoTokenizer.from_pretrained(folder)(TEXTS, padding=True, return_tensors="np")
+    return {name: encoded[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+
+
+def test_onnx_runtime_gives_the_models_probabilities(tiny_model: Path, tmp_path: Path) -> None:
+    import onnxruntime
+
+    folder = tl.export(tiny_model, tmp_path / "onnx", format="onnx")
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], tokens(folder))
+    assert softmax(logits) == pytest.approx(probabilities(tiny_model), abs=1e-4)
+    assert json.loads((folder / "config.json").read_text())["id2label"] == {"0": "bad", "1": "good"}
+    manifest = check_manifest(folder)
+    assert (manifest["kind"], manifest["layout"]) == ("export", "onnx")
+
+
+def test_openvino_gives_the_models_probabilities(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tl.export(tiny_model, tmp_path / "openvino", format="openvino")
+    assert {"openvino_model.xml", "openvino_model.bin", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    precision = {"INFERENCE_PRECISION_HINT": "f32"}  # by default it depends on the CPU
+    compiled = _openvino.library().Core().compile_model(folder / "openvino_model.xml", "CPU", precision)
+    logits = compiled(tokens(folder))[0]
+    assert softmax(logits) == pytest.approx(probabilities(tiny_model), abs=1e-4)
+
+
+@pytest.fixture
+def encoder(tiny_bert: Path, tmp_path: Path) -> Path:
+    """An encoder that says how it embeds texts."""
+    folder = tmp_path / "encoder"
+    model = AutoModel.from_pretrained(tiny_bert)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(folder)
+    return folder
+
+
+def pooled(encoder: Path, how: str, *, normalize: bool) -> np.ndarray:
+    """The embeddings by hand, one text after the other."""
+    tokenizer, model = AutoTokenizer.from_pretrained(encoder), AutoModel.from_pretrained(encoder).eval()
+    vectors = []
+    for text in TEXTS:
+        with torch.inference_mode():
+            states = model(**tokenizer(text, truncation=True, max_length=8, return_tensors="pt")).last_hidden_state[0]
+        pick = {"mean": states.mean(0), "cls": states[0], "max": states.max(0).values, "lasttoken": states[-1]}
+        vectors.append(pick[how] / pick[how].norm() if normalize else pick[how])
+    return torch.stack(vectors).numpy()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("how", ["mean", "cls", "max", "lasttoken"])
+def test_sentence_transformers_gives_the_encoders_embeddings(
+    encoder: Path, tmp_path: Path, how: sentence_transformers.Pooling, normalize: bool
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    embedding = Embedding(pooling=how, normalize=normalize, max_length=8, prompts={"query": "q: "})
+    write_layout(encoder, embedding, dimension=AutoModel.from_pretrained(encoder).config.hidden_size)
+    assert read_embedding(encoder) == embedding
+    folder = tl.export(encoder, tmp_path / "out", format="sentence-transformers")
+    assert read_embedding(folder) == embedding
+    loaded = SentenceTransformer(str(folder), device="cpu")
+    assert loaded.encode(TEXTS) == pytest.approx(pooled(encoder, how, normalize=normalize), abs=1e-5)
+    assert loaded.max_seq_length == 8
+    assert loaded.prompts["query"] == "q: "
+
+
+def test_what_sentence_transformers_saves_is_read_again(encoder: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    folder = tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="cls")
+    SentenceTransformer(str(folder), device="cpu").save_pretrained(str(tmp_path / "saved"))
+    found = read_embedding(tmp_path / "saved")
+    assert found is not None
+    assert (found.pooling, found.normalize) == ("cls", False)
+
+
+def test_an_encoder_without_pooling_needs_it_and_one_with_it_keeps_it(encoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give pooling"):
+        tl.export(encoder, tmp_path / "out", format="sentence-transformers")
+    with pytest.raises(UsageError, match="pooling is one of"):
+        tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="sum")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+    write_layout(encoder, Embedding(pooling="mean", max_length=8), dimension=32)
+    with pytest.raises(UsageError, match="has mean pooling"):
+        tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="cls")
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([{"path": "", "type": "a.Transformer"}, {"path": "1", "type": "a.Dense"}], "the modules Transformer, Dense"),
+        ([{"path": "", "type": "a.Transformer"}], "the modules Transformer; only"),
+        ([{"path": "", "type": "a.Transformer"}, {"path": "../..", "type": "a.Pooling"}], "leads out"),
+        ({"type": "Transformer"}, "not in the layout"),
+        ([{"path": "", "type": "a.Transformer"}, {"path": "1", "type": "a.Pooling"}], "pools tokens by"),
+    ],
+)
+def test_other_modules_are_refused(encoder: Path, tmp_path: Path, modules: object, message: str) -> None:
+    (encoder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises((DataError, UnsafeError), match=message):
+        tl.export(encoder, tmp_path / "out", format="sentence-transformers")
+
+
+def test_a_model_that_a_format_does_not_support_is_refused(tiny_model: Path, tiny_gpt2: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="its head does not give embeddings"):
+        tl.export(tiny_model, tmp_path / "out", format="sentence-transformers", pooling="mean")
+    with pytest.raises(UsageError, match="is a model for text_generation"):
+        tl.export(tiny_gpt2, tmp_path / "out", format="onnx")
+    with pytest.raises(UsageError, match="pooling is for the format sentence-transformers"):
+        tl.export(tiny_model, tmp_path / "out", format="onnx", pooling="mean")
+    with pytest.raises(UsageError, match="format is one of onnx, openvino"):
+        tl.export(tiny_model, tmp_path / "out", format="torchscript")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_an_earlier_export_is_replaced(encoder: Path, tmp_path: Path) -> None:
+    options = {"format": "sentence-transformers", "pooling": "mean"}
+    with pytest.raises(OutputError, match="the model folder itself"):
+        tl.export(encoder, encoder, **options)
+    for place in (tmp_path, tiny.build_model(tmp_path / "other", encoder=encoder)):
+        before = sorted(path.name for path in place.iterdir())
+        with pytest.raises(OutputError, match="no export of torchlake"):
+            tl.export(encoder, place, **options)
+        assert sorted(path.name for path in place.iterdir()) == before
+    (tmp_path / "out").mkdir()
+    tl.export(encoder, tmp_path / "out", **options)
+    weights = load_file(encoder / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, encoder / "model.safetensors", {"format": "pt"})
+    tl.export(encoder, tmp_path / "out", **options)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (encoder / "model.safetensors").read_bytes()
+
+
+def test_a_kill_leaves_no_torn_folder(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHLAKE_FAILPOINT", "exported.manifest.write:1:enospc")
+    with pytest.raises(Exception, match="space"):
+        tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="mean")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder"]
+
+
+def test_the_command(encoder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["export", str(encoder), str(tmp_path / "out"), "--format", "sentence-transformers"]
+    assert main([*arguments, "--json"]) == 64
+    assert main([*arguments, "--pooling", "mean", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert {"modules.json", "1_Pooling/config.json", "model.safetensors"} <= set(found["files"])
