@@ -156,7 +156,7 @@ def _resumed(
     if published is not None:
         if not allowed.overwrite:
             refuse_differences(target.shown, published, job, "replaces it", allowed)
-        if not differences(published, job):
+        if options.mode != "overwrite" and not differences(published, job):
             environments = [*published.environments, *job.environments]
             job = JobSpec(merge(published.plan, job.plan), job.fingerprint, None, environments)
     name = commit_id(job, basis)
