@@ -25,7 +25,7 @@ from torchlake.tables.storage.folders import folder_at
 
 
 def commit_id(job: JobSpec, basis: str = "") -> str:
-    """The id of a job's commit: the same for the same rows. `basis` tells repeated overwrites apart."""
+    """The id of a job's commit: the same for the same rows. `basis` distinguishes repeated overwrites."""
     return atomic_io.fingerprint([job.plan.id, job.fingerprint, *([basis] if basis else [])])[:32]
 
 

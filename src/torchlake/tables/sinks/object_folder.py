@@ -8,7 +8,7 @@ created only if there is none, or replaced only if it is the one that this write
 
 No request of an object store deletes on a condition. So the parts of a commit are in a folder of its own, its id is
 never used again (it depends on the commit before), and a writer deletes only after its commit, and only in the folders
-of commits that nobody can make any more: its own, the one that it replaced and the interrupted one that it discarded.
+of commits that cannot be made any more: its own, the one that it replaced and the interrupted one that it discarded.
 A writer that was suspended before it deletes cannot hit what its successors list. Cost: one request per part, and a few
 per commit.
 """
