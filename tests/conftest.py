@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 
 import tiny
+from torchlake import plugins
 
 # The default, 200 ms an example, fails on a machine that does other work too.
 hypothesis.settings.register_profile("torchlake", deadline=None)
@@ -36,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         clusters = {CLUSTERS[word] for word in words if isinstance(word, str) and word in CLUSTERS}
         if clusters:
             item.add_marker(pytest.mark.xdist_group(min(clusters)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tasks_given_here() -> Iterator[None]:
+    """A task that a test gives in Python is known in its module alone."""
+    before = dict(plugins._given)
+    yield
+    plugins._given.clear()
+    plugins._given.update(before)
 
 
 @pytest.fixture(scope="session")

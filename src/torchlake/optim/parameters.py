@@ -8,11 +8,14 @@ A parameter between two stacks of layers (an encoder's final norm) has the depth
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from torchlake.config.sections.model import Freeze
 from torchlake.errors import ConfigError
+
+if TYPE_CHECKING:  # scoring finds layers too, and does without pydantic
+    from torchlake.config.sections.model import Freeze
 
 SHOWN = 4
 "Names in an error message."
@@ -69,7 +72,7 @@ def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
     return {name: decay ** (top - depth) for name, depth in depths(model).items()}
 
 
-def freeze(model: nn.Module, wanted: Freeze | None) -> None:
+def freeze(model: nn.Module, wanted: "Freeze | None") -> None:
     """Train no parameter that `model.freeze` names; None: train all.
 
     Raises ConfigError when it names no parameter of the model, or all of them.
@@ -86,7 +89,7 @@ def freeze(model: nn.Module, wanted: Freeze | None) -> None:
         )
 
 
-def frozen_names(model: nn.Module, wanted: Freeze) -> set[str]:
+def frozen_names(model: nn.Module, wanted: "Freeze") -> set[str]:
     """The names of the parameters that `model.freeze` names."""
     if wanted == "body":
         inside = [f"{name}." for name in head_modules(model)]
@@ -134,5 +137,5 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     return matched
 
 
-def _shown(wanted: Freeze) -> str:
+def _shown(wanted: "Freeze") -> str:
     return str(wanted) if isinstance(wanted, int | str) else f"[{', '.join(wanted)}]"

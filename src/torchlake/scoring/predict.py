@@ -237,6 +237,7 @@ def _predict_new(table: Any, output: Output, call: _Call) -> Scored:
     else:
         rows = open_table(source.at(source.position), columns=call.spec.input_columns)
         settings = checked_input(call.settings, call.spec, rows.schema, rows.source)
+        make_export(settings, call.engine or Local())
         name = position_name(source.name, fingerprint_of(settings, call.spec))
         found = increments(source, output, name, settings.key)
     done = []
@@ -297,6 +298,7 @@ def _predict_table(
     schema = output_schema(settings, spec, source.schema)
     refuse_collisions(schema.names, schema.names)
     plan = plan_input(source, output, columns, options, schema=schema, key=settings.key, engine=runner)
+    make_export(settings, runner)  # the fingerprint has the export
     fingerprint = fingerprint_of(settings, spec)
     positions = increment.positions if increment else full_position(plan, output, fingerprint)
     if positions is None:
@@ -304,7 +306,6 @@ def _predict_table(
         if new is None:
             return None
         plan, positions = new
-    make_export(settings, runner)
     job = Job(
         name="predict",
         output=output,

@@ -216,7 +216,8 @@ def _validate(
         outcome = validate(state, rows, stop_requested)
         if outcome is not None:
             saving.save_if_best(settings, state, progress, outcome, writer)
-            writer.hold_updates()  # the exchange back is one
+            if averaged:
+                writer.hold_updates()  # the exchange back is one
     return outcome
 
 

@@ -80,7 +80,7 @@ def test_predict_shows_every_batch_of_a_chunk(
             yield advance
 
     def load(folder: Path, spec: Any, *, device: str) -> Any:
-        def forward(input_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        def forward(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
             seen.append(asks[0]())
             return np.zeros((len(input_ids), len(spec.labels)), dtype=np.float32)
 

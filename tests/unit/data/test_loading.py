@@ -70,9 +70,9 @@ def test_the_cache_is_built_once_and_again_for_other_tokens(tmp_path: Path, tiny
     second = prepare(tiny.reviews(30), tmp_path / "second", tiny_bert)
     cache = tmp_path / "cache"
     loading.build_cache(first, cache)
-    before = (cache / "values.bin").stat().st_ino
+    before = (cache / "input_ids" / "values.bin").stat().st_ino
     loading.build_cache(first, cache)
-    assert (cache / "values.bin").stat().st_ino == before
+    assert (cache / "input_ids" / "values.bin").stat().st_ino == before
     loading.build_cache(second, cache)
     assert len(loading.open_tokens(cache)) == 30
     assert not list(tmp_path.glob(".*.tmp"))

@@ -16,6 +16,7 @@ from torchlake.errors import DataError
 from torchlake.models import load
 from torchlake.preparation.prepare import PrepareSettings, make_token_worker, prepare
 from torchlake.tables.chunks import plan_chunks
+from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.table import open_table
 
 
@@ -75,7 +76,8 @@ def test_rows_that_are_tokenized_alone_make_the_same_bytes(
     pq.write_table(table, tmp_path / "in.parquet")
     columns = list(spec.columns)
     (chunk,) = plan_chunks(open_table(tmp_path / "in.parquet", columns=columns), columns=columns).chunks
-    settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows="drop", staging=str(tmp_path))
+    parts = PartFolder(location=str(tmp_path / "table"))
+    settings = PrepareSettings(tokenizer=str(tokenizer), spec=spec, bad_rows="drop", staging=str(tmp_path), parts=parts)
     (tmp_path / "table").mkdir()
     (tmp_path / "journal").mkdir()
     (whole,) = make_token_worker(settings)(iter([(chunk, "whole")]))

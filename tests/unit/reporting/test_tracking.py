@@ -153,7 +153,7 @@ def test_a_missing_library_is_an_error_before_any_work(
 
 
 def test_the_flags_of_the_command_lay_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(job: str, overrides: list[str], run: str | None, *, as_json: bool) -> commands.Outcome:
+    def train(job: str, overrides: list[str], run: str | None, folds: int | None, **options: Any) -> Any:
         seen.append(load_job(None, overrides, data={"train": "t"}, model={"base": "b"}).track)
         return commands.Outcome(values={}, lines=())
 

@@ -44,6 +44,11 @@ def batch(lengths: list[int], pad_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return pad(Ragged(values, np.concatenate([[0], np.cumsum(lengths)])), np.arange(len(lengths)), pad_id)
 
 
+def named(rows: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+    """A batch as a runtime is called with it."""
+    return {"input_ids": rows[0], "attention_mask": rows[1]}
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     """A model with all four exports in its folder."""
@@ -62,8 +67,8 @@ def copy_of(folder: Path, there: Path, *, exports: bool = True) -> Path:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_rows_of_any_number_and_length(name: str, lengths: list[int], exported: Path) -> None:
     spec = load.load_spec(exported)
-    logits = RUNTIMES[name].load(exported, spec, device="cpu")(*batch(lengths))
-    expected = plugins.load("runtimes", "eager").load(exported, spec, device="cpu")(*batch(lengths))
+    logits = RUNTIMES[name].load(exported, spec, device="cpu")(**named(batch(lengths)))
+    expected = plugins.load("runtimes", "eager").load(exported, spec, device="cpu")(**named(batch(lengths)))
     np.testing.assert_allclose(logits, expected, atol=0.3 if RUNTIMES[name].CALIBRATED else 1e-5)
 
 
@@ -73,9 +78,9 @@ def test_other_problems(problem: str, labels: tuple[str, ...], tmp_path: Path, t
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_roberta, spec=spec)
     pad_id = load.load_tokenizer(folder).pad_token_id
     openvino.prepare(folder, spec, [])
-    logits = openvino.load(folder, spec, device="cpu")(*batch([3, 17], pad_id))
+    logits = openvino.load(folder, spec, device="cpu")(**named(batch([3, 17], pad_id)))
     assert logits.shape == (2, max(1, len(labels)))
-    expected = plugins.load("runtimes", "eager").load(folder, spec, device="cpu")(*batch([3, 17], pad_id))
+    expected = plugins.load("runtimes", "eager").load(folder, spec, device="cpu")(**named(batch([3, 17], pad_id)))
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
@@ -115,7 +120,7 @@ def test_a_gpu_is_refused_without_its_provider(exported: Path, monkeypatch: pyte
 def test_ranges_need_rows(name: str, exported: Path) -> None:
     with pytest.raises(UsageError, match="--sample TABLE"):
         RUNTIMES[name].prepare(exported, load.load_spec(exported), [])
-    assert RUNTIMES[name].load(exported, load.load_spec(exported), device="cpu")(*batch([3])).shape == (1, 2)
+    assert RUNTIMES[name].load(exported, load.load_spec(exported), device="cpu")(**named(batch([3]))).shape == (1, 2)
 
 
 @pytest.mark.parametrize("name", [*RUNTIMES, "deepspeed"])
@@ -148,7 +153,7 @@ def test_nothing_is_printed(exported: Path, tmp_path: Path, capfd: pytest.Captur
     folder = copy_of(exported, tmp_path / "model", exports=False)
     for runtime in RUNTIMES.values():
         runtime.prepare(folder, load.load_spec(folder), [batch([5, 8])] if runtime.CALIBRATED else [])
-        runtime.load(folder, load.load_spec(folder), device="cpu")(*batch([3, 9]))
+        runtime.load(folder, load.load_spec(folder), device="cpu")(**named(batch([3, 9])))
     assert capfd.readouterr() == ("", "")
 
 
@@ -259,7 +264,7 @@ def test_attention_in_parts_is_the_same_attention(activation: str, tmp_path: Pat
     in_parts = _openvino.forward(parts, precision="f32")
     for lengths in LENGTHS:
         rows = batch(lengths, pad_id)
-        np.testing.assert_allclose(in_parts(*rows), eager(*rows), atol=1e-5)
+        np.testing.assert_allclose(in_parts(**named(rows)), eager(**named(rows)), atol=1e-5)
 
 
 def test_attention_is_laid_out_for_the_rows_of_the_calibration(
@@ -329,5 +334,5 @@ def test_openvino_leaves_no_stack_for_signals_behind(exported: Path) -> None:
 
     before = stack()
     forward = openvino.load(exported, load.load_spec(exported), device="cpu")
-    forward(*batch([3, 5]))
+    forward(**named(batch([3, 5])))
     assert stack() == before

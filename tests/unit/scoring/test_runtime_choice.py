@@ -132,9 +132,11 @@ class Fake:
     """A runtime as a module, found by plugins under the name "fake": eager, with an export that is one file."""
 
     TOLERANCE = 0.0
+    TOKEN_TYPES = True
 
     def __init__(self, *, calibrated: bool = False, never: dict[str, str] | None = None, why: str | None = None):
         self.never, self.CALIBRATED, self.why = never or {}, calibrated, why
+        self.tasks = () if TASK in self.never else (TASK,)
         self.prepared: list[int] = []
         self.load = eager.load
 

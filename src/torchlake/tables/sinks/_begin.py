@@ -25,7 +25,7 @@ from torchlake.tables.storage.folders import folder_at
 
 
 def commit_id(job: JobSpec, basis: str = "") -> str:
-    """The id of a job's commit: the same for the same rows. `basis` tells repeated overwrites apart."""
+    """The id of a job's commit: the same for the same rows. `basis` distinguishes repeated overwrites."""
     return atomic_io.fingerprint([job.plan.id, job.fingerprint, *([basis] if basis else [])])[:32]
 
 
@@ -156,7 +156,7 @@ def _resumed(
     if published is not None:
         if not allowed.overwrite:
             refuse_differences(target.shown, published, job, "replaces it", allowed)
-        if not differences(published, job):
+        if options.mode != "overwrite" and not differences(published, job):
             environments = [*published.environments, *job.environments]
             job = JobSpec(merge(published.plan, job.plan), job.fingerprint, None, environments)
     name = commit_id(job, basis)

@@ -19,6 +19,7 @@ from torchlake.tables.sinks._interface import SinkOptions, Target
 from torchlake.tables.sinks._records import read_record
 from torchlake.tables.sinks._state import temporary_folder
 from torchlake.tables.sinks._write import TableWrite, WriteRequest
+from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.urls import is_url
 
 Write = WriteTransaction | TableWrite
@@ -26,8 +27,7 @@ Write = WriteTransaction | TableWrite
 
 def output_text(output: str | Path) -> str:
     """An output as text: a path, a URL or the name of a table. A `Path` of a URL has lost a slash."""
-    text = URL_AS_PATH.sub(r"\1://", os.fspath(output))
-    return text.removeprefix("file://") if text.startswith("file://") else text
+    return local_path(URL_AS_PATH.sub(r"\1://", os.fspath(output)))
 
 
 def sink_of(output: str | Path, format: str | None = None) -> ModuleType:

@@ -26,7 +26,7 @@ from torchlake.tables.sinks._schemas import check_fit, delta_schema
 from torchlake.tables.sources import delta as source
 from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.objects import RETRIES, RETRY_S, storage_failure
-from torchlake.tables.storage.urls import is_url, object_store_options
+from torchlake.tables.storage.urls import EXTRAS, is_url, object_store_options
 
 APP = "torchlake"
 KEPT_COMMITS = "torchlake.commit"
@@ -244,7 +244,9 @@ class DeltaTarget:
 
 def recognizes(output: str, format: str | None) -> bool:
     """Whether `output` is a folder with a `_delta_log`, or one is asked for."""
-    return format == "delta" or (format is None and source.recognizes(output))
+    if format is not None or (is_url(output) and output.partition("://")[0] not in EXTRAS):
+        return format == "delta"
+    return source.recognizes(output)
 
 
 def open_target(output: str, options: SinkOptions) -> DeltaTarget:

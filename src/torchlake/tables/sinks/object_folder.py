@@ -8,7 +8,7 @@ created only if there is none, or replaced only if it is the one that this write
 
 No request of an object store deletes on a condition. So the parts of a commit are in a folder of its own, its id is
 never used again (it depends on the commit before), and a writer deletes only after its commit, and only in the folders
-of commits that nobody can make any more: its own, the one that it replaced and the interrupted one that it discarded.
+of commits that cannot be made any more: its own, the one that it replaced and the interrupted one that it discarded.
 A writer that was suspended before it deletes cannot hit what its successors list. Cost: one request per part, and a few
 per commit.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from torchlake.config.redaction import redacted
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.tables.output.parts import PartFolder
 from torchlake.tables.record import COMMIT, PARTS, is_record, recorded_arrow_schema
@@ -27,7 +28,7 @@ from torchlake.tables.sinks._interface import STATE, Change, Conflict, SinkOptio
 from torchlake.tables.sinks._rewrite import LiveFile
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.objects import Found, ObjectFolder
-from torchlake.tables.storage.urls import check_url, is_url
+from torchlake.tables.storage.urls import EXTRAS, is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,11 @@ def recognizes(output: str, format: str | None) -> bool:
 
 def open_target(output: str, options: SinkOptions) -> FolderTarget:
     """The folder at a URL, which need not exist yet. Raises UsageError for what a folder cannot do."""
-    check_url(output, to_write=True)
+    if output.partition("://")[0] not in EXTRAS or "::" in output:
+        raise UsageError(
+            f"{redacted(output)}: cannot be written to. An output is a local path, a URL of {', '.join(EXTRAS)}, a Hub "
+            "dataset or the name of an Iceberg table."
+        )
     if options.mode in ("append", "replace-where"):
         raise UsageError(
             f"{output}: a Parquet folder is written as a whole, so mode {options.mode} is for Delta and Iceberg "
