@@ -44,7 +44,7 @@ def init(table: str | list[str], options: Mapping[str, Any]) -> Outcome:
     lengths = done.characters
     facts = {
         "rows": f"{done.rows:,}" + ("" if done.sampled == done.rows else f"; {done.sampled:,} of them were looked at"),
-        "text": done.text,
+        "text": done.text if done.text_pair is None else f"pairs of {done.text} and {done.text_pair}",
         "length": f"median {lengths['median']:,} characters, 95 % at most {lengths['p95']:,}, longest "
         f"{lengths['longest']:,}",
         "label": f"{done.label}: {done.kind}",

@@ -136,22 +136,13 @@ def _block_lengths(tokens: Ragged, spec: TaskSpec) -> np.ndarray:
 def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameters]:
     """Return the shape and parameter counts of the model that training would make of `base` and `job.model.lora`.
 
-    Raises DataError if the architecture has no head for the task or no repeated layers.
+    Raises DataError if the architecture has no head for the task or no repeated layers, and the errors of `build` of a
+    task with its own module.
     """
-    import torch
-    import transformers
     from torch import nn
 
     check_folder(base, weights=False)
-    config: Any = load_config(base)
-    auto: Any = getattr(transformers, plugins.load("tasks", spec.task).auto_class)
-    if type(config) not in auto._model_mapping:
-        raise DataError(f"{base}: the architecture {config.model_type!r} has no head for {spec.task} in transformers.")
-    per_token = auto.__name__ not in ONCE_PER_ROW
-    if not per_token:
-        config.num_labels = max(1, len(spec.labels))
-    with torch.device("meta"):
-        model: nn.Module = auto.from_config(config, trust_remote_code=False)
+    model, config, per_token = _empty_model(base, spec)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise DataError(f"{base}: {type(model).__name__} has no repeated layers; plan knows transformers only.")
@@ -167,6 +158,34 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
     freeze(model, job.model.freeze)
     shape = replace(shape, untrained=min(times, round(untrained_layers(model) * times / len(layers))))
     return shape, _with_frozen(parameters, model, layers, times / len(layers))
+
+
+def _empty_model(base: Path, spec: TaskSpec) -> "tuple[nn.Module, Any, bool]":
+    """Return the model on the meta device, its configuration, and whether it has outputs for each token."""
+    import torch
+    import transformers
+
+    task = plugins.load("tasks", spec.task)
+    if not task.auto_class:
+        with torch.device("meta"):
+            module = task.build(base, spec, weights=False)
+        config = getattr(module, "config", None)
+        if not hasattr(config, "hidden_size"):
+            raise DataError(
+                f"the task {task.name!r}: its module has no `config` of a transformers encoder; plan knows modules "
+                "around one only."
+            )
+        config.num_labels = max(1, len(spec.labels))
+        return module, config, False
+    config = load_config(base)
+    auto: Any = getattr(transformers, task.auto_class)
+    if type(config) not in auto._model_mapping:
+        raise DataError(f"{base}: the architecture {config.model_type!r} has no head for {spec.task} in transformers.")
+    per_token = auto.__name__ not in ONCE_PER_ROW
+    if not per_token:
+        config.num_labels = max(1, len(spec.labels))
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=False), config, per_token
 
 
 def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Shape:

@@ -38,6 +38,7 @@ from torchlake.errors import TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
 from torchlake.models import load, write
+from torchlake.models.tokenizer import TOKEN_TYPES
 from torchlake.tasks import _classes, _inputs, _label_column, _labels, _tokens
 from torchlake.tasks._inputs import ANY, NUMBER, PAIR, PROMPT, TEXT, Inputs
 
@@ -61,7 +62,6 @@ __all__ = [
 
 NO_TARGET = -100
 "Fills the targets of rows with fewer than others; losses of PyTorch ignore it."
-TOKEN_TYPES = "token_type_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,9 @@ class Task:
 
     def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer."""
-        fast = scoring and spec.text_pair is None  # only transformers knows whether a model has token types
-        return load.load_text_tokenizer(folder) if fast else load.load_tokenizer(folder)
+        if spec.text_pair is not None:
+            return load.load_pair_tokenizer(folder)
+        return load.load_text_tokenizer(folder) if scoring else load.load_tokenizer(folder)
 
     def max_length(self, base: Path, requested: int | None) -> int:
         """Return the maximum tokens of a row, if `requested` is the job's `model.max_length`."""
