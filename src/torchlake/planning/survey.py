@@ -84,11 +84,12 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     pool, plan = sample_rows(table, drafted.columns)
     pool = pool.take(pa.array(evenly_spaced(len(pool), min(len(pool), rows))))
     found = None
-    if task.has_labels:
+    if drafted.label is not None:
         if not _has_usable_row(pool, task, drafted):
             raise _no_usable_row(table.source, len(pool), drafted)
         found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
     spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
+    spec = task.complete(spec, base)
     processor = task.load_processor(base, spec, scoring=False)
     made = make_examples(task, processor, pool, {}, replace(spec, label=None), bad_rows="drop")
     labeled = np.ones(len(pool), bool) if spec.label is None else np.asarray(_labeled(pool[spec.label]))
