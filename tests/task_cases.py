@@ -79,7 +79,7 @@ CASES = {
         bad=(("null_input", {"title": None, "text": None}), ("null_input", {"title": "", "text": " "})),
     ),
     "text_pair": Case(
-        build=tiny.build_encoder,
+        build=tiny.build_pair_encoder,
         table=pairs,
         data={"text": "question", "text_pair": "answer"},
         bad=(("null_input", {"question": None}), ("null_input", {"answer": ""})),

@@ -3,6 +3,7 @@
 Plain functions, so that scripts and other processes can import them too: `from tiny import build_encoder`.
 """
 
+import json
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,15 @@ def build_encoder(
     with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_pair_encoder(folder: Path, **options: Any) -> Path:
+    """An encoder as `build_encoder`, whose tokenizer names token types among the model's inputs, as BERT's does."""
+    build_encoder(folder, **options)
+    file = folder / "tokenizer_config.json"
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_input_names": names}))
     return folder
 
 

@@ -205,6 +205,37 @@ def predict(
     return lambda: commands.predict(model, _tables(table, more), output, runs_on, options, profile=profile)
 
 
+@_command("rank runs/reranker/model candidates.parquet ranked/ --query query --document passage")
+def rank(
+    model: o.Model,
+    table: Annotated[str, typer.Argument(metavar="INPUT", help="Table of pairs: a file, folder, glob or URL.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder or URL for the ranked rows.")],
+    more: o.MoreInput = None,
+    csv: o.Csv = None,
+    query: o.Query = None,
+    document: o.Document = None,
+    relevant: o.Relevant = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
+    seed: o.SampleSeed = None,
+    key: o.Key = None,
+    columns: o.Columns = None,
+    max_error_rate: o.MaxErrorRate = None,
+    runtime: o.RuntimeName = None,
+    engine: o.EngineName = None,
+    processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
+    batch_tokens: o.BatchTokens = None,
+    chunk_rows: o.ChunkRows = None,
+    as_json: o.Json = False,
+) -> Work:
+    """Score pairs of query and document, and rank each query's documents. Every row exactly once."""
+    options = _given(locals(), "model", "table", "more", "output", "engine", "processes", "overrides", "as_json")
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.rank(model, _tables(table, more), output, runs_on, options)
+
+
 @_command("evaluate runs/reviews/model test.parquet")
 def evaluate(
     model: o.Model,

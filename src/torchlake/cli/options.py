@@ -195,6 +195,15 @@ AcceptRemovedInput = Annotated[
 ]
 Sample = Annotated[str, _input("--sample", "TABLE", "Table of typical rows; labels are optional.")]
 
+# rank
+Query = Annotated[str | None, _input("--query", "COLUMN", "Column of queries (default: the first text of a pair).")]
+Document = Annotated[
+    str | None, _input("--document", "COLUMN", "Column of documents (default: the second text of a pair).")
+]
+Relevant = Annotated[
+    str | None, _input("--relevant", "CLASS", "Class whose probability is the score (default: the second of two).")
+]
+
 # output
 Key = Annotated[str | None, _output("--key", "COLUMN", "Column of unique, non-null values that identify rows.")]
 Columns = Annotated[

@@ -67,6 +67,25 @@ OPTIONS = {
     | COLUMNS
     | ROWS
     | TABLES,
+    "rank": frozenset(
+        {
+            "--query",
+            "--document",
+            "--relevant",
+            "--seed",
+            "--key",
+            "--columns",
+            "--max-error-rate",
+            "--runtime",
+            "--engine",
+            "--processes",
+            "--set",
+            "--batch-tokens",
+            "--chunk-rows",
+        }
+    )
+    | ROWS
+    | TABLES,
     "optimize": frozenset(
         {
             "--sample",
@@ -110,6 +129,7 @@ ARGUMENTS = {
     "train": ["job"],
     "tune": ["job"],
     "predict": ["model", "table", "output"],
+    "rank": ["model", "table", "output"],
     "evaluate": ["model", "table"],
     "optimize": ["model"],
     "plan": ["job"],

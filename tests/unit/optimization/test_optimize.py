@@ -82,10 +82,10 @@ def test_the_choice_is_written_and_predict_uses_it(model: Path, tmp_path: Path) 
     assert record["provenance"]["batch_tokens"] == done.batch_tokens
 
 
-def test_pairs_are_measured_with_the_runtimes_that_can(tiny_bert: Path, tmp_path: Path) -> None:
+def test_pairs_are_measured_with_the_runtimes_that_can(tmp_path: Path) -> None:
     """Columns of other names than in training; what has no input for token types is refused."""
     spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
-    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny.build_pair_encoder(tmp_path / "encoder"), spec=spec)
     rows = task_cases.pairs(60).rename_columns({"question": "q"})
     done = tl.optimize(folder, rows, text="q", runtimes=["varlen", "onnx"], engine=ONE, budget="10min")
     said = verdicts(done)
