@@ -27,7 +27,7 @@ from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import pack
 from torchlake.errors import DataError
 from torchlake.models.load import check_folder, load_config
-from torchlake.optim.parameters import freeze, untrained_layers
+from torchlake.optim.parameters import body_name, freeze, untrained_layers
 from torchlake.planning.costs import Parameters, Shape
 from torchlake.preparation.prepare import check_training_columns, make_examples
 from torchlake.preparation.problem import complete_spec, draft_spec
@@ -264,9 +264,9 @@ def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora
         wanted = (widths for name, widths in named if widths and (lora.targets is None or name in lora.targets))
         return sum(lora.rank * (read + made) for read, made in wanted)
 
-    words = model.get_output_embeddings()
-    beside = [child for name, child in model.named_children() if name != model.base_model_prefix and child is not words]
-    pooler = getattr(getattr(model, model.base_model_prefix, None), "pooler", None)
+    body, words = body_name(model), getattr(model, "get_output_embeddings", lambda: None)()
+    beside = [child for name, child in model.named_children() if name != body and child is not words]
+    pooler = getattr(getattr(model, body, None), "pooler", None)
     head = sum(map(_numbers, beside)) + (0 if pooler is None else _numbers(pooler))
     matrices = round(added(layers) * parameters.matrices / max(1, _matrices(layers)))
     return replace(

@@ -71,7 +71,7 @@ def test_a_killed_job_continues_and_is_complete_then(model: Path, tmp_path: Path
     """Killed before the first commit, of the scores, or the second, of the ranks."""
     pq.write_table(candidates(), tmp_path / "in.parquet")
     arguments = [str(model), str(tmp_path / "in.parquet"), str(tmp_path / "out")]
-    assert run(KILLED, arguments, failpoint=f"commit.write:{commit}:kill9").returncode == -9
+    assert run(KILLED, arguments, failpoint=f"commit.write:{commit}:kill9", once=tmp_path / "once").returncode == -9
     assert (tmp_path / "out.scores" / "_commit.json").exists() == (commit == 2)
     assert not (tmp_path / "out" / "_commit.json").exists()
     given = {"key": "id", "columns": ["passage"], "query": "query", "document": "passage", "chunk_rows": 7}
