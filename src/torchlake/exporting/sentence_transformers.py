@@ -11,9 +11,8 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torchlake import atomic_io
 from torchlake.errors import DataError, UsageError
@@ -21,34 +20,12 @@ from torchlake.models.config import load_config, read_head
 from torchlake.models.folders import TOKENIZER_FILES
 from torchlake.models.safety import INDEX
 from torchlake.models.tokenizer import max_length
+from torchlake.tasks._embedder_folder import FLAGS, KINDS, MODULES, PROMPTS, SETTINGS, Layout, Pooling, write_layout
 
-Pooling = Literal["mean", "cls", "max", "lasttoken"]
-MODULES, SETTINGS = "modules.json", "sentence_bert_config.json"
-POOLING, PROMPTS = "1_Pooling/config.json", "config_sentence_transformers.json"
-KINDS = ("Transformer", "Pooling", "Normalize")
-FLAGS: dict[Pooling, str] = {
-    "mean": "pooling_mode_mean_tokens",
-    "cls": "pooling_mode_cls_token",
-    "max": "pooling_mode_max_tokens",
-    "lasttoken": "pooling_mode_lasttoken",
-}
 HEADS = ("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "ForTokenClassification", "ForQuestionAnswering")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Embedding:
-    """How an encoder's token states become the vector of a text."""
-
-    pooling: Pooling
-    normalize: bool = False
-    max_length: int
-    "Tokens; longer texts are truncated."
-    lowercase: bool = False
-    "Whether texts become lower case before they are tokenized."
-    prompts: Mapping[str, str] = field(default_factory=dict)
-
-
-def read_embedding(folder: Path) -> Embedding | None:
+def read_embedding(folder: Path) -> Layout | None:
     """Return how the model in `folder` embeds texts; None if it is not in this layout.
 
     Raises DataError for modules other than an encoder, pooling and normalization.
@@ -65,7 +42,7 @@ def read_embedding(folder: Path) -> Embedding | None:
                 "can be exported."
             )
         settings = _read(folder / SETTINGS)
-        return Embedding(
+        return Layout(
             pooling=_pooling_of(_read(atomic_io.safe_join(folder, paths[1]) / "config.json"), folder),
             normalize="Normalize" in kinds,
             max_length=int(settings.get("max_seq_length") or max_length(folder)),
@@ -87,7 +64,7 @@ def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling |
             )
         if pooling not in get_args(Pooling):
             raise UsageError(f"pooling is one of {', '.join(FLAGS)}; {pooling!r} was given.")
-        embedding = Embedding(pooling=pooling, max_length=max_length(model))
+        embedding = Layout(pooling=pooling, max_length=max_length(model))
     elif pooling not in (None, embedding.pooling):
         raise UsageError(f"{model}: has {embedding.pooling} pooling, and was trained with it; leave pooling out.")
     architecture = read_head(model).architecture
@@ -100,33 +77,6 @@ def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling |
         for path in model.glob(pattern):
             shutil.copyfile(path, folder / path.name)
     write_layout(folder, embedding, dimension=int(load_config(model).hidden_size))
-
-
-def write_layout(folder: Path, embedding: Embedding, *, dimension: int) -> None:
-    """Write the files of sentence-transformers beside an encoder's, whose states have `dimension` numbers."""
-    kinds = KINDS if embedding.normalize else KINDS[:2]
-    modules = [
-        {"idx": place, "name": str(place), "path": "" if place == 0 else f"{place}_{kind}", "type": _type(kind)}
-        for place, kind in enumerate(kinds)
-    ]
-    pooling = {"word_embedding_dimension": dimension}
-    pooling |= {flag: name == embedding.pooling for name, flag in FLAGS.items()}
-    contents = {
-        MODULES: modules,
-        POOLING: pooling,
-        SETTINGS: {"max_seq_length": embedding.max_length, "do_lower_case": embedding.lowercase},
-        PROMPTS: {"prompts": dict(embedding.prompts), "default_prompt_name": None, "similarity_fn_name": "cosine"},
-    }
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        atomic_io.write_json(folder / name, content, site="exported.layout")
-    if embedding.normalize:
-        (folder / "2_Normalize").mkdir()
-
-
-def _type(kind: str) -> str:
-    """Return the class's import path that every version since 2.0 accepts."""
-    return f"sentence_transformers.models.{kind}"
 
 
 def _pooling_of(config: Mapping[str, Any], folder: Path) -> Pooling:
