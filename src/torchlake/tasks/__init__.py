@@ -38,7 +38,7 @@ from torchlake.errors import TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
 from torchlake.models import load, write
-from torchlake.models.tokenizer import MAX_LENGTH, TOKEN_TYPES, has_tokenizer
+from torchlake.models.tokenizer import MAX_LENGTH, TOKEN_TYPES
 from torchlake.tasks import _classes, _inputs, _label_column, _labels, _tokens
 from torchlake.tasks._inputs import ANY, NUMBER, PAIR, PROMPT, TEXT, Inputs
 
@@ -124,11 +124,11 @@ class Task:
     # Columns to features.
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer, if it has one.
+        """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer.
 
-        `folder` is None in the training of a job without a base model.
+        `folder` is None in the training of a job without a base model; without texts there is no tokenizer either.
         """
-        if folder is None or not has_tokenizer(folder):
+        if folder is None or not spec.text:
             return None
         if spec.text_pair is not None:
             return load.load_pair_tokenizer(folder)
