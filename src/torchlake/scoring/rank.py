@@ -67,12 +67,12 @@ def rank(
 
         tl.rank("runs/reranker/model", "candidates.parquet", "ranked", query="query", document="passage", key="id")
 
-    `query` and `document` are columns of texts (default: the first and the second text of the training pairs). The
-    output has the key (or `row_id`), the query, `columns`, `score` and `rank`: 1 for the query's document with the
-    highest score; equal scores are in the order of the table. The score of a regression is its number, that of two
-    classes the probability of the class `relevant` (default: the second one in order: 1, "true"). Rows with an `error`
-    have neither. A frame comes back with `score` and `rank` added; a stored table is written into the folder or URL
-    `output`, and its scores into the folder `output` + ".scores". The other options are those of `predict`.
+    `query` and `document` are columns of texts (default: those of the training pairs). The output has the key (or
+    `row_id`), the query, `columns`, `score` and `rank`: 1 for the query's best document; equal scores are in the order
+    of the table. The score of a regression is its number, that of two classes the probability of the class `relevant`
+    (default: the second one: 1, "true"). Rows with an `error` have neither. A frame comes back with `score` and `rank`
+    added; a stored table is written into `output`, its scores into `output` + ".scores". The other options are those of
+    `predict`.
 
     Raises UsageError for a model that does not score pairs, and as `predict`.
     """
