@@ -119,8 +119,8 @@ PYTHON_MODELS = """\
 The functions of the [Python API](python.md) that use a finished model, or read and check tables."""
 
 PYTHON_TOOLS = """\
-The functions of the [Python API](python.md) that give a finished model to other tools: MLflow, Ray Data, Spark SQL, ONNX
-Runtime, OpenVINO, sentence-transformers."""
+The functions of the [Python API](python.md) that give a finished model to other tools: MLflow, Ray Data, Spark SQL,
+ONNX Runtime, OpenVINO, sentence-transformers."""
 
 OF_TOOLS = {"export", "log_model", "ray_stages", "spark_udf"}
 
