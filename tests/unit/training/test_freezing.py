@@ -13,6 +13,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from sweeps import sweep
+from torchlake.config.job import load_job
 from torchlake.errors import ConfigError
 from torchlake.models.load import layers
 from torchlake.optim.parameters import freeze, frozen_names, untrained_layers
@@ -112,3 +113,8 @@ def test_a_plan_counts_what_is_frozen(tmp_path: Path, tiny_bert: Path) -> None:
     assert part.strategies[0].time.computing < whole.strategies[0].time.computing
     lion = tl.plan(model={"base": str(tiny_bert)}, flops="1G", **{**job, "train": {"optimizer": "lion"}})
     assert lion.strategies[0].memory.optimizer == 4 * whole.parameters.trainable
+
+
+def test_adapters_freeze_by_themselves() -> None:
+    with pytest.raises(ConfigError, match="everything but adapters and head is frozen already; leave it out"):
+        load_job(None, data={"train": "t"}, model={"base": "b", "lora": {"rank": 2}, "freeze": "body"})
