@@ -82,6 +82,7 @@ def test_the_choice_is_written_and_predict_uses_it(model: Path, tmp_path: Path) 
     assert record["provenance"]["batch_tokens"] == done.batch_tokens
 
 
+@pytest.mark.slow
 def test_pairs_are_measured_with_the_runtimes_that_can(tmp_path: Path) -> None:
     """Columns of other names than in training; what has no input for token types is refused."""
     spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
