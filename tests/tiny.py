@@ -184,7 +184,7 @@ def build_embedder(folder: Path, **options: Any) -> Path:
         (folder / name).write_text(json.dumps(content))
     (folder / "3_Normalize").mkdir()
     generator = torch.Generator().manual_seed(0)
-    tensors = {"linear.weight": torch.randn(16, 32, generator=generator), "linear.bias": torch.zeros(16)}
+    tensors = {"linear.weight": 0.2 * torch.randn(16, 32, generator=generator), "linear.bias": torch.zeros(16)}
     save_file(tensors, folder / "2_Dense" / "model.safetensors")
     return folder
 

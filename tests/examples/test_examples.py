@@ -173,6 +173,7 @@ def test_a_task_of_ones_own_survives_kills_and_beats_the_text_alone(tmp_path: Pa
     assert (len(scored), scored["error"].null_count) == (300, 300)
 
 
+@pytest.mark.slow
 def test_a_vector_index_finds_what_comparing_all_vectors_finds(tmp_path: Path) -> None:
     """A table too small for an approximate index: both find the same passages."""
     model = tiny.build_embedder(tmp_path / "model")

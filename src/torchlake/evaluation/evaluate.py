@@ -125,8 +125,9 @@ def evaluate(
         options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
         with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
             score = partial(predicting.predict, model, **options_of)
-            columns = {"text": spec.text, "text_pair": text_pair, "label": label}
-            found = measure_pairs(score, table, Path(folder), **columns, read=read)
+            found = measure_pairs(
+                score, table, Path(folder), text=spec.text, text_pair=text_pair, label=label, read=read
+            )
         return _of_pairs(*found)
     spec = with_columns(spec, text=text, text_pair=text_pair, inputs=inputs)
     if spec.label is None:

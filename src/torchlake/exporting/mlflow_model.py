@@ -154,8 +154,9 @@ def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
     from mlflow.types.schema import AnyType
 
     columns = added_columns(settings, spec, pa.schema([]))
+    anything: Any = AnyType
     inputs: list[ColSpec | TensorSpec] = [
-        ColSpec("string", name) if is_text else ColSpec(AnyType(), name) for name, is_text in text_columns(spec).items()
+        ColSpec("string" if is_text else anything(), name) for name, is_text in text_columns(spec).items()
     ]
     outputs: list[ColSpec | TensorSpec] = [ColSpec(_type(column.type), column.name) for column in columns]
     return ModelSignature(Schema(inputs), Schema(outputs))

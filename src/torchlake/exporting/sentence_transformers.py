@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from torchlake import atomic_io
+from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
 from torchlake.errors import DataError, UsageError
 from torchlake.models.config import load_config, read_head
 from torchlake.models.folders import TOKENIZER_FILES
 from torchlake.models.safety import INDEX
 from torchlake.models.tokenizer import max_length
-from torchlake.tasks._embedder_folder import FLAGS, KINDS, MODULES, PROMPTS, SETTINGS, Layout, Pooling, write_layout
+from torchlake.tasks._embedder_folder import FLAGS, KINDS, Layout, Pooling, write_layout
 
 HEADS = ("ForSequenceClassification", "ForCausalLM", "LMHeadModel", "ForTokenClassification", "ForQuestionAnswering")
 

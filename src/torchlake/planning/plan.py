@@ -369,7 +369,7 @@ def _reason(best: StrategyPlan | None, found: Sequence[StrategyPlan], context: _
     return f"{said} The job asks for {context.job.train.strategy}: {why}."
 
 
-def _remedies(context: _Context, base: Path, table: TableSurvey, ranks: int) -> tuple[str, ...]:
+def _remedies(context: _Context, base: Path | None, table: TableSurvey, ranks: int) -> tuple[str, ...]:
     """Return changes that would make a strategy fit, the smallest of each kind, each by itself."""
     job, case = context.job, context.case
     more = (2**power for power in range(1, MOST_RANKS.bit_length()) if 2**power > ranks)

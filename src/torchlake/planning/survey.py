@@ -171,7 +171,7 @@ def _empty_model(base: Path | None, spec: TaskSpec) -> "tuple[nn.Module, Any, bo
     if not task.auto_class:
         with torch.device("meta"):
             module = task.build(base, spec, weights=False)
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if not hasattr(config, "hidden_size"):
             raise DataError(
                 f"the task {task.name!r}: its module has no `config` of a transformers encoder; plan knows modules "

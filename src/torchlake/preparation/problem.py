@@ -44,8 +44,8 @@ def find_task_spec(
     found = read_labels(data, drafted, task, options, spread=spread) if drafted.label is not None else None
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
-    spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
-    spec = task.complete(replace(spec, **_scale(found, base)), base)
+    known = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
+    spec: TaskSpec = task.complete(replace(known, **_scale(found, base)), base)
     check_objective(job.train, spec)
     atomic_io.write_json(path, spec_to_json(spec), site="run.task")
     return spec

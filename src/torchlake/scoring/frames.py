@@ -104,7 +104,7 @@ def spark_udf(
     import pandas as pd
 
     several = len(spec.input_columns) > 1
-    taken = Iterator[tuple[pd.Series, ...]] if several else Iterator[pd.Series]  # type: ignore[misc]
+    taken = Iterator[tuple[pd.Series, ...]] if several else Iterator[pd.Series]
     predictions.__annotations__ = {"batches": taken, "return": Iterator[pd.DataFrame]}
     udf: Callable[..., Column] = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
     if name is not None:

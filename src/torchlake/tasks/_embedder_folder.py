@@ -57,7 +57,7 @@ def write_folder(
     save(
         {name.removeprefix(ENCODER): each for name, each in state.items() if name.startswith(ENCODER)}, folder / WEIGHTS
     )
-    kind = transformers.AutoModel._model_mapping[type(config)]
+    kind: Any = transformers.AutoModel._model_mapping[type(config)]
     architecture = (kind[0] if isinstance(kind, tuple) else kind).__name__
     atomic_io.write_json(
         folder / "config.json", {**config.to_dict(), "architectures": [architecture]}, site="model.config"

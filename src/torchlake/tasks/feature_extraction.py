@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from torchlake.data.batching import Ragged, pad
 from torchlake.data.features import INPUT_IDS, Array, Features, text_features
 from torchlake.errors import ConfigError, DataError, TaskError, UsageError
 from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.metrics import Direction
 from torchlake.models import load, write
 from torchlake.tasks import PAIR, TEXT, ColumnOptions, Inputs, Task, _contrastive, _tokens, load_encoder
 from torchlake.tasks._inputs import columns_of
@@ -70,7 +71,10 @@ class FeatureExtraction(Task):
     hub_task = "sentence-similarity"
     couples_rows = True
     default_metric = {"feature_extraction": "mrr_at_10", "regression": "spearman"}
-    directions: ClassVar = {"loss": "lower", **dict.fromkeys((*SEARCH_METRICS, "spearman", "pearson"), "higher")}
+    directions: Mapping[str, Direction] = {
+        "loss": "lower",
+        **dict.fromkeys((*SEARCH_METRICS, "spearman", "pearson"), "higher"),
+    }
 
     @property
     def needs_base(self) -> bool:

@@ -15,7 +15,7 @@ from torchlake.atomic_io import check_manifest
 from torchlake.cli.main import main
 from torchlake.errors import DataError, OutputError, UnsafeError, UsageError
 from torchlake.exporting import sentence_transformers
-from torchlake.exporting.sentence_transformers import Embedding, read_embedding, write_layout
+from torchlake.exporting.sentence_transformers import Layout, read_embedding, write_layout
 from torchlake.runtimes import _openvino
 
 TEXTS = ["a good film", "the bad film is a bad film, bad and long", "good", "the plot is thin but a good good film"]
@@ -89,7 +89,7 @@ def test_sentence_transformers_gives_the_encoders_embeddings(
 ) -> None:
     from sentence_transformers import SentenceTransformer
 
-    embedding = Embedding(pooling=how, normalize=normalize, max_length=8, prompts={"query": "q: "})
+    embedding = Layout(pooling=how, normalize=normalize, max_length=8, prompts={"query": "q: "})
     write_layout(encoder, embedding, dimension=AutoModel.from_pretrained(encoder).config.hidden_size)
     assert read_embedding(encoder) == embedding
     folder = tl.export(encoder, tmp_path / "out", format="sentence-transformers")
@@ -116,7 +116,7 @@ def test_an_encoder_without_pooling_needs_it_and_one_with_it_keeps_it(encoder: P
     with pytest.raises(UsageError, match="pooling is one of"):
         tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="sum")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
-    write_layout(encoder, Embedding(pooling="mean", max_length=8), dimension=32)
+    write_layout(encoder, Layout(pooling="mean", max_length=8), dimension=32)
     with pytest.raises(UsageError, match="has mean pooling"):
         tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="cls")
 

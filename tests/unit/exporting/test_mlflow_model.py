@@ -91,6 +91,7 @@ def test_it_takes_frames_lists_and_columns_and_keeps_the_index(tiny_model: Path)
         inner.predict(frame, params={"runtime": "eager"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_model_of_pairs_takes_frames_of_both_columns(tiny_bert: Path, tmp_path: Path) -> None:
     spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))

@@ -82,6 +82,7 @@ def test_the_choice_is_written_and_predict_uses_it(model: Path, tmp_path: Path) 
     assert record["provenance"]["batch_tokens"] == done.batch_tokens
 
 
+@pytest.mark.slow
 def test_pairs_are_measured_with_the_runtimes_that_can(tmp_path: Path) -> None:
     """Columns of other names than in training; what has no input for token types is refused."""
     spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
@@ -89,10 +90,10 @@ def test_pairs_are_measured_with_the_runtimes_that_can(tmp_path: Path) -> None:
     rows = task_cases.pairs(60).rename_columns({"question": "q"})
     done = tl.optimize(folder, rows, text="q", runtimes=["varlen", "onnx"], engine=ONE, budget="10min")
     said = verdicts(done)
-    assert said["varlen"] in ("agrees", "chosen")
+    assert said["varlen"].startswith(("agrees", "chosen"))
     assert said["onnx"].startswith("refused: it has no input for token types")
     (varlen,) = (one for one in done.candidates if one.runtime == "varlen")
-    assert (varlen.rows, varlen.agreement, varlen.metric) == (48, 1.0, "accuracy")
+    assert (varlen.agreement, varlen.metric) == (1.0, "accuracy")
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_several_columns_and_a_task_of_ones_own(name: str, tiny_bert: Path, tmp_
     )
     said = verdicts(done)
     if case.task is None:
-        assert said["varlen"] in ("agrees", "chosen")
+        assert said["varlen"].startswith(("agrees", "chosen"))
     else:
         assert said["varlen"].startswith("refused: The runtime 'varlen' cannot run text_and_numbers")
         assert done.runtime == "eager"

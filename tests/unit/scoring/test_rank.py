@@ -61,7 +61,7 @@ def test_documents_are_ranked_by_the_second_class(model: Path, tmp_path: Path) -
     ranked = pq.read_table(tmp_path / "out")
     assert ranked.column_names == ["id", "query", "passage", "score", "rank", "truncated", "error"]
     check(ranked, table, scores)
-    assert tl.verify(tmp_path / "out").problems == ()
+    assert not tl.verify(tmp_path / "out").problems
     other = tl.rank(model, table, relevant=0, **given)
     assert other["rank"].to_pylist() != ranked["rank"].to_pylist()
 
@@ -72,8 +72,8 @@ def test_a_killed_job_continues_and_is_complete_then(model: Path, tmp_path: Path
     pq.write_table(candidates(), tmp_path / "in.parquet")
     arguments = [str(model), str(tmp_path / "in.parquet"), str(tmp_path / "out")]
     assert run(KILLED, arguments, failpoint=f"commit.write:{commit}:kill9", once=tmp_path / "once").returncode == -9
-    assert (tmp_path / "out.scores" / "_commit.json").exists() == (commit == 2)
-    assert not (tmp_path / "out" / "_commit.json").exists()
+    assert (tmp_path / "out.scores" / "_torchlake" / "commit.json").exists() == (commit == 2)
+    assert not (tmp_path / "out" / "_torchlake" / "commit.json").exists()
     given = {"key": "id", "columns": ["passage"], "query": "query", "document": "passage", "chunk_rows": 7}
     tl.rank(*arguments, **given, engine=HERE)
     ranked = pq.read_table(tmp_path / "out")

@@ -16,6 +16,7 @@ import task_cases
 import tiny
 import torchlake as tl
 import training_runs as runs
+from sweeps import sweep
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models.load import load_spec
 from torchlake.tasks import _contrastive
@@ -103,7 +104,7 @@ def test_the_folder_reads_single_texts(trained: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
-@pytest.mark.parametrize("kind", ["own layout", "plain"])
+@pytest.mark.parametrize("kind", sweep(["own layout", "plain"], quick={"own layout"}))
 def test_sentence_transformers_loads_the_folder_with_equal_vectors(trained: Path, tmp_path: Path, kind: str) -> None:
     from sentence_transformers import SentenceTransformer
 
@@ -118,6 +119,7 @@ def test_sentence_transformers_loads_the_folder_with_equal_vectors(trained: Path
     np.testing.assert_allclose(np.array(ours), theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_trained_on_trains_again_and_with_adapters(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     sections = PAIRS.sections(tmp_path, trained, max_steps=3, ema=0.9)
