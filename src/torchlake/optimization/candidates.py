@@ -138,7 +138,7 @@ def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
     if module is None or not hasattr(module, "prepare"):
         return None
     model = bench.settings.model
-    if not module.CALIBRATED and exports.current(Path(model), runtime_name(runtime)) is not None:
+    if not module.CALIBRATED and exports.current(Path(model), runtime_name(runtime), bench.spec.task) is not None:
         return None
     if module.CALIBRATED and len(bench.sample.calibration) == 0:
         return Stopped(verdict="not tried: the sample has no rows to calibrate with")

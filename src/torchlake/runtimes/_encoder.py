@@ -1,28 +1,29 @@
 """BERT, RoBERTa, DistilBERT and similar encoders as plain tensors, for forward passes over concatenated rows.
 
     ids, mask (B, L) -> tokens (T,) without padding -> layers -> first token of each row (B, H) -> logits (B, C)
+                                                              -> pooled tokens of each row (B, P) -> vectors (B, D)
 
 These encoders (Vaswani et al. 2017, with the norm after each block; Devlin et al. 2018) consist of the same few
 products under different module names. With the plain tensors a runtime can skip padding, and in the last layer
-everything but the first token, the only one that their classifiers read (a twelfth of RoBERTa-base's work, a sixth of
-MiniLM's).
+everything but the first token, if that is the only one that is read, as by classifiers (a twelfth of RoBERTa-base's
+work, a sixth of MiniLM's). What pools tokens is the task's own module.
 
 In a batch sorted by length, rows of equal length are neighbors, so attention runs over them together without a mask;
 each further length in a batch costs one more call per layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlake import atomic_io
+from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import DataError
 from torchlake.models.config import encoder_config
-from torchlake.models.load import load_weights
+from torchlake.models.load import EMBEDS, load_weights
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ BERT = _Names(
     up="intermediate.dense",
     down="output.dense",
     last_norm="output.LayerNorm",
-    head=("{}.pooler.dense", "classifier"),
+    head=("pooler.dense", "classifier"),
 )
 DISTILBERT = _Names(
     layers="transformer.layer",
@@ -106,7 +107,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """A classifier of this family."""
+    """A classifier of this family, or an embedding model."""
 
     words: "torch.Tensor"
     "(vocabulary, H)"
@@ -121,7 +122,11 @@ class Encoder:
     padding_id: int | None
     "RoBERTa-like models count positions from this id; None: from 0."
     head: "torch.nn.Module"
-    "First tokens (B, H) -> logits (B, C)."
+    "First tokens (B, H) -> logits (B, C); of an embedding model, pooled tokens (B, P) -> vectors (B, D) in fp32."
+    pools: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None" = None
+    "States (B, L, H) and mask (B, L) -> pooled tokens (B, P); None: the head gets first tokens."
+
+    embeds: bool = False
 
     @property
     def width(self) -> int:
@@ -143,7 +148,7 @@ class Encoder:
             second=None if self.second is None else moved(self.second),
             norm=moved(self.norm),
             layers=tuple(moved(layer) for layer in self.layers),
-            head=self.head.to(device, dtype),
+            head=self.head.to(device, None if self.embeds else dtype),
         )
 
 
@@ -178,41 +183,51 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
 
     config = encoder_config(folder)
     assert config is not None, "refusal() accepts only these model types"
-    tensors = load_weights(folder)
-    take = _TensorReader(folder, {_current_name(name): tensor for name, tensor in tensors.items()})
+    body = f"{BODIES.get(config['model_type'], config['model_type'])}."
+    tensors = {_current_name(name).removeprefix(body): tensor for name, tensor in load_weights(folder).items()}
+    take = _TensorReader(folder, tensors)
     distilled = config["model_type"] == "distilbert"
     names = DISTILBERT if distilled else BERT
-    prefix = BODIES.get(config["model_type"], config["model_type"])
     eps = 1e-12 if distilled else config["layer_norm_eps"]
-    positions = take(f"{prefix}.embeddings.position_embeddings.weight")
+    positions = take("embeddings.position_embeddings.weight")
     second = None
     if not distilled:
-        types = take(f"{prefix}.embeddings.token_type_embeddings.weight")
+        types = take("embeddings.token_type_embeddings.weight")
         positions, second = positions + types[0], types[1] - types[0] if len(types) > 1 else None
-    head: list[torch.nn.Module] = []
-    for name in names.head if prefix != "roberta" else ("classifier.dense", "classifier.out_proj"):
-        linear = take.linear(name.format(prefix))
-        outputs, inputs = linear.weight.shape
-        module = torch.nn.Linear(inputs, outputs, device="meta")
-        module.load_state_dict({"weight": linear.weight, "bias": linear.bias}, assign=True)
-        head += [module] if head else [module, torch.nn.ReLU() if distilled else torch.nn.Tanh()]
-    if len(linear.bias) != max(1, len(spec.labels)):
-        raise DataError(
-            f"{folder}: the head has {len(linear.bias)} outputs, {TASK_FILE} names {len(spec.labels)} classes"
-        )
+    embeds = spec.task == EMBEDS
+    head: Any = (
+        plugins.load("tasks", spec.task).load_vectors(folder) if embeds else _classifier(take, names, spec, config)
+    )
     return Encoder(
-        words=take(f"{prefix}.embeddings.word_embeddings.weight"),
+        words=take("embeddings.word_embeddings.weight"),
         positions=positions,
         second=second,
-        norm=take.norm(f"{prefix}.embeddings.LayerNorm", eps),
-        layers=tuple(
-            take.layer(f"{prefix}.{names.layers}.{index}", names, eps) for index in range(config["num_hidden_layers"])
-        ),
+        norm=take.norm("embeddings.LayerNorm", eps),
+        layers=tuple(take.layer(f"{names.layers}.{index}", names, eps) for index in range(config["num_hidden_layers"])),
         heads=config["num_attention_heads"],
         activation=config["hidden_act"],
         padding_id=config["pad_token_id"] if config["model_type"] in ROBERTA_LIKE else None,
-        head=torch.nn.Sequential(*head),
+        head=head,
+        pools=head.pool if embeds and head.how.poolings != ("cls",) else None,
+        embeds=embeds,
     )
+
+
+def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Mapping[str, Any]) -> "torch.nn.Module":
+    import torch
+
+    head: list[torch.nn.Module] = []
+    for name in names.head if config["model_type"] not in ROBERTA_LIKE else ("classifier.dense", "classifier.out_proj"):
+        linear = take.linear(name)
+        outputs, inputs = linear.weight.shape
+        module = torch.nn.Linear(inputs, outputs, device="meta")
+        module.load_state_dict({"weight": linear.weight, "bias": linear.bias}, assign=True)
+        head += [module] if head else [module, torch.nn.ReLU() if names is DISTILBERT else torch.nn.Tanh()]
+    if len(linear.bias) != max(1, len(spec.labels)):
+        raise DataError(
+            f"{take.folder}: the head has {len(linear.bias)} outputs, {TASK_FILE} names {len(spec.labels)} classes"
+        )
+    return torch.nn.Sequential(*head)
 
 
 @dataclass(frozen=True, slots=True)

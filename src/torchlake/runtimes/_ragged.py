@@ -3,7 +3,7 @@
     linear(Linear) -> (x, residual) -> x weight^T + bias [+ residual]
     feed_forward(Layer) -> x -> x + down(activation(up(x)))
 
-The last layer is computed for first tokens only: their queries, with the keys and values of every token.
+If only first tokens are read, so is the last layer: their queries, with the keys and values of every token.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Multiply = Callable[["torch.Tensor", "torch.Tensor | None"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One layer's products. In the last layer `first` computes the queries, and `inner` keys and values only."""
+    """One layer's products. With `first`, which computes the queries of first tokens, `inner` has keys and values."""
 
     inner: Multiply
     out: Multiply
@@ -49,15 +49,13 @@ def make_forward(
     device = words.device
     attend = _attend if device.type == "cpu" else _attend_flash
     blocks = []
-    for layer in encoder.layers[:-1]:
-        blocks.append(_Block(linear(layer.qkv), linear(layer.out), layer.norm, feed_forward(layer), layer.last_norm))
-    last = encoder.layers[-1]
-    queries, keys_values = _split(last.qkv, width)
-    blocks.append(
-        _Block(
-            linear(keys_values), linear(last.out), last.norm, feed_forward(last), last.last_norm, first=linear(queries)
-        )
-    )
+    for layer in encoder.layers:
+        queries, inner = (None, layer.qkv)
+        if layer is encoder.layers[-1] and encoder.pools is None:
+            queries, inner = _split(layer.qkv, width)
+        first = None if queries is None else linear(queries)
+        out, up_and_down = linear(layer.out), feed_forward(layer)
+        blocks.append(_Block(linear(inner), out, layer.norm, up_and_down, layer.last_norm, first))
 
     def forward(
         input_ids: np.ndarray, attention_mask: np.ndarray, token_type_ids: np.ndarray | None = None
@@ -82,8 +80,9 @@ def make_forward(
                     context = attend(queries, keys, values, rows, first=True)
                 x = _normalize(block.out(context, x), block.norm)
                 x = _normalize(block.feed_forward(x), block.last_norm)
-            logits: np.ndarray = head(x).float().cpu().numpy()
-        return logits
+            read = x if encoder.pools is None else _pool(x, rows, encoder.pools)
+            outputs: np.ndarray = head(read).float().cpu().numpy()
+        return outputs
 
     return forward
 
@@ -91,6 +90,18 @@ def make_forward(
 def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
     """Separate queries from keys and values."""
     return Linear(qkv.weight[:width], qkv.bias[:width]), Linear(qkv.weight[width:], qkv.bias[width:])
+
+
+def _pool(x: "torch.Tensor", rows: PackedRows, pools: Callable[..., "torch.Tensor"]) -> "torch.Tensor":
+    """Return (B, P) of states (T, H): rows of equal length together, which need no mask."""
+    import torch
+
+    found, at = [], 0
+    for count, length in rows.length_groups():
+        states = x[at : at + count * length].view(count, length, -1)
+        found.append(pools(states, states.new_ones((count, length))))
+        at += count * length
+    return torch.cat(found)
 
 
 def _normalize(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":

@@ -18,7 +18,7 @@ from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _encoder, _ragged
 
 TOLERANCE = 0.05
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 

@@ -11,7 +11,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.runtimes import Forward, _encoder, _products, _ragged
 
 TOLERANCE = 1e-5
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 refusal = _encoder.refusal

@@ -236,7 +236,7 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
 def make_export(settings: ScoringSettings, engine: Engine) -> None:
     """Export the model for a runtime that needs it, unless it was exported before; in a separate process."""
     folder, runtime = Path(settings.model), settings.runtime
-    module = lacks_export(folder, runtime)
+    module = lacks_export(folder, runtime, settings.spec.task)
     if module is None:
         return
     if module.CALIBRATED:
@@ -245,7 +245,7 @@ def make_export(settings: ScoringSettings, engine: Engine) -> None:
             f"--sample TABLE --runtimes {runtime}"
         )
     log.info("%s: exporting the model for the runtime %r; this is done once", folder, runtime)
-    list(engine.run_chunks(partial(make_preparing_worker, settings.model), [runtime], processes=1))
+    list(engine.run_chunks(partial(make_preparing_worker, settings.model, settings.task), [runtime], processes=1))
 
 
 def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:

@@ -341,6 +341,7 @@ def _provenance(
     rows: int,
 ) -> dict[str, Any]:
     tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
+    could = sum(chunk.rows for chunk in made)
     return {
         "model": settings.model,
         "engine": "local" if engine is None else type(engine).__name__.lower(),
@@ -353,6 +354,7 @@ def _provenance(
         "rows_scored": rows,
         "seconds": round(seconds, 3),
         "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
+        "distinct": round(sum(chunk.distinct for chunk in made) / could, 4) if could else 1.0,
         "tokens": tokens,
         "padding": round(1 - tokens / padded, 4) if padded else 0.0,
         "errors": [example for chunk in made for example in chunk.examples][:20],

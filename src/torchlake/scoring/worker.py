@@ -37,8 +37,12 @@ class ScoredChunk:
     """A worker's report on a chunk that it has written."""
 
     part: Part
+    rows: int = 0
+    "Rows that could be scored."
+    distinct: int = 0
+    "Those that were computed: equal rows once."
     tokens: int = 0
-    "Tokens of the rows that were scored, without padding."
+    "Their tokens, without padding."
     padded_tokens: int = 0
     "The same with padding."
     seconds: float = 0.0
@@ -68,13 +72,15 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
         table, work = ready
-        padded, seconds = scorer.padded_tokens, scorer.seconds
+        before = (scorer.distinct, scorer.tokens, scorer.padded_tokens, scorer.seconds)
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
             part=workspace.parts.write(name, output, chunk=chunk.index),
-            tokens=int(work.features.lengths.sum()),
-            padded_tokens=scorer.padded_tokens - padded,
-            seconds=scorer.seconds - seconds,
+            rows=len(work.rows),
+            distinct=scorer.distinct - before[0],
+            tokens=scorer.tokens - before[1],
+            padded_tokens=scorer.padded_tokens - before[2],
+            seconds=scorer.seconds - before[3],
             runtime=scorer.runtime,
             startup=scorer.startup,
             examples=examples_of(chunk, output["error"]),
@@ -158,12 +164,12 @@ def stage_types(settings: ScoringSettings) -> dict[str, pa.DataType]:
     return types if INPUT_IDS in types else {**types, LENGTH: pa.int64()}
 
 
-def make_preparing_worker(model: str) -> Callable[[Iterator[str]], Iterator[str]]:
+def make_preparing_worker(model: str, task: str | None) -> Callable[[Iterator[str]], Iterator[str]]:
     """Return a worker that exports the model for runtimes, given by name, that need no calibration."""
 
     def worker(runtimes: Iterator[str]) -> Iterator[str]:
         for runtime in runtimes:
-            prepare_runtime(model, runtime, from_strings([]))
+            prepare_runtime(model, runtime, from_strings([]), task)
             yield runtime
 
     return worker

@@ -74,6 +74,12 @@ class FeatureExtraction(Task):
         module = load_embedder(folder)
         return module if options.get("dtype") is None else module.to(options["dtype"])
 
+    def load_vectors(self, folder: Path) -> "nn.Module":
+        """Return what makes vectors of token states, for runtimes with an encoder of their own."""
+        from torchlake.tasks._embedder import load_vectors
+
+        return load_vectors(folder)
+
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
         """Return the vectors (N, D)."""
         return outputs
