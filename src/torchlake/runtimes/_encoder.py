@@ -179,7 +179,6 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     weights of queries, keys and values are concatenated and therefore copied; the others stay in a memory map that
     processes share.
     """
-    import torch
 
     config = encoder_config(folder)
     assert config is not None, "refusal() accepts only these model types"
