@@ -61,7 +61,8 @@ def prepare(setup: dict[str, Any]) -> Mapping[str, Score]:
         from torchlake.scoring.scorer import prepare_runtime
 
         if exports.current(folder, setup["runtime"], task) is None:
-            prepare_runtime(str(folder), setup["runtime"], pa.array(setup["texts"], pa.string()))
+            settings = settings_of(setup["model"], setup["runtime"], None)
+            prepare_runtime(settings, setup["runtime"], pa.table({settings.text: setup["texts"]}))
     return {}
 
 

@@ -66,6 +66,15 @@ def titles(rows: int) -> pa.Table:
     return table.append_column("title", pa.array(title))
 
 
+def searches(rows: int) -> pa.Table:
+    """Reviews, their first words as queries, a review that is not theirs, and how similar the two are."""
+    table, others = tiny.reviews(rows, seed=6), tiny.reviews(rows, seed=7)
+    queries = [" ".join(text.split()[:3]) for text in table["text"].to_pylist()]
+    same = [float(one == other) for one, other in zip(table["label"], others["label"], strict=True)]
+    columns = {"query": queries, "passage": table["text"], "other": others["text"], "same": same}
+    return pa.table({"id": table["id"], **columns})
+
+
 CASES = {
     "text_classification": Case(
         build=tiny.build_encoder,
@@ -79,7 +88,7 @@ CASES = {
         bad=(("null_input", {"title": None, "text": None}), ("null_input", {"title": "", "text": " "})),
     ),
     "text_pair": Case(
-        build=tiny.build_encoder,
+        build=tiny.build_pair_encoder,
         table=pairs,
         data={"text": "question", "text_pair": "answer"},
         bad=(("null_input", {"question": None}), ("null_input", {"answer": ""})),
@@ -94,6 +103,27 @@ CASES = {
             ("prompt_too_long", {"text": "good " * 500}),
         ),
         predict={"max_new_tokens": 4},
+    ),
+    "embeddings_of_pairs": Case(
+        build=tiny.build_encoder,
+        table=searches,
+        data={"text": "query", "text_pair": "passage"},
+        model={"task": "feature_extraction"},
+        bad=(("null_input", {"query": None}), ("null_input", {"query": " "})),
+    ),
+    "embeddings_of_triplets": Case(
+        build=tiny.build_embedder,
+        table=searches,
+        data={"text": "query", "text_pair": "passage", "inputs": {"negative": "other"}},
+        model={"task": "feature_extraction"},
+        bad=(("null_input", {"query": None}),),
+    ),
+    "embeddings_of_similar_pairs": Case(
+        build=tiny.build_embedder,
+        table=searches,
+        data={"text": "passage", "text_pair": "other", "label": "same", "problem": "regression"},
+        model={"task": "feature_extraction"},
+        bad=(("null_input", {"passage": None}),),
     ),
     "text_and_numbers": Case(
         build=tiny.build_encoder,

@@ -3,6 +3,7 @@
 Plain functions, so that scripts and other processes can import them too: `from tiny import build_encoder`.
 """
 
+import json
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
@@ -140,6 +142,50 @@ def build_encoder(
     with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_pair_encoder(folder: Path, **options: Any) -> Path:
+    """An encoder as `build_encoder`, whose tokenizer names token types among the model's inputs, as BERT's does."""
+    build_encoder(folder, **options)
+    file = folder / "tokenizer_config.json"
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_input_names": names}))
+    return folder
+
+
+def build_embedder(folder: Path, **options: Any) -> Path:
+    """An encoder in the layout of sentence-transformers: mean pooling, a product to 16 dimensions, length 1."""
+    build_encoder(folder, **options)
+    kinds = ("Transformer", "Pooling", "Dense", "Normalize")
+    modules = [
+        {
+            "idx": at,
+            "name": str(at),
+            "path": f"{at}_{kind}" if at else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for at, kind in enumerate(kinds)
+    ]
+    dense = {
+        "in_features": 32,
+        "out_features": 16,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    contents = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": 48, "do_lower_case": False},
+        "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True},
+        "2_Dense/config.json": dense,
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    (folder / "3_Normalize").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"linear.weight": torch.randn(16, 32, generator=generator), "linear.bias": torch.zeros(16)}
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
     return folder
 
 

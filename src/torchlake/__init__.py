@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchlake.scoring.frames import ray_stages, spark_udf
     from torchlake.scoring.in_process import load
     from torchlake.scoring.predict import Scored, predict
+    from torchlake.scoring.rank import rank
     from torchlake.tables.sinks._reading import open
     from torchlake.tables.verification.verify import Verification, verify
     from torchlake.tasks import Task
@@ -74,6 +75,7 @@ __all__ = [
     "optimize",
     "plan",
     "predict",
+    "rank",
     "ray_stages",
     "report",
     "spark_udf",
@@ -113,6 +115,7 @@ _MODULES = {
     "optimize": "optimization.optimize",
     "plan": "planning.plan",
     "predict": "scoring.predict",
+    "rank": "scoring.rank",
     "ray_stages": "scoring.frames",
     "report": "reporting.report",
     "spark_udf": "scoring.frames",

@@ -16,6 +16,7 @@ from huggingface_hub import constants
 
 import hub_repositories
 import s3_server
+import task_cases
 import tiny
 from code_blocks import ROOT, Block, check_block, read_blocks, run_block
 from torchlake.cli.main import main
@@ -87,6 +88,7 @@ def write_tables(folder: Path) -> None:
         pq.write_table(table, folder / f"{name}.parquet")
         pa.csv.write_csv(table, folder / f"{name}.csv", pa.csv.WriteOptions(delimiter=";" if name == "export" else ","))
     pq.write_table(tiny.reviews(160).select(["text"]), folder / "lines.parquet")
+    pq.write_table(task_cases.searches(160), folder / "pairs.parquet")
     with sqlite.connect(f"file:{folder}/shop.db") as connection, connection.cursor() as cursor:
         cursor.adbc_ingest("reviews", tiny.reviews(40))
         connection.commit()

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import scoring_runs
 import tiny
 import torchlake
+from task_cases import searches
 from torchlake.engines import make_engine
 from torchlake.training.launch import launch_script
 
@@ -40,7 +41,9 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_index_names_every_example() -> None:
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    assert scripts == sorted([*FOR_TORCHRUN, "own_task", "ray_generation", "ray_pipeline", "torch_distributor"])
+    assert scripts == sorted(
+        [*FOR_TORCHRUN, "own_task", "ray_generation", "ray_pipeline", "torch_distributor", "vector_search"]
+    )
     for name in scripts:
         assert index.count(f"examples/{name}.py") == 1
 
@@ -167,3 +170,23 @@ def test_a_task_of_ones_own_survives_kills_and_beats_the_text_alone(tmp_path: Pa
     assert float(error["both"]) < 0.7 * float(error["text"])
     scored = pq.read_table(tmp_path / "runs" / "scored")
     assert (len(scored), scored["error"].null_count) == (300, 300)
+
+
+def test_a_vector_index_finds_what_comparing_all_vectors_finds(tmp_path: Path) -> None:
+    """A table too small for an approximate index: both find the same passages."""
+    model = tiny.build_embedder(tmp_path / "model")
+    pq.write_table(searches(60), tmp_path / "in.parquet")
+    command = [
+        sys.executable,
+        str(EXAMPLES / "vector_search.py"),
+        str(model),
+        str(tmp_path / "in.parquet"),
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("60 passages; recall at 10: 0.")
+    assert float(first.split()[-1]) == pytest.approx(float(second.split()[-1]), abs=0.02)
+    assert float(first.split()[-1]) > 10 / 60

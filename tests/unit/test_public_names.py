@@ -42,6 +42,7 @@ PUBLIC = {
     "optimize",
     "plan",
     "predict",
+    "rank",
     "ray_stages",
     "report",
     "spark_udf",

@@ -63,6 +63,7 @@ def init(
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.InitText = None,
+    text_pair: o.InitPair = None,
     label: o.InitLabel = None,
     model: o.InitModel = None,
     where: o.Where = None,
@@ -80,6 +81,9 @@ def init(
 def train(
     job: o.OptionalJob = None,
     overrides: o.Settings = None,
+    text: o.JobText = None,
+    text_pair: o.JobPair = None,
+    inputs: o.JobInputs = None,
     where: o.Where = None,
     sample: o.SampleShare = None,
     limit: o.Limit = None,
@@ -93,7 +97,7 @@ def train(
     as_json: o.Json = False,
 ) -> Work:
     """Fine-tune a model on a table. Run the same command again to continue from the last checkpoint."""
-    settings = _settings(overrides, processes, engine) + _rows(where, sample, limit)
+    settings = _settings(overrides, processes, engine) + _columns(text, text_pair, inputs) + _rows(where, sample, limit)
     if mlflow is not None:
         settings.append(f"track.mlflow={json.dumps(mlflow)}")
     if wandb is not None:
@@ -153,6 +157,8 @@ def predict(
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.Text = None,
+    text_pair: o.TextPair = None,
+    inputs: o.Inputs = None,
     where: o.Where = None,
     sample: o.SampleShare = None,
     limit: o.Limit = None,
@@ -199,6 +205,37 @@ def predict(
     return lambda: commands.predict(model, _tables(table, more), output, runs_on, options, profile=profile)
 
 
+@_command("rank runs/reranker/model candidates.parquet ranked/ --query query --document passage")
+def rank(
+    model: o.Model,
+    table: Annotated[str, typer.Argument(metavar="INPUT", help="Table of pairs: a file, folder, glob or URL.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder or URL for the ranked rows.")],
+    more: o.MoreInput = None,
+    csv: o.Csv = None,
+    query: o.Query = None,
+    document: o.Document = None,
+    relevant: o.Relevant = None,
+    where: o.Where = None,
+    sample: o.SampleShare = None,
+    limit: o.Limit = None,
+    seed: o.SampleSeed = None,
+    key: o.Key = None,
+    columns: o.Columns = None,
+    max_error_rate: o.MaxErrorRate = None,
+    runtime: o.RuntimeName = None,
+    engine: o.EngineName = None,
+    processes: o.Processes = None,
+    overrides: o.EngineSettings = None,
+    batch_tokens: o.BatchTokens = None,
+    chunk_rows: o.ChunkRows = None,
+    as_json: o.Json = False,
+) -> Work:
+    """Score pairs of query and document, and rank each query's documents. Every row exactly once."""
+    options = _given(locals(), "model", "table", "more", "output", "engine", "processes", "overrides", "as_json")
+    runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    return lambda: commands.rank(model, _tables(table, more), output, runs_on, options)
+
+
 @_command("evaluate runs/reviews/model test.parquet")
 def evaluate(
     model: o.Model,
@@ -206,6 +243,8 @@ def evaluate(
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.Text = None,
+    text_pair: o.TextPair = None,
+    inputs: o.Inputs = None,
     label: o.Label = None,
     where: o.Where = None,
     sample: o.SampleShare = None,
@@ -230,6 +269,8 @@ def optimize(
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.Text = None,
+    text_pair: o.TextPair = None,
+    inputs: o.Inputs = None,
     label: o.Label = None,
     where: o.Where = None,
     limit: o.Limit = None,
@@ -351,6 +392,14 @@ def _rows(where: str | None, sample: float | None, limit: int | None) -> list[st
     return [f"data.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
 
 
+def _columns(text: list[str] | None, text_pair: list[str] | None, inputs: list[str] | None) -> list[str]:
+    """The overrides of a job for its columns."""
+    named = _given({"text": text, "text_pair": text_pair, "inputs": inputs})
+    given = {name: columns for name, columns in named.items() if name != "inputs"}
+    given |= {f"inputs.{name}": columns for name, columns in named.get("inputs", {}).items()}
+    return [f"data.{name}={json.dumps(columns)}" for name, columns in given.items()]
+
+
 def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
     """The options that were given, by name; for the others the defaults of the Python function apply."""
     given = {
@@ -359,14 +408,22 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
         if name not in without and value is not None and value is not False and value != []
     }
     if "csv" in given:
-        given["csv"] = dict(_pair(text) for text in given["csv"])
+        given["csv"] = dict(_pair("--csv", text, "delimiter=;") for text in given["csv"])
+    if "inputs" in given:
+        named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
+        given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
+    given |= {name: _one_or_all(given[name]) for name in ("text", "text_pair") if isinstance(given.get(name), list)}
     lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
 
 
-def _pair(text: str) -> tuple[str, str]:
-    """The key and the value of `--csv`."""
+def _one_or_all(columns: list[str]) -> str | list[str]:
+    return columns[0] if len(columns) == 1 else columns
+
+
+def _pair(option: str, text: str, example: str) -> tuple[str, str]:
+    """The key and the value of an option."""
     key, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--csv {text}: write it as key=value, such as delimiter=;")
+    if not (key and equals):
+        raise UsageError(f"{option} {text}: write it as key=value, such as {example}")
     return key, value

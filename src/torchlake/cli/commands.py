@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchlake.engines import Engine
     from torchlake.exporting.export import Format
     from torchlake.exporting.sentence_transformers import Pooling
+    from torchlake.scoring.predict import Scored
     from torchlake.training.folds import Folds
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def init(table: str | list[str], options: Mapping[str, Any]) -> Outcome:
     lengths = done.characters
     facts = {
         "rows": f"{done.rows:,}" + ("" if done.sampled == done.rows else f"; {done.sampled:,} of them were looked at"),
-        "text": done.text,
+        "text": done.text if done.text_pair is None else f"pairs of {done.text} and {done.text_pair}",
         "length": f"median {lengths['median']:,} characters, 95 % at most {lengths['p95']:,}, longest "
         f"{lengths['longest']:,}",
         "label": f"{done.label}: {done.kind}",
@@ -167,10 +168,30 @@ def predict(
 ) -> Outcome:
     """Score a stored table; with `profile`, also show the seconds of each step."""
     from torchlake.scoring.predict import predict
-    from torchlake.tables.output.failures import format_reasons
 
     started = _seconds_running()
     done = predict(model, table, output, engine=engine, **options)
+    outcome = _scored(done)
+    values, lines = {**outcome.values}, list(outcome.lines)
+    if profile:
+        values["profile"] = {"python, torchlake": started, **done.profile}
+        lines += ["", "seconds of each step", *grid([[step, f"{s:.2f}"] for step, s in values["profile"].items()])]
+    return Outcome(values=values, lines=lines)
+
+
+def rank(
+    model: str, table: str | list[str], output: str, engine: "Engine | None", options: Mapping[str, Any]
+) -> Outcome:
+    """Score pairs and rank the documents of each query."""
+    from torchlake.scoring.rank import rank
+
+    return _scored(rank(model, table, output, engine=engine, **options))
+
+
+def _scored(done: "Scored") -> Outcome:
+    """The outcome of a job that scored a table."""
+    from torchlake.tables.output.failures import format_reasons
+
     names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "path")
     values = {**{name: getattr(done, name) for name in names}, "output": done.path}
     shown = {
@@ -182,9 +203,6 @@ def predict(
     if done.rows_failed:
         lines += ["", "rows with an error, by reason", *(f"  {line}" for line in format_reasons(done.errors))]
         lines.append(f"for example {done.example}")
-    if profile:
-        values["profile"] = {"python, torchlake": started, **done.profile}
-        lines += ["", "seconds of each step", *grid([[step, f"{s:.2f}"] for step, s in values["profile"].items()])]
     return Outcome(values=values, lines=lines)
 
 

@@ -49,6 +49,9 @@ OptionalJob = Annotated[
 
 # init
 InitText = Annotated[str | None, _input("--text", "COLUMN", "Text column (default: guessed).")]
+InitPair = Annotated[
+    str | None, _input("--text-pair", "COLUMN", "Second text of a pair (default: guessed by its name).")
+]
 InitLabel = Annotated[str | None, _input("--label", "COLUMN", "Label column (default: guessed).")]
 InitModel = Annotated[
     str | None, _job("--model", "MODEL", "Model to fine-tune: a folder, or a name on the Hub (default: roberta-base).")
@@ -101,6 +104,15 @@ RowTimeout = Annotated[
 ]
 
 # job and run
+JobText = Annotated[
+    list[str] | None, _job("--text", "COLUMN", "Text column, in place of data.text; repeatable: texts are joined.")
+]
+JobPair = Annotated[
+    list[str] | None, _job("--text-pair", "COLUMN", "Second text of a pair, in place of data.text_pair; repeatable.")
+]
+JobInputs = Annotated[
+    list[str] | None, _job("--inputs", "NAME=COLUMN", "Column of another input, as in data.inputs; repeatable.")
+]
 Settings = Annotated[
     list[str] | None, _job("--set", "KEY=VALUE", "Override a job setting, such as train.epochs=5; repeatable.")
 ]
@@ -143,7 +155,15 @@ Latency = Annotated[float | None, _hardware("--latency", "SECONDS", "Latency of 
 SampleRows = Annotated[int | None, _input("--sample-rows", "N", "Rows of the table to sample (default: 2000).", min=1)]
 
 # input
-Text = Annotated[str | None, _input("--text", "COLUMN", "Text column (default: as in training).")]
+Text = Annotated[
+    list[str] | None, _input("--text", "COLUMN", "Text column (default: as in training); repeatable: texts are joined.")
+]
+TextPair = Annotated[
+    list[str] | None, _input("--text-pair", "COLUMN", "Column of the second text of a pair; repeatable.")
+]
+Inputs = Annotated[
+    list[str] | None, _input("--inputs", "NAME=COLUMN", "Column of another input of the task; repeatable.")
+]
 Label = Annotated[str | None, _input("--label", "COLUMN", "Label column (default: as in training).")]
 Null = Annotated[
     Literal["error", "score"] | None,
@@ -174,6 +194,15 @@ AcceptRemovedInput = Annotated[
     bool, _input("--accept-removed-input", None, "Drop the rows of files that are gone from the input.")
 ]
 Sample = Annotated[str, _input("--sample", "TABLE", "Table of typical rows; labels are optional.")]
+
+# rank
+Query = Annotated[str | None, _input("--query", "COLUMN", "Column of queries (default: the first text of a pair).")]
+Document = Annotated[
+    str | None, _input("--document", "COLUMN", "Column of documents (default: the second text of a pair).")
+]
+Relevant = Annotated[
+    str | None, _input("--relevant", "CLASS", "Class whose probability is the score (default: the second of two).")
+]
 
 # output
 Key = Annotated[str | None, _output("--key", "COLUMN", "Column of unique, non-null values that identify rows.")]

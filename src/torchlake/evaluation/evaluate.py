@@ -26,6 +26,7 @@ from torchlake.data.features import as_matrix, from_arrow
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
+from torchlake.evaluation.embeddings import measure_pairs
 from torchlake.evaluation.perplexity import measure_texts
 from torchlake.metrics import Metric, bootstrapped, evaluate_metrics
 from torchlake.models.load import Label, TaskSpec, model_folder
@@ -47,6 +48,7 @@ from torchlake.tables.sources.streams import Input
 from torchlake.tables.storage.spread import Spread
 from torchlake.tables.table import open_table
 from torchlake.tasks import ColumnOptions
+from torchlake.tasks.feature_extraction import FeatureExtraction
 
 PREFIX = "predicted_"
 RESAMPLES = 1000
@@ -102,7 +104,9 @@ def evaluate(
     `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; `task`
     and `runtime` are as in `predict`, and so are the rows of a stored table that are measured (`where`, `sample` with
     `seed`, `limit`) and `csv`.
-    A language model is measured on the texts only (`perplexity.py`).
+    A language model is measured on the texts only (`perplexity.py`), an embedding model on pairs of `text` and
+    `text_pair`: by the correlation of their cosines with `label`, or without one by how well the second text is found
+    among those of all rows (`embeddings.py`).
 
     Raises DataError for a label that the model does not know and for a table without usable rows, TableError for a
     missing column, and the errors of `predict`.
@@ -116,6 +120,14 @@ def evaluate(
     if is_frame(table):
         options.refuse_for_frames()
     spec, engine, table = known_spec(model_folder(model), task), as_engine(engine), pinned(table)
+    if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
+        spec = with_columns(spec, text=text, inputs=inputs)
+        options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}
+        with tempfile.TemporaryDirectory(prefix="torchlake-evaluate-", ignore_cleanup_errors=True) as folder:
+            score = partial(predicting.predict, model, **options_of)
+            columns = {"text": spec.text, "text_pair": text_pair, "label": label}
+            found = measure_pairs(score, table, Path(folder), **columns, read=read)
+        return _of_pairs(*found)
     spec = with_columns(spec, text=text, text_pair=text_pair, inputs=inputs)
     if spec.label is None:
         if label is not None:
@@ -148,6 +160,18 @@ def evaluate(
                 predict(stored, output, **read)
             scored = _read_scored(committed_files(output), spec)
     return _measure(scored, labels, reasons, spec)
+
+
+def _of_pairs(rows: int, errors: dict[str, int], metrics: dict[str, Metric]) -> Evaluation:
+    return Evaluation(
+        rows=rows,
+        failed=sum(errors.values()),
+        errors=errors,
+        metrics=metrics,
+        confusion=None,
+        labels=(),
+        resamples=RESAMPLES_OF_TASKS,
+    )
 
 
 def _of_texts(

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import MissingExtra, UsageError
 from torchlake.models.folders import TOKENIZER_FILES
-from torchlake.models.load import load_spec
+from torchlake.models.load import load_spec, uses_token_types
 from torchlake.runtimes import _exported, _onnx_export, _openvino
 
 ONNX = ("onnx", "onnxruntime")
@@ -47,8 +47,11 @@ def copy_beside(model: Path, folder: Path) -> None:
 def _classifier(model: Path, format: str, libraries: tuple[str, ...]) -> TaskSpec:
     """Return the model's task. Raises UsageError if it is no classifier, or something is missing."""
     spec = load_spec(model)
-    if spec.text_pair is not None:
-        raise UsageError(f"{model}: reads pairs of texts; the graph of the format {format} has no token types.")
+    if uses_token_types(model):
+        raise UsageError(
+            f"{model}: tells the texts of a pair apart by token types, for which the graph of the format {format} has "
+            "no input. Score pairs with torchlake predict, or train an encoder without token types, such as RoBERTa."
+        )
     if spec.task != "text_classification":
         raise UsageError(f"{model}: is a model for {spec.task}; the format {format} is for text_classification.")
     refusal = _exported.refusal(model, extra=format, libraries=libraries)

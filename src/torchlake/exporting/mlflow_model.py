@@ -6,7 +6,7 @@ model. It needs torchlake where it is loaded.
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines.local import Local
 from torchlake.errors import MissingExtra, UsageError
 from torchlake.models.safety import check_folder
+from torchlake.scoring.frames import text_columns
 from torchlake.scoring.options import added_columns, check_options, checked_input, make_export, scoring_settings
 from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.worker import make_table_worker
@@ -38,7 +39,9 @@ def log_model(
     model: str | Path,
     *,
     name: str = "model",
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
+    text_pair: str | Sequence[str] | None = None,
+    inputs: Mapping[str, str | Sequence[str]] | None = None,
     all_probabilities: bool = False,
     prefix: str = "",
     runtime: str | None = None,
@@ -51,9 +54,10 @@ def log_model(
         logged = tl.log_model("runs/reviews/model")
         mlflow.pyfunc.load_model(logged.model_uri).predict(frame)      # label, score, truncated, error
 
-    The loaded model takes a pandas frame with the text column, a list of texts, or a dictionary of columns, and returns
-    a pandas frame with the columns that `predict` adds, from the same computation. The options are those of `predict`,
-    and are stored with the model. Where it is loaded it needs torchlake, of the versions that MLflow records.
+    The loaded model takes a pandas frame or a dictionary with the columns that the model reads, or of a model of one
+    column a list of texts, and returns a pandas frame with the columns that `predict` adds, from the same computation.
+    The options are those of `predict`, and are stored with the model. Where it is loaded it needs torchlake, of the
+    versions that MLflow records, and the package of the task if that is not one of torchlake.
 
     Raises MissingExtra without MLflow, UsageError for a wrong option.
     """
@@ -62,6 +66,8 @@ def log_model(
             raise MissingExtra(f"log_model needs the library {library!r}: pip install 'torchlake[{extra}]'")
     options = {
         "text": text,
+        "text_pair": text_pair,
+        "inputs": inputs,
         "all_probabilities": all_probabilities,
         "prefix": prefix,
         "runtime": runtime,
@@ -82,7 +88,7 @@ def log_model(
             name=name,
             loader_module=__name__,
             data_path=settings.model,
-            model_config={OPTIONS: {**options, "text": settings.text}},
+            model_config={OPTIONS: options},
             signature=_signature(settings, spec),
             pip_requirements=[f"{library}=={_release(library)}" for library in ("torchlake", "torch", "transformers")],
             registered_model_name=registered_model_name,
@@ -105,7 +111,8 @@ class PyfuncModel:
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> "pd.DataFrame":
         """Return the prediction columns for the rows of `model_input`, with the index of a pandas frame.
 
-        Raises UsageError for `params`, and TableError for an input without the text column.
+        Raises UsageError for `params` and for a list of rows of several columns, and TableError for an input that lacks
+        a column.
         """
         import pandas as pd
 
@@ -113,13 +120,16 @@ class PyfuncModel:
             raise UsageError(f"params: {', '.join(params)}: the options of predict are given to log_model.")
         if isinstance(model_input, str):
             model_input = [model_input]
+        columns = list(self.spec.input_columns)
         if not isinstance(model_input, pd.DataFrame | Mapping):
-            model_input = {self.settings.text: list(model_input)}
+            if len(columns) > 1:
+                raise UsageError(f"This model reads several columns: give a frame with {', '.join(columns)}.")
+            model_input = {columns[0]: list(model_input)}
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         table = to_arrow(frame)
         checked_input(self.settings, self.spec, table.schema, "the input")
         added = [column.name for column in added_columns(self.settings, self.spec, table.schema)]
-        predictions: pd.DataFrame = self.worker(table.select([self.settings.text])).select(added).to_pandas()
+        predictions: pd.DataFrame = self.worker(table.select(columns)).select(added).to_pandas()
         predictions.index = frame.index
         return predictions
 
@@ -134,22 +144,21 @@ def _settings(model: str | Path, options: Mapping[str, Any]) -> tuple[ScoringSet
     check_options(options)
     others = {name: value for name, value in options.items() if name != "runtime"}
     settings, spec, _ = scoring_settings(model, options["runtime"], {}, **others)
-    if len(spec.input_columns) != 1:
-        raise UsageError(
-            f"{model}: reads the columns {', '.join(spec.input_columns)}; MLflow gets models of one column."
-        )
     return settings, spec
 
 
 def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
-    """Return MLflow's schema of the text column and of the prediction columns."""
+    """Return MLflow's schema of the input columns, texts or of any type, and of the prediction columns."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
+    from mlflow.types.schema import AnyType
 
-    assert isinstance(settings.text, str), "one column, as checked"
-    columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
+    columns = added_columns(settings, spec, pa.schema([]))
+    inputs: list[ColSpec | TensorSpec] = [
+        ColSpec("string", name) if is_text else ColSpec(AnyType(), name) for name, is_text in text_columns(spec).items()
+    ]
     outputs: list[ColSpec | TensorSpec] = [ColSpec(_type(column.type), column.name) for column in columns]
-    return ModelSignature(Schema([ColSpec("string", settings.text)]), Schema(outputs))
+    return ModelSignature(Schema(inputs), Schema(outputs))
 
 
 def _type(kind: pa.DataType) -> Any:

@@ -23,7 +23,14 @@ from torchlake.errors import DataError
 from torchlake.models.config import embeddings, in_words, load_config, positions, read_head, set_pad_id
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import INDEX, check_folder
-from torchlake.models.tokenizer import has_tokenizer, load_text_tokenizer, load_tokenizer, max_length
+from torchlake.models.tokenizer import (
+    TOKEN_TYPES,
+    has_tokenizer,
+    load_pair_tokenizer,
+    load_text_tokenizer,
+    load_tokenizer,
+    max_length,
+)
 from torchlake.models.write import quiet, save_model_folder
 from torchlake.optim.parameters import layers
 
@@ -41,6 +48,7 @@ __all__ = [
     "layers",
     "load_config",
     "load_model",
+    "load_pair_tokenizer",
     "load_spec",
     "load_text_tokenizer",
     "load_tokenizer",
@@ -126,10 +134,10 @@ def _embedding_spec(folder: Path) -> TaskSpec:
 
 
 def uses_token_types(folder: Path) -> bool:
-    """Return whether a model folder is of text pairs, and its tokenizer gives their tokens types."""
+    """Return whether a model folder is of text pairs that it tells apart by their tokens' types."""
     path = folder / TASK_FILE
     pairs = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
-    return pairs and "token_type_ids" in load_tokenizer(folder).model_input_names
+    return pairs and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
 
 
 def load_model(

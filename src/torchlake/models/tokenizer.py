@@ -4,22 +4,24 @@ Scoring with an encoder needs only ids: `load_text_tokenizer` reads tokenizer.js
 ids are the same as transformers' (`tokenizer_file.py`), which saves importing transformers.
 """
 
+import inspect
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.errors import DataError
-from torchlake.models.config import embeddings, in_words, padding_id, positions
+from torchlake.models.config import embeddings, in_words, load_config, padding_id, positions
 from torchlake.models.folders import model_folder
 from torchlake.models.safety import check_folder
 from torchlake.models.tokenizer_file import TextTokenizer, read_tokenizer_file
 from torchlake.models.write import quiet
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 MAX_LENGTH = 512
+TOKEN_TYPES = "token_type_ids"
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 
 
@@ -49,6 +51,29 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
     _choose_padding(tokenizer, folder)
     loaded: PreTrainedTokenizerFast = tokenizer
     return loaded
+
+
+def load_pair_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer for pairs of texts: `model_input_names` has token types only if the model has some.
+
+    Tokenizers of RoBERTa and DistilBERT may give types, and these models have none.
+    """
+    tokenizer = load_tokenizer(folder)
+    if not has_token_types(load_config(model_folder(folder))):
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != TOKEN_TYPES]
+    return tokenizer
+
+
+def has_token_types(config: "PretrainedConfig") -> bool:
+    """Return whether models of this configuration tell the two texts of a pair apart by their tokens' types."""
+    import transformers
+
+    types = getattr(config, "type_vocab_size", None)
+    if types is not None:
+        return bool(types > 1)
+    kind = transformers.AutoModel._model_mapping.get(type(config), None)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return any(TOKEN_TYPES in inspect.signature(each.forward).parameters for each in kinds if each is not None)
 
 
 def load_text_tokenizer(folder: str | Path) -> "TextTokenizer | PreTrainedTokenizerFast":

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +32,8 @@ class About:
     auto_class: str = "AutoModelForSequenceClassification"
     "transformers' Auto class; empty for a task's own module."
     hub_task: str = "text-classification"
+    write_weights: "Callable[[Path, Mapping[str, Any], Any], None] | None" = None
+    "Writes the state dict and the configuration into a folder, in place of the two usual ways."
 
 
 def save_model_folder(
@@ -55,7 +57,9 @@ def save_model_folder(
     """
     with new_folder(folder, site=site, format=1) as temporary:
         with quiet():
-            if about.auto_class:
+            if about.write_weights is not None:
+                about.write_weights(temporary, untied_state(model_or_state), config)
+            elif about.auto_class:
                 _save_pretrained(temporary, model_or_state, config)
             else:
                 _save_own(temporary, model_or_state, config)
@@ -112,13 +116,17 @@ def _save_own(folder: Path, model_or_state: Any, config: Any) -> None:
     """
     from safetensors.torch import save_file
 
-    from torchlake.checkpoints.format import untied
-
-    state = model_or_state if isinstance(model_or_state, Mapping) else model_or_state.state_dict()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in untied(state).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in untied_state(model_or_state).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     values = {"model_type": OWN_MODEL_TYPE} if config is None else config.to_dict()
     atomic_io.write_json(folder / "config.json", {**values, "architectures": []}, site="model.config")
+
+
+def untied_state(model_or_state: Any) -> "Mapping[str, torch.Tensor]":
+    """Return the state dict of a model, or the given one, tied tensors once."""
+    from torchlake.checkpoints.format import untied
+
+    return untied(model_or_state if isinstance(model_or_state, Mapping) else model_or_state.state_dict())
 
 
 def model_card(spec: TaskSpec, card: Mapping[str, Any], about: About = About()) -> str:

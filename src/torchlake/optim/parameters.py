@@ -104,12 +104,20 @@ def frozen_names(model: nn.Module, wanted: "Freeze") -> set[str]:
     return {name for name, depth in found.items() if depth <= deepest}
 
 
+def body_name(model: nn.Module) -> str:
+    """The name of the child that holds the layers: transformers names it, in another module it is looked for."""
+    named = getattr(model, "base_model_prefix", "")
+    inside = {id(layer) for layer in ([] if named else layers(model))}
+    found = (name for name, child in model.named_children() if any(id(each) in inside for each in child.modules()))
+    return str(named or next(found, ""))
+
+
 def head_modules(model: nn.Module) -> list[str]:
     """The names of the modules beside the body of a model, and its pooler, which may be new too.
 
     A language model's head is not among them if it is its output embeddings.
     """
-    body = getattr(model, "base_model_prefix", "")
+    body = body_name(model)
     lm_head = getattr(model, "get_output_embeddings", lambda: None)()
     children = [(name, child) for name, child in model.named_children() if name != body and child is not lm_head]
     beside = [name for name, child in children if any(True for _ in child.parameters())]

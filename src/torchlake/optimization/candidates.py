@@ -137,14 +137,14 @@ def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
     if module is None or not hasattr(module, "prepare"):
         return None
-    model = bench.settings.model
-    if not module.CALIBRATED and exports.current(Path(model), runtime_name(runtime), bench.spec.task) is not None:
+    folder, name = Path(bench.settings.model), runtime_name(runtime)
+    if not module.CALIBRATED and exports.current(folder, name, bench.spec.task) is not None:
         return None
     if module.CALIBRATED and len(bench.sample.calibration) == 0:
         return Stopped(verdict="not tried: the sample has no rows to calibrate with")
     calibration = str(bench.scratch / "calibration")
     return trials.prepare(
-        bench.engine, model, runtime_name(runtime), calibration, bench.folder(), deadline_s=bench.left_s
+        bench.engine, bench.settings, runtime_name(runtime), calibration, bench.folder(), deadline_s=bench.left_s
     )
 
 
@@ -164,7 +164,7 @@ def measure(
 
 def merged(bench: Bench, measured: Sequence[Measured]) -> tuple[np.ndarray, np.ndarray]:
     """Return (N, C) probabilities of the sample's rows, NaN where missing, and (N,) which rows were scored."""
-    answers = np.full((len(bench.sample.texts), measured[0].probabilities.shape[1]), np.nan, dtype=np.float32)
+    answers = np.full((len(bench.sample.rows), measured[0].probabilities.shape[1]), np.nan, dtype=np.float32)
     scored = np.zeros(len(answers), dtype=bool)
     for one in measured:
         answers[one.rows], scored[one.rows] = one.probabilities, True

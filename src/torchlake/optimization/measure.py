@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from torchlake import plugins
 from torchlake.engines import Engine
 from torchlake.errors import Interrupted, TorchlakeError, UsageError
 from torchlake.scoring.rows import ScoringSettings
@@ -51,7 +52,7 @@ class Trial:
 
     settings: ScoringSettings
     rows: str
-    "The sample's texts, an Arrow file."
+    "The sample's input columns, an Arrow file."
     folder: str
     "An empty folder that only this trial uses."
     processes: int
@@ -87,14 +88,16 @@ class Stopped:
 
 def measure(engine: Engine, trial: Trial) -> list[Measured] | Stopped:
     """Run the trial's processes at the same time. Returns their measurements, or why the first one stopped."""
-    return run_guarded(engine, partial(_measure, trial), Path(trial.folder), trial.processes, trial.deadline_s)
+    work = plugins.carried(trial.settings.spec.task, partial(_measure, trial))
+    return run_guarded(engine, work, Path(trial.folder), trial.processes, trial.deadline_s)
 
 
 def prepare(
-    engine: Engine, model: str, runtime: str, calibration: str, folder: Path, deadline_s: float
+    engine: Engine, settings: ScoringSettings, runtime: str, calibration: str, folder: Path, deadline_s: float
 ) -> Stopped | None:
     """Let the runtime write its export of the model in a separate process. Returns why that failed, or None."""
-    done = run_guarded(engine, partial(_prepare, model, runtime, calibration), folder, 1, deadline_s)
+    work = plugins.carried(settings.spec.task, partial(_prepare, settings, runtime, calibration))
+    done = run_guarded(engine, work, folder, 1, deadline_s)
     return done if isinstance(done, Stopped) else None
 
 
@@ -119,16 +122,14 @@ def run_guarded(
     return made
 
 
-def read_rows(path: str) -> pa.Array:
-    """Read the texts written by `write_rows`."""
+def read_rows(path: str) -> pa.Table:
+    """Read the rows written by `write_rows`."""
     with pa.memory_map(path) as source, pa.ipc.open_file(source) as file:
-        column = file.read_all()["text"]
-        return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
+        return file.read_all()
 
 
-def write_rows(path: Path, texts: pa.Array) -> str:
-    """Write texts to a file for other processes. Returns its path."""
-    table = pa.table({"text": texts})
+def write_rows(path: Path, table: pa.Table) -> str:
+    """Write rows to a file for other processes. Returns its path."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
         file.write_table(table)
     return str(path)
@@ -163,10 +164,10 @@ def _run_guarded(work: Callable[[int], Any], index: int, trace: Path, deadline_s
 
 def _measure(trial: Trial, index: int) -> Measured:
     scorer = Scorer(settings=trial.settings)
-    texts = read_rows(trial.rows)
-    shares = max(1, min(trial.processes, len(texts) // MIN_ROWS))
-    rows = np.arange(index % shares, len(texts), shares)
-    mine = texts.take(pa.array(rows))
+    table = read_rows(trial.rows)
+    shares = max(1, min(trial.processes, len(table) // MIN_ROWS))
+    rows = np.arange(index % shares, len(table), shares)
+    mine = table.take(pa.array(rows))
     places = np.arange(0, len(rows), SHARE[scorer.device])
     few, filler = mine.take(pa.array(places)), mine.slice(0, FILLER_ROWS)
     meet = partial(_barrier, trial, index, lambda: _score(scorer, filler))
@@ -200,24 +201,24 @@ def _measure(trial: Trial, index: int) -> Measured:
     )
 
 
-def _prepare(model: str, runtime: str, calibration: str, index: int) -> None:
-    prepare_runtime(model, runtime, read_rows(calibration))
+def _prepare(settings: ScoringSettings, runtime: str, calibration: str, index: int) -> None:
+    prepare_runtime(settings, runtime, read_rows(calibration))
 
 
-def _score(scorer: Scorer, texts: pa.Array) -> pa.Table:
+def _score(scorer: Scorer, rows: pa.Table) -> pa.Table:
     """Do all that `predict` does for these rows, including tokenizing, which uses the same core."""
-    return scorer.score(scorer.tokenize(texts, {}))
+    return scorer.score(scorer.read(rows, {}))
 
 
-def _rate(scorer: Scorer, texts: pa.Array, passes: int = 1) -> tuple[pa.Table, float]:
+def _rate(scorer: Scorer, rows: pa.Table, passes: int = 1) -> tuple[pa.Table, float]:
     """Return the scored rows, and this process's rows per second in the fastest pass."""
     began = time.perf_counter()
     fastest, done = math.inf, 0
     while done < passes or time.perf_counter() - began < MIN_S:
         start = time.perf_counter()
-        scored = _score(scorer, texts)
+        scored = _score(scorer, rows)
         fastest, done = min(fastest, time.perf_counter() - start), done + 1
-    return scored, len(texts) / fastest
+    return scored, len(rows) / fastest
 
 
 def _barrier(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:

@@ -15,7 +15,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -28,7 +28,6 @@ from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
 from torchlake.models import folders
-from torchlake.models.load import load_spec
 from torchlake.optimization.candidates import (
     AGREES,
     Bench,
@@ -43,12 +42,14 @@ from torchlake.optimization.candidates import (
 from torchlake.optimization.measure import Stopped, write_rows
 from torchlake.optimization.sample import draw_sample
 from torchlake.processes.hardware import cores, gpus
+from torchlake.scoring.options import known_spec, with_columns
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE, write_choice
 from torchlake.tables.record import local_output
 from torchlake.tables.sources._options import FilterArguments, read_options
 from torchlake.tables.sources.frames import is_frame
 from torchlake.tables.sources.streams import Input
+from torchlake.tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,14 @@ PROMISING = 2
 "The number of best runtimes that are tried with other thread counts."
 MIN_REFERENCE_S = 600.0
 "The time limit of eager, also if the budget is smaller: without it there is no reference."
+
+
+class OptimizeOptions(FilterArguments, total=False):
+    """The options of `optimize` about the model's inputs and the rows that are read; documented there."""
+
+    text_pair: str | Sequence[str] | None
+    inputs: Mapping[str, str | Sequence[str]] | None
+    task: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,7 @@ def optimize(
     model: str | Path,
     sample: Input,
     *,
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
     label: str | None = None,
     max_drop: float = 0.005,
     min_agreement: float = 0.99,
@@ -89,17 +98,18 @@ def optimize(
     runtimes: Sequence[Runtime] | None = None,
     engine: Engine | str | None = None,
     rows: int = 1000,
-    **read: Unpack[FilterArguments],
+    **options: Unpack[OptimizeOptions],
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
 
     `sample` is a stored table, a frame or a stream, as in `predict`; at most `rows` of its rows are scored, in the
-    proportions of the table, or of those of its rows for which `where` is true, the first `limit` of them. `text` and
-    `label` name the columns if they differ from those of the training table; the sample may have no labels. A candidate
-    is inside the tolerance if at least `min_agreement` of the labels are eager's and the accuracy (several labels per
-    row: the task's F1; regression: the error, in standard deviations of the target) drops by no more than `max_drop`.
-    `budget` ("5min", or seconds) is for all candidates together; eager, the reference, is always measured. `runtimes`
-    are the names to try (default: all), or functions as in `predict`.
+    proportions of the table, or of those of its rows for which `where` is true, the first `limit` of them. `text`,
+    `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; the sample may
+    have no labels. `task` is as in `predict`. A candidate is inside the tolerance if at least `min_agreement` of the
+    labels are eager's and the accuracy (several labels per row: the task's F1; regression: the error, in standard
+    deviations of the target) drops by no more than `max_drop`. `budget` ("5min", or seconds) is for all candidates
+    together; eager, the reference, is always measured. `runtimes` are the names to try (default: all), or functions as
+    in `predict`.
 
     The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
     measured but not written there: that file would name code to run.
@@ -108,25 +118,26 @@ def optimize(
     """
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
         raise UsageError("max_drop and min_agreement are shares from 0 to 1, and rows is 1 or more.")
-    options = read_options(read)
+    columns, task = {name: options.pop(name, None) for name in ("text_pair", "inputs")}, options.pop("task", None)
+    read = read_options(options)
     if is_frame(sample):
-        options.refuse_for_frames()
+        read.refuse_for_frames()
     try:
         until = time.monotonic() + parse_seconds(budget)
     except ValueError as error:
         raise UsageError(f"budget: {error}") from None
     runs_on = as_engine(engine) or Local()
     folder = _own_folder(model)
-    spec = load_spec(folder)
-    if spec.label is None:
-        raise UsageError(f"{folder}: {spec.task} runs only under {REFERENCE}; there is nothing to choose from.")
-    spec = replace(spec, text=text or spec.text)
+    spec = with_columns(known_spec(folder, task), text=text, **columns)
+    _check_comparable(folder, plugins.load("tasks", spec.task))
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
-    drawn = draw_sample(sample, spec, label=label, rows=rows, options=options)
+    drawn = draw_sample(sample, spec, label=label, rows=rows, options=read)
     settings = ScoringSettings(
         model=str(folder),
         runtime=REFERENCE,
         text=spec.text,
+        text_pair=spec.text_pair,
+        inputs=dict(spec.inputs),
         keep=(),
         key=None,
         prefix="",
@@ -146,10 +157,16 @@ def optimize(
             min_agreement=min_agreement,
             max_drop=max_drop,
         )
-        write_rows(bench.scratch / "rows", drawn.texts)
+        write_rows(bench.scratch / "rows", drawn.rows)
         write_rows(bench.scratch / "calibration", drawn.calibration)
         found, device = _try_all(bench, others)
-    return _choose(folder, found, device, len(drawn.texts))
+    return _choose(folder, found, device, len(drawn.rows))
+
+
+def _check_comparable(folder: Path, task: Task) -> None:
+    """Raise UsageError for a task whose answers are neither classes nor a number: they cannot be compared here."""
+    if not task.has_labels or type(task).output_columns is not Task.output_columns:
+        raise UsageError(f"{folder}: {task.name} runs only under {REFERENCE}; there is nothing to choose from.")
 
 
 def _own_folder(model: str | Path) -> Path:

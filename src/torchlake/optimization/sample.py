@@ -6,13 +6,14 @@ Every k-th row of that order keeps the table's proportions: the share of each la
 the lengths from the shortest to the longest. Nothing is random, so the same table gives the same sample.
 
 Calibration uses other rows than the measurement: a runtime fits its activation ranges to its calibration rows, so it
-would agree better on those than on new ones. Rows without a text (or, if the table has labels, without a label) are
-used for neither. Cost: at most 32,768 rows in memory, and reading the footers (Parquet, Arrow) or the whole table once
-(CSV, JSON lines).
+would agree better on those than on new ones. Rows that lack an input (or, if the table has labels, a label) are used
+for neither. Cost: at most 32,768 rows in memory, and reading the footers (Parquet, Arrow) or the whole table once (CSV,
+JSON lines).
 """
 
 import logging
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ import pyarrow.compute as pc
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import DataError
-from torchlake.scoring.rows import check_text
-from torchlake.tables.arrays import is_blank, string_column
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.spool import spooled
 from torchlake.tables.plan import Chunk
@@ -35,6 +34,7 @@ from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadOptions
 from torchlake.tables.sources.frames import is_frame, to_arrow
 from torchlake.tables.table import missing_column, open_table
+from torchlake.tasks._inputs import NUMBER, Inputs, check_columns, read_inputs
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ GOLDEN = (5**0.5 - 1) / 2
 class Sample:
     """Rows to measure on, and others to calibrate with."""
 
-    texts: pa.Array
-    "(N,) strings, none of them null or blank; sorted by label, then length."
+    rows: pa.Table
+    "N rows of the input columns, none of them lacking an input; sorted by label, then length of the texts."
     targets: np.ndarray | None
     "The labels of these rows, encoded by the task: (N,), or (N, C) for several labels per row. None: no labels."
-    calibration: pa.Array
-    "(M,) strings of other rows: at most 200 and a fifth of the rows that were read. Empty for a table of one row."
+    calibration: pa.Table
+    "M other rows: at most 200 and a fifth of the rows that were read. Empty for a table of one row."
 
 
 def draw_sample(
@@ -62,26 +62,22 @@ def draw_sample(
 ) -> Sample:
     """Draw at most `rows` rows of a table (of those that `options` ask for), frame or stream.
 
-    `spec.text` names the text column, `label` the label column.
-
-    Without `label`, `spec.label` is used if the table has that column and the model knows its labels.
-    Raises TableError for a column that is missing, DataError for labels that the model does not know and for a table
-    that has no row with a text.
+    `spec` names the input columns, `label` the label column. Without `label`, `spec.label` is used if the table has
+    that column and the model knows its labels. Raises TableError for a column that is missing or cannot be that input,
+    DataError for labels that the model does not know and for a table that has no row with all inputs.
     """
     task = plugins.load("tasks", spec.task)
     column = label or spec.label
-    assert column is not None, "optimize refuses tasks without labels"
-    assert isinstance(spec.text, str), "optimize refuses several columns"
     if is_frame(table):
-        pool, readable = _frame_pool(table, spec.text, column)
+        pool, unreadable = _frame_pool(table, spec, column)
     else:
         with (
             tempfile.TemporaryDirectory(prefix="torchlake-sample-", ignore_cleanup_errors=True) as scratch,
             spooled(table, Path(scratch, "sample")) as stored,
         ):
-            pool, readable = _pool(stored, spec.text, column, options)
+            pool, unreadable = _pool(stored, spec, column, options)
     targets = None
-    if column in pool.column_names:
+    if column is not None and column in pool.column_names:
         try:
             targets = task.encode_labels(pool[column], replace(spec, label=column))
         except DataError as error:
@@ -90,58 +86,72 @@ def draw_sample(
             log.warning("The sample's labels are not used: %s", error)
     elif label is not None:
         raise missing_column("the sample", label, pool.schema)
-    texts = string_column(pool[spec.text])
-    usable = readable & ~np.asarray(is_blank(texts))
+    inputs, errors = read_inputs(pool, task.inputs, spec, unreadable)
+    usable = ~np.isin(np.arange(len(pool)), list(errors))
     if targets is not None and targets.null_count == len(targets):
         targets = None
     if targets is not None:
         usable &= np.asarray(targets.is_valid())
     if not usable.any():
         labeled = "" if targets is None else f" and a label in {column!r}"
-        raise DataError(f"The sample has no row with a text in {spec.text!r}{labeled}.")
+        columns = ", ".join(map(repr, spec.input_columns))
+        raise DataError(f"The sample has no row with a value in {columns}{labeled}.")
     keep = pa.array(usable)
-    texts, numbers = texts.filter(keep), None if targets is None else _numbers(targets.filter(keep), spec)
-    lengths = pc.utf8_length(texts).to_numpy(zero_copy_only=False)
-    order = np.lexsort((lengths, _strata(numbers, len(texts))))
+    kept, lengths = pool.select(list(spec.input_columns)).filter(keep), _lengths(inputs, task.inputs)[usable]
+    numbers = None if targets is None else _numbers(targets.filter(keep), spec)
+    order = np.lexsort((lengths, _strata(numbers, len(kept))))
     held_out = min(CALIBRATION_ROWS, max(len(order) // 5, int(len(order) > 1)))
     places = evenly_spaced(len(order), min(rows, len(order) - held_out))
     others = np.delete(order, places)
     return Sample(
-        texts=texts.take(pa.array(order[places])),
+        rows=kept.take(pa.array(order[places])),
         targets=None if numbers is None else numbers[order[places]],
-        calibration=texts.take(pa.array(others[evenly_spaced(len(others), held_out)])),
+        calibration=kept.take(pa.array(others[evenly_spaced(len(others), held_out)])),
     )
 
 
-def _pool(source: Any, text: str, label: str, options: ReadOptions) -> tuple[pa.Table, np.ndarray]:
-    """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Returns them and which are readable."""
+def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) -> tuple[pa.Table, dict[int, str]]:
+    """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Returns them and the unreadable ones."""
     source = pinned(source)
-    table = open_table(source, columns=(text,), options=options)
-    check_text(table.schema, text, table.source)
-    columns = (text, label) if label in table.schema.names and label != text else (text,)
-    if len(columns) > 1:
+    table = open_table(source, columns=spec.input_columns, options=options)
+    columns = _checked(table.schema, spec, label, table.source)
+    if len(columns) > len(spec.input_columns):
         table = open_table(source, columns=columns, options=options)
     chunks = plan_chunks(table, columns=columns, chunk_rows=CHUNK_ROWS, hashed=False).chunks
     reader = ChunkReader(columns)
-    pieces, readable = [], []
+    pieces: list[pa.Table] = []
+    unreadable: dict[int, str] = {}
     for chunk in _spread(chunks):
-        rows, unreadable = reader.read(chunk)
+        first = sum(map(len, pieces))
+        rows, bad = reader.read(chunk)
         pieces.append(rows)
-        readable.append(~np.isin(np.arange(chunk.rows), list(unreadable)))
+        unreadable |= {first + row: reason for row, reason in bad.items()}
     reader.close()
     if not pieces:
         raise DataError(f"{table.source}: has no rows")
-    return pa.concat_tables(pieces), np.concatenate(readable)
+    return pa.concat_tables(pieces), unreadable
 
 
-def _frame_pool(frame: Any, text: str, label: str) -> tuple[pa.Table, np.ndarray]:
-    """Take every k-th row of a frame. Returns the rows and which of them are readable."""
+def _frame_pool(frame: Any, spec: TaskSpec, label: str | None) -> tuple[pa.Table, dict[int, str]]:
+    """Take every k-th row of a frame. Returns the rows and the unreadable ones."""
     table = to_arrow(frame)
-    check_text(table.schema, text, "the frame")
-    columns = [text, label] if label in table.column_names and label != text else [text]
-    pool = table.select(columns).take(pa.array(evenly_spaced(len(table), min(len(table), POOL_ROWS))))
-    pool, unreadable = isolate_bad_text(pool)
-    return pool, ~np.isin(np.arange(len(pool)), list(unreadable))
+    columns = _checked(table.schema, spec, label, "the frame")
+    pool = table.select(list(columns)).take(pa.array(evenly_spaced(len(table), min(len(table), POOL_ROWS))))
+    return isolate_bad_text(pool)
+
+
+def _checked(schema: pa.Schema, spec: TaskSpec, label: str | None, where: str) -> tuple[str, ...]:
+    """Return the columns to read: the inputs, and the label if the table has it. Raises TableError."""
+    check_columns(schema, plugins.load("tasks", spec.task).inputs, spec, where)
+    labeled = label is not None and label in schema.names
+    return tuple(dict.fromkeys((*spec.input_columns, *([label] if labeled and label is not None else []))))
+
+
+def _lengths(inputs: Inputs, kinds: Mapping[str, str]) -> np.ndarray:
+    """Return (N,) the characters of each row's texts."""
+    texts = [each for name, each in inputs.items() if kinds[name] != NUMBER and pa.types.is_large_string(each.type)]
+    found: np.ndarray = sum(pc.utf8_length(each).to_numpy(zero_copy_only=False) for each in texts)
+    return found if texts else np.zeros(len(next(iter(inputs.values()))), dtype=np.int64)
 
 
 def _spread(chunks: tuple[Chunk, ...]) -> list[Chunk]:

@@ -37,6 +37,7 @@ from torchlake.processes import hardware
 from torchlake.runs.arguments import Sections
 from torchlake.runs.folder import frames_to_paths
 from torchlake.tables.sources import streams
+from torchlake.tasks import Task
 
 RANKS = (1, 8, 64, 512)
 MOST_RANKS = 4096
@@ -135,9 +136,10 @@ def plan(
     latency: float | None = None,
     flops: str | float | None = None,
     sample_rows: int = 2000,
+    task: Task | None = None,
     **sections: Unpack[Sections],
 ) -> Plan:
-    """Estimate what training `job` needs; job, `overrides` and sections are as in `train`.
+    """Estimate what training `job` needs; job, `overrides`, `task` and sections are as in `train`.
 
     `processes` are the ranks (default: the job's, else 1). `gpu_memory` per rank, in bytes or as "80GiB", means ranks
     have GPUs; by default it is this machine's GPU memory or an equal part of its free memory. `flops` are the training
@@ -152,6 +154,7 @@ def plan(
     limit = None if gpu_memory is None else size_in_bytes(gpu_memory, "gpu_memory")
     bytes_s = None if bandwidth is None else size_in_bytes(bandwidth, "bandwidth")
     flops_s = None if flops is None else operations(flops, "flops")
+    overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
     with tempfile.TemporaryDirectory(prefix="torchlake-plan-") as folder:
         frames, stored = frames_to_paths(sections, Path(folder))
         wanted = load_job(job, overrides, **stored)

@@ -27,7 +27,7 @@ from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import pack
 from torchlake.errors import DataError
 from torchlake.models.load import check_folder, load_config
-from torchlake.optim.parameters import freeze, untrained_layers
+from torchlake.optim.parameters import body_name, freeze, untrained_layers
 from torchlake.planning.costs import Parameters, Shape
 from torchlake.preparation.prepare import check_training_columns, make_examples
 from torchlake.preparation.problem import complete_spec, draft_spec
@@ -84,11 +84,12 @@ def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
     pool, plan = sample_rows(table, drafted.columns)
     pool = pool.take(pa.array(evenly_spaced(len(pool), min(len(pool), rows))))
     found = None
-    if task.has_labels:
+    if drafted.label is not None:
         if not _has_usable_row(pool, task, drafted):
             raise _no_usable_row(table.source, len(pool), drafted)
         found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
     spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
+    spec = task.complete(spec, base)
     processor = task.load_processor(base, spec, scoring=False)
     made = make_examples(task, processor, pool, {}, replace(spec, label=None), bad_rows="drop")
     labeled = np.ones(len(pool), bool) if spec.label is None else np.asarray(_labeled(pool[spec.label]))
@@ -136,22 +137,13 @@ def _block_lengths(tokens: Ragged, spec: TaskSpec) -> np.ndarray:
 def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameters]:
     """Return the shape and parameter counts of the model that training would make of `base` and `job.model.lora`.
 
-    Raises DataError if the architecture has no head for the task or no repeated layers.
+    Raises DataError if the architecture has no head for the task or no repeated layers, and the errors of `build` of a
+    task with its own module.
     """
-    import torch
-    import transformers
     from torch import nn
 
     check_folder(base, weights=False)
-    config: Any = load_config(base)
-    auto: Any = getattr(transformers, plugins.load("tasks", spec.task).auto_class)
-    if type(config) not in auto._model_mapping:
-        raise DataError(f"{base}: the architecture {config.model_type!r} has no head for {spec.task} in transformers.")
-    per_token = auto.__name__ not in ONCE_PER_ROW
-    if not per_token:
-        config.num_labels = max(1, len(spec.labels))
-    with torch.device("meta"):
-        model: nn.Module = auto.from_config(config, trust_remote_code=False)
+    model, config, per_token = _empty_model(base, spec)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise DataError(f"{base}: {type(model).__name__} has no repeated layers; plan knows transformers only.")
@@ -167,6 +159,34 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
     freeze(model, job.model.freeze)
     shape = replace(shape, untrained=min(times, round(untrained_layers(model) * times / len(layers))))
     return shape, _with_frozen(parameters, model, layers, times / len(layers))
+
+
+def _empty_model(base: Path, spec: TaskSpec) -> "tuple[nn.Module, Any, bool]":
+    """Return the model on the meta device, its configuration, and whether it has outputs for each token."""
+    import torch
+    import transformers
+
+    task = plugins.load("tasks", spec.task)
+    if not task.auto_class:
+        with torch.device("meta"):
+            module = task.build(base, spec, weights=False)
+        config = getattr(module, "config", None)
+        if not hasattr(config, "hidden_size"):
+            raise DataError(
+                f"the task {task.name!r}: its module has no `config` of a transformers encoder; plan knows modules "
+                "around one only."
+            )
+        config.num_labels = max(1, len(spec.labels))
+        return module, config, False
+    config = load_config(base)
+    auto: Any = getattr(transformers, task.auto_class)
+    if type(config) not in auto._model_mapping:
+        raise DataError(f"{base}: the architecture {config.model_type!r} has no head for {spec.task} in transformers.")
+    per_token = auto.__name__ not in ONCE_PER_ROW
+    if not per_token:
+        config.num_labels = max(1, len(spec.labels))
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=False), config, per_token
 
 
 def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Shape:
@@ -244,9 +264,9 @@ def _with_lora(parameters: Parameters, model: Any, layers: "nn.ModuleList", lora
         wanted = (widths for name, widths in named if widths and (lora.targets is None or name in lora.targets))
         return sum(lora.rank * (read + made) for read, made in wanted)
 
-    words = model.get_output_embeddings()
-    beside = [child for name, child in model.named_children() if name != model.base_model_prefix and child is not words]
-    pooler = getattr(getattr(model, model.base_model_prefix, None), "pooler", None)
+    body, words = body_name(model), getattr(model, "get_output_embeddings", lambda: None)()
+    beside = [child for name, child in model.named_children() if name != body and child is not words]
+    pooler = getattr(getattr(model, body, None), "pooler", None)
     head = sum(map(_numbers, beside)) + (0 if pooler is None else _numbers(pooler))
     matrices = round(added(layers) * parameters.matrices / max(1, _matrices(layers)))
     return replace(

@@ -1,12 +1,13 @@
 """Guess which columns of a table are the text and the label, from a sample of its rows.
 
     text     strings of several words; the column `text`, or the one that is much longer than the others
+    pair     two columns with names such as premise and hypothesis
     label    what the task's `find_labels` accepts, except identifiers; a column with a usual name, or the only one
 
 The rules for labels are those of training. A guess that is not clear is an error that lists the choices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,21 @@ from torchlake.tables.table import Table, missing_column
 TEXT, LABEL = (DataConfig.model_fields[name].default for name in ("text", "label"))
 LABEL_NAMES = (LABEL, "labels", "class", "category", "target", "sentiment", "stars", "rating")
 "Usual names of label columns; the first of them that a table has is taken."
+PAIRS = (
+    ("premise", "hypothesis"),
+    ("sentence1", "sentence2"),
+    ("sentence_1", "sentence_2"),
+    ("sentence_A", "sentence_B"),
+    ("question1", "question2"),
+    ("question", "answer"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+)
+"Usual names of the two columns of pairs of texts. Other columns are never guessed to be a pair."
 MUCH_LONGER = 2.0
 "How many times as long as the others a text without the usual name has to be."
 # A letter, a space and more; or a letter of a script without spaces: Thai, kana, Chinese.
@@ -86,16 +102,41 @@ def choose_text(table: Table, columns: Sequence[Column], given: str | None) -> C
     )
 
 
-def choose_label(table: Table, columns: Sequence[Column], text: str, given: str | None) -> Column:
-    """Return the label column. Raises UsageError listing the choices if it is not clear, or if `given` is the text."""
+def choose_texts(
+    table: Table, columns: Sequence[Column], text: str | None, pair: str | None
+) -> tuple[Column, Column | None]:
+    """Return the text column, and that of the second text if the rows are pairs.
+
+    Only two columns of texts with the names of `PAIRS`, of which `text` is the first if given, are guessed to be a
+    pair. Raises as `choose_text`.
+    """
+    if pair is not None:
+        first = choose_text(table, [one for one in columns if text is not None or one.name != pair], text)
+        second = _named(table, columns, pair)
+        if second is None or second.lengths is None:
+            raise UsageError(f"--text-pair {pair}: holds {table.schema.field(pair).type}, not text.")
+        if second.name == first.name:
+            raise UsageError(f"{pair!r} cannot be both texts of a pair. Name them with --text and --text-pair.")
+        return first, second
+    by_name = {one.name.lower(): one for one in columns if one.lengths is not None}
+    if text is None and TEXT not in by_name:
+        for names in PAIRS:
+            found = [by_name.get(name.lower()) for name in names]
+            if found[0] is not None and found[1] is not None and (found[0].has_words or found[1].has_words):
+                return found[0], found[1]
+    return choose_text(table, columns, text), None
+
+
+def choose_label(table: Table, columns: Sequence[Column], texts: Collection[str], given: str | None) -> Column:
+    """Return the label column. Raises UsageError listing the choices if it is not clear, or if `given` is a text."""
     if given is not None:
         column = _named(table, columns, given)
         if column is None:
             raise UsageError(f"--label {given}: holds {table.schema.field(given).type}, which cannot be a label.")
-        if given == text:
+        if given in texts:
             raise UsageError(f"{given!r} cannot be both the text and the label. Name them with --text and --label.")
         return column
-    others = [one for one in columns if one.name != text]
+    others = [one for one in columns if one.name not in texts]
     labels = [one for one in others if one.label is not None]
     usual = sorted(
         (one for one in labels if one.name.lower() in LABEL_NAMES), key=lambda one: LABEL_NAMES.index(one.name.lower())

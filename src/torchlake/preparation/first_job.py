@@ -21,7 +21,7 @@ from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
 from torchlake.errors import UsageError
-from torchlake.preparation.columns import Column, choose_label, choose_text, describe_label, survey_columns
+from torchlake.preparation.columns import Column, choose_label, choose_texts, describe_label, survey_columns
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
@@ -49,8 +49,10 @@ class FirstJob:
     sampled: int
     "Rows of which the texts were read."
     text: str
+    text_pair: str | None
+    "The column of the second text; None: a row has one text."
     characters: dict[str, int]
-    "Median, 95 % quantile (p95) and maximum (longest) of the sampled texts."
+    "Median, 95 % quantile (p95) and maximum (longest) of the sampled texts, of pairs the first ones."
     label: str
     kind: str
     "The label in words: its problem, and its number of classes or its mean."
@@ -63,6 +65,7 @@ def write_first_job(
     table: str | Sequence[str],
     *,
     text: str | None = None,
+    text_pair: str | None = None,
     label: str | None = None,
     output: str | Path = "job.yaml",
     model: str = MODEL,
@@ -71,7 +74,8 @@ def write_first_job(
 ) -> FirstJob:
     """Write a job file that trains a classifier (or a regression) on `table`, and return what was found.
 
-    `text` and `label` name the columns; by default they are guessed. `force` replaces an existing file. The job reads
+    `text`, `text_pair` and `label` name the columns; by default they are guessed, a pair only by the names of its
+    columns, such as premise and hypothesis. `force` replaces an existing file. The job reads
     the rows that `where`, `sample` and `limit` select, and CSV files by `csv`, as in `predict`. Raises
     UsageError if the columns are not clear or the file exists, TableError for a table that cannot be read, DataError
     for a label column that cannot be learned.
@@ -82,11 +86,12 @@ def write_first_job(
     options, version = read_options(read), pinned(table)
     source, task = open_table(version, options=options), plugins.load("tasks", TASK)
     columns, rows, sampled = survey_columns(source, task)
-    texts = choose_text(source, columns, text)
-    labels = choose_label(source, columns, texts.name, label)
+    texts, pair = choose_texts(source, columns, text, text_pair)
+    second = {} if pair is None else {"text_pair": pair.name}
+    labels = choose_label(source, columns, {texts.name, *second.values()}, label)
     train = table if isinstance(table, str) else tuple(table)
     asked = {name: value for name, value in options.asked.items() if name != "seed"}
-    data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **asked)
+    data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **second, **asked)
     read_now = tuple(map(str, version)) if isinstance(version, list) else str(version)
     drafted = TaskSpec(task=TASK, problem="single_label", labels=(), text=texts.name, label=labels.name, max_length=0)
     found = read_labels(data.model_copy(update={"train": read_now}), drafted, task, options)
@@ -97,24 +102,27 @@ def write_first_job(
         rows=rows,
         sampled=sampled,
         text=texts.name,
+        text_pair=None if pair is None else pair.name,
         characters=_quantiles(texts),
         label=labels.name,
         kind=describe_label(found),
         classes=dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))),
-        warnings=tuple(_warnings(found, texts, columns, rows=rows, sampled=sampled)),
+        warnings=tuple(_warnings(found, texts, pair, columns, rows=rows, sampled=sampled)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_io.write_json(done.schema, job_schema(), site="init.schema")
-    content = _job_text(done, data, model, found, drop=bool(texts.empty) or found.rows < rows)
+    content = _job_text(done, data, model, found, drop=bool(texts.empty or (pair and pair.empty)) or found.rows < rows)
     atomic_io.write_bytes(path, content.encode(), site="init.job")
     load_job(path)
     return done
 
 
-def _warnings(found: LabelColumn, texts: Column, columns: list[Column], *, rows: int, sampled: int) -> list[str]:
+def _warnings(
+    found: LabelColumn, texts: Column, pair: Column | None, columns: list[Column], *, rows: int, sampled: int
+) -> list[str]:
     rare = [(label, count) for label, count in zip(found.labels, found.counts, strict=True) if 1 < count < FEW_ROWS]
     shown = ", ".join(f"{label!r} {count}" for label, count in rare[:SHOWN]) + (" ..." if len(rare) > SHOWN else "")
-    keys = [one.name for one in columns if one.is_key and one is not texts]
+    keys = [one.name for one in columns if one.is_key and one not in (texts, pair)]
     lines = label_warnings(found)
     if rare:
         lines.append(
@@ -125,8 +133,10 @@ def _warnings(found: LabelColumn, texts: Column, columns: list[Column], *, rows:
         lines.append(
             f"{rows - found.rows:,} of {rows:,} rows have no usable label; data.bad_rows: drop leaves them out"
         )
-    if texts.empty:
-        lines.append(f"{texts.empty:,} of {sampled:,} rows have no text; data.bad_rows: drop leaves them out")
+    for one in (texts, *([] if pair is None else [pair])):
+        if one.empty:
+            where = "text" if pair is None else one.name
+            lines.append(f"{one.empty:,} of {sampled:,} rows have no {where}; data.bad_rows: drop leaves them out")
     if keys:
         lines.append(f"{keys[0]} identifies rows: copy it to predictions with predict --key {keys[0]}")
     return lines
@@ -144,7 +154,10 @@ def _job_text(done: FirstJob, data: DataConfig, model: str, found: LabelColumn, 
     characters, train, note = done.characters, TrainConfig(), found.note
     numbers = len(found.labels) > 2 and all(type(label) is int for label in found.labels)
     classes = f": {describe_classes(done.classes, sum(done.classes.values()))}" if done.classes else ""
-    problem = ""
+    problem, pair = "", ""
+    if done.text_pair is not None:
+        pair = "  # The second text of each pair. If the rows are no pairs, leave this out.\n"
+        pair += f"  text_pair: {_scalar(done.text_pair)}\n"
     if note:
         problem = f"  # {_comment(note)}\n  problem: {done.kind.partition(',')[0]}\n"
     elif numbers:
@@ -163,10 +176,11 @@ data:
   # Characters per text: median {characters["median"]:,}, 95 % at most {characters["p95"]:,}, \
 longest {characters["longest"]:,}.
   text: {_scalar(done.text)}
+{pair}\
   # {_comment(done.kind + classes)}
   label: {_scalar(done.label)}
 {problem}\
-  # Leave out rows without a text or a label; by default they stop the job.
+  # Leave out rows that lack a text or a label; by default they stop the job.
   {"" if drop else "# "}bad_rows: drop
 
 model:

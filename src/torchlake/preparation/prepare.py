@@ -141,7 +141,7 @@ def token_schema(spec: TaskSpec) -> pa.Schema:
             *(pa.field(name, kind) for name, kind in task.feature_types(spec).items()),
             pa.field("length", pa.int32()),
             pa.field("cut", pa.int32()),
-            *([pa.field("target", task.target_type(spec))] if task.has_labels else []),
+            *([pa.field("target", task.target_type(spec))] if spec.label is not None else []),
             pa.field("error", pa.string()),
         ]
     )

@@ -39,11 +39,11 @@ def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool, spread:
     data = job.data
     task = plugins.load("tasks", job.model.task)
     drafted, options = draft_spec(job), read_options_of(job, "train")
-    found = read_labels(data, drafted, task, options, spread=spread) if task.has_labels else None
+    found = read_labels(data, drafted, task, options, spread=spread) if drafted.label is not None else None
     for warning in [] if found is None else label_warnings(found):
         log.warning("column %r: %s", data.label, warning)
     spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
-    spec = replace(spec, **_scale(found, base))
+    spec = task.complete(replace(spec, **_scale(found, base)), base)
     check_objective(job.train, spec)
     atomic_io.write_json(path, spec_to_json(spec), site="run.task")
     return spec
@@ -54,19 +54,20 @@ def draft_spec(job: Job) -> TaskSpec:
     data, task = job.data, plugins.load("tasks", job.model.task)
     if not task.trains:
         raise ConfigError(f"model.task: models of {job.model.task} cannot be trained with torchlake, only scored.")
-    defaults = DataConfig.model_fields
+    defaults, labeled = DataConfig.model_fields, task.has_labels or data.problem in task.labeled
     ignored = {
-        "data.label": not task.has_labels and data.label != defaults["label"].default,
-        "data.problem": not task.has_labels and data.problem is not None,
+        "data.label": not labeled and data.label != defaults["label"].default,
+        "data.problem": not labeled and data.problem is not None,
         "data.learn": not task.packs and data.learn != "all",
         "data.text": "text" not in task.inputs and data.text != defaults["text"].default,
         "data.text_pair": PAIR not in task.inputs and data.text_pair is not None,
         "data.separator": data.separator is not None and len(as_columns(data.text)) < 2,
         "data.template": data.template is not None and len(as_columns(data.text)) < 2,
     }
+    unless = f", unless data.problem is {' or '.join(task.labeled)}" if task.labeled else ""
     reasons = {
-        "data.label": "learns the text itself and reads no label",
-        "data.problem": "learns the text itself and reads no label",
+        "data.label": f"learns the text itself and reads no label{unless}",
+        "data.problem": f"learns the text itself and reads no label{unless}",
         "data.learn": "learns labels, not what is said",
         "data.text": "reads no text",
         "data.text_pair": "reads no pairs of texts",
@@ -87,12 +88,14 @@ def draft_spec(job: Job) -> TaskSpec:
         problem=task.problems.get(data.learn, task.name),
         labels=(),
         text=data.text if "text" in task.inputs else "",
-        label=data.label if task.has_labels else None,
+        label=data.label if labeled else None,
         max_length=0,
         separator=data.separator,
         template=data.template,
         text_pair=data.text_pair,
-        inputs={name: data.inputs.get(name, name) for name in others},
+        inputs={
+            name: data.inputs.get(name, name) for name in others if name in data.inputs or name not in task.optional
+        },
     )
 
 

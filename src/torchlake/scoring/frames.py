@@ -4,7 +4,7 @@
 with further steps between tokenizing and scoring.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, make_engine
 from torchlake.engines._frames import cached_worker
+from torchlake.errors import UsageError
 from torchlake.plugins import carried
 from torchlake.processes.serialization import pack
 from torchlake.scoring.options import (
@@ -29,6 +31,8 @@ from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.worker import make_reading_worker, make_table_worker, make_token_worker, stage_types
 from torchlake.tables.output.failures import check_error_rate
 from torchlake.tables.sources.frames import to_arrow, to_original_frame
+from torchlake.tasks import TEXT
+from torchlake.tasks._inputs import columns_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,41 +69,44 @@ def spark_udf(
     session: "SparkSession | None" = None,
     *,
     name: str | None = None,
+    task: Any = None,
     all_probabilities: bool = False,
     runtime: Runtime | None = None,
     null: Literal["error", "score"] = "error",
     batch_tokens: int | None = None,
-) -> "Callable[[str | Column], Column]":
-    """Return the model as a function of one text column; its value is a struct of the prediction columns.
+) -> "Callable[..., Column]":
+    """Return the model as a function of its input columns; its value is a struct of the prediction columns.
 
         classify = tl.spark_udf("runs/reviews/model", name="classify")
         frame.select("id", classify("text").label)          # or: spark.sql("SELECT id, classify(text).label FROM t")
 
-    `name` registers it for SQL in `session` (default: the active one). The model is loaded once per Python process of
-    an executor. The other options are those of `predict`. Needs pandas.
+    A model of several columns takes them in the order of training: `classify("question", "answer")`. `name` registers
+    it for SQL in `session` (default: the active one). The model is loaded once per Python process of an executor. The
+    other options are those of `predict`. Needs pandas.
     """
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import pandas_udf  # type: ignore[attr-defined]  # it is imported there, not defined
     from pyspark.sql.pandas.types import from_arrow_schema
 
     settings, spec = _settings(
-        model, runtime, null, batch_tokens, text=None, all_probabilities=all_probabilities, prefix=""
+        model, runtime, null, batch_tokens, text=None, task=task, all_probabilities=all_probabilities, prefix=""
     )
     engine: Any = make_engine("spark", None, session=session)
     make_export(settings, engine)
-    assert isinstance(settings.text, str), "checked above"
-    columns = added_columns(settings, spec, pa.schema([(settings.text, pa.string())]))
+    columns = added_columns(settings, spec, pa.schema([]))
     payload = pack(carried(spec.task, partial(make_table_worker, settings)))
-    score = partial(_score, payload, settings.text, [column.name for column in columns])
+    score = partial(_score, payload, text_columns(spec), [column.name for column in columns])
 
-    def predictions(texts: "Iterator[pd.Series]") -> "Iterator[pd.DataFrame]":
-        return map(score, texts)
+    def predictions(batches: "Iterator[Any]") -> "Iterator[pd.DataFrame]":
+        return map(score, batches)
 
     # Spark reads the kind of function from its annotations, as types rather than as text.
     import pandas as pd
 
-    predictions.__annotations__ = {"texts": Iterator[pd.Series], "return": Iterator[pd.DataFrame]}
-    udf: Callable[[str | Column], Column] = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
+    several = len(spec.input_columns) > 1
+    taken = Iterator[tuple[pd.Series, ...]] if several else Iterator[pd.Series]  # type: ignore[misc]
+    predictions.__annotations__ = {"batches": taken, "return": Iterator[pd.DataFrame]}
+    udf: Callable[..., Column] = pandas_udf(predictions, returnType=from_arrow_schema(pa.schema(columns)))
     if name is not None:
         (session or SparkSession.getActiveSession() or engine.session.get()).udf.register(name, udf)
     return udf
@@ -108,7 +115,10 @@ def spark_udf(
 def ray_stages(
     model: str | Path,
     *,
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
+    text_pair: str | Sequence[str] | None = None,
+    inputs: Mapping[str, str | Sequence[str]] | None = None,
+    task: Any = None,
     all_probabilities: bool = False,
     prefix: str = "",
     runtime: Runtime | None = None,
@@ -122,13 +132,15 @@ def ray_stages(
         tokenize, score = tl.ray_stages("runs/reviews/model", processes=2, gpus_per_process=1)
         scored = score(tokenize(dataset).map_batches(own_step))
 
-    The first adds the columns `input_ids`, `truncated` and `error` in Ray tasks; the second replaces them by the
-    prediction columns, in up to `processes` actors with `gpus_per_process` GPUs each. Ray Data streams blocks from one
-    to the other, and slows the first down if the second cannot follow; without GPUs it may run both in one process. The
-    other options are those of `predict`; the first function raises as `predict` for a frame that does not fit.
+    The first adds the task's features (of texts `input_ids`), `truncated` and `error` as columns, in Ray tasks; the
+    second replaces them by the prediction columns, in up to `processes` actors with `gpus_per_process` GPUs each. Ray
+    Data streams blocks from one to the other, and slows the first down if the second cannot follow; without GPUs it may
+    run both in one process. The other options are those of `predict`; the first function raises as `predict` for a
+    frame that does not fit.
     """
+    columns = {"text": text, "text_pair": text_pair, "inputs": inputs}
     settings, spec = _settings(
-        model, runtime, null, batch_tokens, text=text, all_probabilities=all_probabilities, prefix=prefix
+        model, runtime, null, batch_tokens, **columns, task=task, all_probabilities=all_probabilities, prefix=prefix
     )
     engine: Any = make_engine("ray", processes, gpus_per_process=gpus_per_process)
     engine.join()  # before the first dataset does, which would start a Ray of other settings
@@ -157,7 +169,23 @@ def _settings(
     return checked, spec
 
 
-def _score(payload: bytes, text: str, names: list[str], texts: "pd.Series") -> "pd.DataFrame":
-    """Return the predictions for a column of texts, in a Python process of an executor."""
-    table = pa.table({text: pa.Array.from_pandas(texts, type=pa.string())})
+def text_columns(spec: TaskSpec) -> dict[str, bool]:
+    """Return the model's input columns in their order, and whether each holds texts."""
+    kinds = plugins.load("tasks", spec.task).inputs
+    read = columns_of(kinds, spec)
+    texts = {column for name, columns in read.items() for column in columns if kinds[name] == TEXT}
+    return {column: column in texts for column in spec.input_columns}
+
+
+def _score(payload: bytes, columns: Mapping[str, bool], names: list[str], batch: Any) -> "pd.DataFrame":
+    """Return the predictions for a batch of the columns, in a Python process of an executor."""
+    given = batch if isinstance(batch, tuple) else (batch,)
+    if len(given) != len(columns):
+        raise UsageError(f"The model reads the columns {', '.join(columns)}; it was called with {len(given)}.")
+    table = pa.table(
+        {
+            name: pa.Array.from_pandas(values, type=pa.string() if is_text else None)
+            for (name, is_text), values in zip(columns.items(), given, strict=True)
+        }
+    )
     return cached_worker(payload)(table).select(names).to_pandas()

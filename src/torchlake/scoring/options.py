@@ -245,7 +245,8 @@ def make_export(settings: ScoringSettings, engine: Engine) -> None:
             f"--sample TABLE --runtimes {runtime}"
         )
     log.info("%s: exporting the model for the runtime %r; this is done once", folder, runtime)
-    list(engine.run_chunks(partial(make_preparing_worker, settings.model, settings.task), [runtime], processes=1))
+    make_worker = plugins.carried(settings.spec.task, partial(make_preparing_worker, settings))
+    list(engine.run_chunks(make_worker, [runtime], processes=1))
 
 
 def added_columns(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema) -> list[pa.Field]:

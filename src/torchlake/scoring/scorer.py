@@ -33,7 +33,6 @@ from torchlake.data.batching import length_batches
 from torchlake.data.features import first_equal, joined_outputs
 from torchlake.errors import TaskError
 from torchlake.models import folders
-from torchlake.models import load as models
 from torchlake.models.generation import NON_FINITE
 from torchlake.runtimes import Forward
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
@@ -236,21 +235,19 @@ def worker_memory(model: str, devices: int = 1) -> int:
     return devices * WORKER_BYTES + 2 * folders.weight_bytes(Path(model))
 
 
-def prepare_runtime(model: str, runtime: str, texts: pa.Array, task: str | None = None) -> None:
-    """Export a model for a runtime, calibrated on `texts`, into the model folder; `task` as in `ScoringSettings`.
+def prepare_runtime(settings: ScoringSettings, runtime: str, rows: pa.Table | None = None) -> None:
+    """Export a model for a runtime, calibrated on `rows`, into the model folder.
 
-    `texts` is a string array without nulls; it may be empty if the runtime needs no calibration. Raises as the
+    `rows` are input columns of which no row lacks one; None if the runtime needs no calibration. Raises as the
     runtime's `prepare`.
     """
-    folder = Path(model)
-    spec = models.load_spec(folder, task)
-    its = plugins.load("tasks", spec.task)
-    processor = its.load_processor(folder, spec, scoring=False)
-    made = its.features({"text": texts}, processor, spec)
-    cuts = length_batches(made.lengths, batch_tokens=BATCH_TOKENS["cpu"], max_rows=MAX_BATCH_ROWS)
-    inputs = [its.checked_batch(made.arrays, cut, processor, spec) for cut in cuts]
-    batches = [(each["input_ids"], each["attention_mask"]) for each in inputs]
-    plugins.load("runtimes", runtime).prepare(folder, spec, batches)
+    reader, batches = RowReader(settings=settings), []
+    if rows is not None:
+        made = reader.read(rows, {}).features
+        cuts = length_batches(made.lengths, batch_tokens=BATCH_TOKENS["cpu"], max_rows=MAX_BATCH_ROWS)
+        inputs = [reader.task.checked_batch(made.arrays, cut, reader.processor, reader.spec) for cut in cuts]
+        batches = [(each["input_ids"], each["attention_mask"]) for each in inputs]
+    plugins.load("runtimes", runtime).prepare(Path(settings.model), reader.spec, batches)
 
 
 def device() -> str:

@@ -164,12 +164,12 @@ def stage_types(settings: ScoringSettings) -> dict[str, pa.DataType]:
     return types if INPUT_IDS in types else {**types, LENGTH: pa.int64()}
 
 
-def make_preparing_worker(model: str, task: str | None) -> Callable[[Iterator[str]], Iterator[str]]:
+def make_preparing_worker(settings: ScoringSettings) -> Callable[[Iterator[str]], Iterator[str]]:
     """Return a worker that exports the model for runtimes, given by name, that need no calibration."""
 
     def worker(runtimes: Iterator[str]) -> Iterator[str]:
         for runtime in runtimes:
-            prepare_runtime(model, runtime, from_strings([]), task)
+            prepare_runtime(settings, runtime)
             yield runtime
 
     return worker

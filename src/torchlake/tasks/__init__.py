@@ -23,7 +23,7 @@ B rows, C classes (1: regression), L tokens of the longest row. Nothing here imp
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from torchlake.errors import TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
 from torchlake.models import load, write
+from torchlake.models.tokenizer import TOKEN_TYPES
 from torchlake.tasks import _classes, _inputs, _label_column, _labels, _tokens
 from torchlake.tasks._inputs import ANY, NUMBER, PAIR, PROMPT, TEXT, Inputs
 
@@ -61,7 +62,6 @@ __all__ = [
 
 NO_TARGET = -100
 "Fills the targets of rows with fewer than others; losses of PyTorch ignore it."
-TOKEN_TYPES = "token_type_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,12 @@ class Task:
     "In jobs and in task.json; by default the class's name in lower case with underscores."
     inputs: Mapping[str, str] = {"text": TEXT, PAIR: TEXT}
     "Each input and what its columns hold: TEXT, PROMPT, NUMBER or ANY (see `_inputs.py`)."
+    optional: Collection[str] = ()
+    "Inputs that a table may lack, besides the second text of a pair: they are read if `data.inputs` names them."
     has_labels: bool = True
     "Whether it learns a label column (`data.label`)."
+    labeled: Collection[str] = ()
+    "Values of `data.problem` with which a task without labels learns one nevertheless."
     problems: Mapping[str, Problem] = {}
     "By `data.learn`, what a task without labels predicts; by default the task's name."
     auto_class: str = ""
@@ -121,8 +125,9 @@ class Task:
 
     def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer."""
-        fast = scoring and spec.text_pair is None  # only transformers knows whether a model has token types
-        return load.load_text_tokenizer(folder) if fast else load.load_tokenizer(folder)
+        if spec.text_pair is not None:
+            return load.load_pair_tokenizer(folder)
+        return load.load_text_tokenizer(folder) if scoring else load.load_tokenizer(folder)
 
     def max_length(self, base: Path, requested: int | None) -> int:
         """Return the maximum tokens of a row, if `requested` is the job's `model.max_length`."""
@@ -143,6 +148,10 @@ class Task:
     ) -> LabelColumn:
         """Return what a whole label column holds."""
         return self.decide_labels([self.count_labels(arrays, problem, drop_bad=drop_bad)], problem)
+
+    def complete(self, spec: TaskSpec, base: Path) -> TaskSpec:
+        """Return a job's task with what the base model says. Raises ConfigError for a job that it cannot learn."""
+        return spec
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
         """Return the Arrow type in which each array of `features` is stored."""
@@ -257,6 +266,10 @@ class Task:
         assert targets is not None, "rows have labels"
         self._check_width(outputs.shape, spec)
         return _classes.loss_sum(outputs, targets, spec, objective)
+
+    def couples(self, spec: TaskSpec) -> bool:
+        """Return `couples_rows`, which may depend on the problem."""
+        return self.couples_rows
 
     def divisor(self, targets: Array, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
         """Return the divisor of the loss summed over all ranks, whose rows have these targets."""

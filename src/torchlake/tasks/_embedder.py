@@ -15,9 +15,14 @@ from torchlake.config.embedding import Dense, Embedding, read_embedding
 from torchlake.errors import DataError
 from torchlake.tasks._pretrained import load_encoder
 
+FURTHER = (("pair_ids", "pair_mask"), ("negative_ids", "negative_mask"))
+"The arguments of a row's second and third text."
+
 
 class Embedder(nn.Module):
-    """Token ids (B, L) to vectors (B, D)."""
+    """Token ids (B, L) to vectors (B, D); of rows with V texts to (B, V, D)."""
+
+    base_model_prefix = "encoder"
 
     def __init__(self, encoder: nn.Module, vectors: "Vectors") -> None:
         super().__init__()
@@ -26,6 +31,16 @@ class Embedder(nn.Module):
         self.config = encoder.config
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
+        """Return the vectors; `others` may have further texts of the rows, such as `pair_ids` and `pair_mask`."""
+        texts = [(input_ids, attention_mask)]
+        for ids, mask in FURTHER:
+            if ids in others:
+                texts.append((others.pop(ids), others.pop(mask)))
+        vectors = [self.embed(*text, **others) for text in texts]
+        return vectors[0] if len(vectors) == 1 else torch.stack(vectors, dim=1)
+
+    def embed(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
+        """Return the vectors (B, D) of one text of each row."""
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **others).last_hidden_state
         vectors: torch.Tensor = self.vectors(self.vectors.pool(states, attention_mask))
         return vectors

@@ -31,10 +31,10 @@ Inputs = dict[str, Any]
 
 
 def columns_of(kinds: Mapping[str, str], spec: TaskSpec) -> dict[str, tuple[str, ...]]:
-    """Return the columns of each input; a pair of texts is optional."""
+    """Return the columns of each input that the spec names; the second text of a pair may be missing, and others."""
     named: dict[str, Columns | None] = {"text": spec.text, PAIR: spec.text_pair}
     found = {name: as_columns(named.get(name, spec.inputs.get(name)) or "") for name in kinds}
-    return {name: columns for name, columns in found.items() if columns or name != PAIR}
+    return {name: columns for name, columns in found.items() if columns}
 
 
 def check_columns(schema: pa.Schema, kinds: Mapping[str, str], spec: TaskSpec, where: str) -> None:

@@ -1,33 +1,51 @@
 """Feature extraction: a text in; one vector out, its embedding, for search, clustering or another model.
 
 It scores the folders of sentence-transformers, and of plain encoders, as they are. `config/embedding.py` says what is
-read from them, `_embedder.py` what is computed. Training is not part of it yet.
+read from them, `_embedder.py` what is computed.
+
+It learns from pairs of texts that belong together, from triplets with a text that does not belong to the first
+(`data.inputs: {negative: column}`), or from pairs with a number, their similarity (`data.problem: regression`);
+`_contrastive.py` has the losses and the metrics. The model folder has the layout of sentence-transformers.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchlake import atomic_io
 from torchlake.config.embedding import Embedding, read_embedding
 from torchlake.config.task_spec import TaskSpec
-from torchlake.data.features import Features, text_features
-from torchlake.errors import TaskError, UsageError
-from torchlake.models import load
-from torchlake.tasks import ColumnOptions, Inputs, Task, _tokens
+from torchlake.data.batching import Ragged, pad
+from torchlake.data.features import INPUT_IDS, Array, Features, text_features
+from torchlake.errors import ConfigError, DataError, TaskError, UsageError
+from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.models import load, write
+from torchlake.tasks import PAIR, TEXT, ColumnOptions, Inputs, Task, _contrastive, _tokens, load_encoder
+from torchlake.tasks._inputs import columns_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+FURTHER = {PAIR: ("pair_ids", "pair_mask"), "negative": ("negative_ids", "negative_mask")}
+"The inputs of a training row besides its first text, and the arguments of `Embedder` that they become."
+SEARCH_METRICS = ("recall_at_1", "recall_at_10", "mrr_at_10")
+BEYOND = "is not from -1 to 1, as the cosine of two texts is: scale the column (scores from 0 to 5: divide by 5)"
 
 
 class TextReader:
     """A tokenizer, and what happens to a text before it."""
 
-    def __init__(self, tokenizer: Any, how: Embedding) -> None:
+    def __init__(self, tokenizer: Any, how: Embedding, folder: Path) -> None:
         self.tokenizer = tokenizer
         self.how = how
+        self.folder = folder
 
     def __getattr__(self, name: str) -> Any:
         """Return what the tokenizer has."""
@@ -42,25 +60,100 @@ class TextReader:
 
 
 class FeatureExtraction(Task):
-    """An encoder of transformers with pooling; no labels."""
+    """An encoder of transformers with pooling. Training reads two or three texts a row, scoring one."""
 
-    inputs = {"text": "text"}
+    inputs = {"text": TEXT, PAIR: TEXT, "negative": TEXT}
+    optional = ("negative",)
     has_labels = False
-    trains = False
+    labeled = ("regression",)
     problems = {"all": "feature_extraction"}
     hub_task = "sentence-similarity"
-    default_metric = {}
-    directions = {"loss": "lower"}
+    couples_rows = True
+    default_metric = {"feature_extraction": "mrr_at_10", "regression": "spearman"}
+    directions: ClassVar = {"loss": "lower", **dict.fromkeys((*SEARCH_METRICS, "spearman", "pearson"), "higher")}
 
     def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> TextReader:
         """Return the tokenizer with the folder's prompt."""
         tokenizer = load.load_text_tokenizer(folder) if scoring else load.load_tokenizer(folder)
-        return TextReader(tokenizer, read_embedding(folder))
+        return TextReader(tokenizer, read_embedding(folder), folder)
+
+    def max_length(self, base: Path, requested: int | None) -> int:
+        """Return the maximum tokens of a text: those of the base model, unless `requested`."""
+        return load.load_spec(base, self.name).max_length if requested is None else load.max_length(base, requested)
+
+    def complete(self, spec: TaskSpec, base: Path) -> TaskSpec:
+        """Return the job's spec with the dimensions of the vectors. Raises ConfigError for a job without pairs."""
+        if spec.text_pair is None:
+            raise ConfigError(
+                f"data.text_pair: {self.name} learns from pairs of texts that belong together; name the column of the "
+                "second text"
+            )
+        if spec.label is not None and spec.inputs:
+            raise ConfigError(
+                "data.inputs: pairs with a number (data.problem: regression) have no negative; leave it out"
+            )
+        return replace(spec, dimensions=read_embedding(base).dimensions)
+
+    def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
+        """Return the types of the tokens of one to three texts."""
+        further = [ids for name, (ids, _) in FURTHER.items() if name in columns_of(self.inputs, spec)]
+        return {name: pa.list_(pa.int32()) for name in (INPUT_IDS, *further)}
 
     def features(self, inputs: Inputs, processor: TextReader, spec: TaskSpec) -> Features:
         """Return the tokens of the texts."""
-        texts = [processor.prepare(text) for text in inputs["text"].to_pylist()]
-        return text_features(_tokens.tokenize(processor, texts, spec.max_length))
+        names = {"text": INPUT_IDS, **{name: ids for name, (ids, _) in FURTHER.items() if name in inputs}}
+        made = {}
+        for name, ids in names.items():
+            texts = [processor.prepare(text) for text in inputs[name].to_pylist()]
+            made[ids] = text_features(_tokens.tokenize(processor, texts, spec.max_length))
+        return Features(
+            arrays={ids: each.arrays[INPUT_IDS] for ids, each in made.items()},
+            lengths=np.sum([each.lengths for each in made.values()], axis=0),
+            cut=np.sum([each.cut for each in made.values()], axis=0),
+        )
+
+    def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
+        """Return similarities as they are. Raises DataError for one that no cosine can be."""
+        targets = super().encode_labels(array, spec)
+        wrong = next(iter(self._beyond(targets)), None)
+        if wrong is not None:
+            raise DataError(f"the similarity {targets[wrong].as_py():g} {BEYOND}")
+        return targets
+
+    def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
+        """Return {row: reason} for rows with an invalid similarity."""
+        bad = super().bad_labels(array, spec)
+        known = pc.if_else(pa.array([row not in bad for row in range(len(array))]), array, None)
+        targets = super().encode_labels(known, spec)
+        return {
+            **bad,
+            **{row: f"bad_label: the similarity {targets[row].as_py():g} {BEYOND}" for row in self._beyond(targets)},
+        }
+
+    def _beyond(self, targets: pa.Array) -> list[int]:
+        return pc.indices_nonzero(pc.fill_null(pc.greater(pc.abs(targets), 1.0), False)).to_pylist()  # type: ignore[no-any-return]
+
+    def collate(
+        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the padded tokens of each text, and their masks."""
+        masks = {INPUT_IDS: "attention_mask", **dict(FURTHER.values())}
+        batch: dict[str, np.ndarray] = {}
+        for name, array in arrays.items():
+            assert isinstance(array, Ragged), "tokens"
+            batch[name], batch[masks[name]] = pad(array, rows, processor.pad_token_id)
+        return batch
+
+    def build(self, folder: Path, spec: TaskSpec, *, weights: bool) -> "nn.Module":
+        """Return the encoder with pooling."""
+        import torch
+
+        from torchlake.tasks._embedder import Embedder, Vectors
+
+        encoder = load_encoder(folder, weights=weights)
+        with torch.device("cpu"):
+            vectors = Vectors(read_embedding(folder), folder)
+        return Embedder(encoder, vectors if weights else vectors.to("meta"))
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
         """Return the encoder with pooling in evaluation mode."""
@@ -80,8 +173,39 @@ class FeatureExtraction(Task):
 
         return load_vectors(folder)
 
+    def save_model(
+        self, folder: Path, model_or_state: Any, config: Any, processor: TextReader, spec: TaskSpec, **card: Any
+    ) -> None:
+        """Write a folder that sentence-transformers loads too; its task reads single texts."""
+        from torchlake.tasks._embedder_folder import write_folder
+
+        layout = partial(write_folder, base=processor.folder, max_length=spec.max_length)
+        about = write.About(auto_class="", hub_task=self.hub_task, write_weights=layout)
+        scoring = replace(spec, problem=self.name, label=None, text_pair=None, inputs={}, mean=None, deviation=None)
+        write.save_model_folder(folder, model_or_state, config, processor.tokenizer, scoring, about=about, **card)
+
+    def couples(self, spec: TaskSpec) -> bool:
+        """Return whether the batch's other texts are negatives: without similarities."""
+        return spec.label is None
+
+    def loss_sum(
+        self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
+    ) -> "torch.Tensor":
+        """Return the summed loss of vectors (B, V, D)."""
+        return _contrastive.ranking_loss(outputs) if targets is None else _contrastive.similarity_loss(outputs, targets)
+
+    def metrics(self, answers: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> dict[str, float]:
+        """Return the correlation of cosines with similarities, or how well second texts are found in the table."""
+        if targets is not None:
+            return _contrastive.similarity_metrics(_contrastive.cosines(answers), targets)
+        return {name: float(shares.mean()) for name, shares in _contrastive.found_shares(answers).items()}
+
+    def metric_names(self, spec: TaskSpec) -> list[str]:
+        """Return the metrics of pairs with or without similarities."""
+        return list(SEARCH_METRICS) if spec.label is None else ["spearman", "pearson"]
+
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return the vectors (N, D)."""
+        """Return the vectors (N, D), of training rows (N, V, D)."""
         return outputs
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
@@ -97,7 +221,8 @@ class FeatureExtraction(Task):
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
-        """Return the vectors as a column."""
+        """Return the vectors as a column, of rows of several texts those of the first."""
+        answers = answers[:, 0] if answers.ndim == 3 else answers
         schema = self.output_schema(spec, options)
         vectors = pa.array(answers.astype(np.float32, copy=False).ravel())
         offsets = pa.array(np.arange(len(answers) + 1, dtype=np.int32) * answers.shape[1])

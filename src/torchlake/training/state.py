@@ -123,7 +123,7 @@ class TrainState:
         outputs = self.task.checked_outputs(answer, len(next(iter(batch.values()))))
         if not len(positions):
             return outputs[:0], outputs.float().sum() * 0, batch
-        if self.task.couples_rows:  # its loss is of the whole batch
+        if self.task.couples(self.spec):  # its loss is of the whole batch
             return outputs, torch.zeros((), device=outputs.device), batch
         return outputs, self.loss_of(outputs, targets), batch
 

@@ -210,7 +210,7 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
         loss_sum = torch.zeros((), device=state.group.device)
         try:
             gradient: torch.Tensor | None = None
-            if state.task.couples_rows:
+            if state.task.couples(state.spec):
                 loss_sum, gradient = _coupled_loss(state, rows, share, seed)
             for index, positions in enumerate(share, start=1):
                 if gradient is not None:

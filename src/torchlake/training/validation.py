@@ -39,7 +39,7 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
     if loss_sum is None:
         return None
     outputs = _gathered(group, pieces, len(rows.numbers), doing) if task.measures_outputs else None
-    if task.couples_rows:
+    if task.couples(state.spec):
         assert outputs is not None, "a task whose loss couples rows measures outputs"
         loss_sum = _coupled_loss(state, rows, outputs)
     else:

@@ -6,23 +6,27 @@ import pytest
 import typer
 
 from torchlake import plugins
+from torchlake.cli import commands
 from torchlake.cli.app import app
+from torchlake.cli.display import Outcome
 from torchlake.cli.main import main
 
 ALWAYS = {"--json", "--quiet", "--verbose"}
 ROWS = frozenset({"--where", "--sample", "--limit"})
 TABLES = frozenset({"--input", "--csv"})
+COLUMNS = frozenset({"--text", "--text-pair", "--inputs"})
 OPTIONS = {
-    "init": frozenset({"--text", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
+    "init": frozenset({"--text", "--text-pair", "--label", "--model", "--output", "--force"}) | ROWS | TABLES,
     "schema": frozenset(set()),
     "train": frozenset({"--set", "--processes", "--engine", "--run", "--folds", "--mlflow", "--wandb", "--tensorboard"})
+    | COLUMNS
     | ROWS,
     "tune": frozenset({"--space", "--trials", "--seed", "--no-prune", "--set", "--processes", "--engine", "--run"})
     | ROWS,
     "predict": frozenset(
         {
             "--profile",
-            "--text",
+            "--task",
             "--key",
             "--columns",
             "--all-probabilities",
@@ -56,9 +60,30 @@ OPTIONS = {
             "--chat",
         }
     )
+    | COLUMNS
     | ROWS
     | TABLES,
-    "evaluate": frozenset({"--text", "--label", "--runtime", "--engine", "--processes", "--set", "--seed"})
+    "evaluate": frozenset({"--label", "--runtime", "--engine", "--processes", "--set", "--seed"})
+    | COLUMNS
+    | ROWS
+    | TABLES,
+    "rank": frozenset(
+        {
+            "--query",
+            "--document",
+            "--relevant",
+            "--seed",
+            "--key",
+            "--columns",
+            "--max-error-rate",
+            "--runtime",
+            "--engine",
+            "--processes",
+            "--set",
+            "--batch-tokens",
+            "--chunk-rows",
+        }
+    )
     | ROWS
     | TABLES,
     "optimize": frozenset(
@@ -66,7 +91,6 @@ OPTIONS = {
             "--sample",
             "--where",
             "--limit",
-            "--text",
             "--label",
             "--max-drop",
             "--min-agreement",
@@ -78,6 +102,7 @@ OPTIONS = {
             "--set",
         }
     )
+    | COLUMNS
     | TABLES,
     "plan": frozenset(
         {
@@ -104,6 +129,7 @@ ARGUMENTS = {
     "train": ["job"],
     "tune": ["job"],
     "predict": ["model", "table", "output"],
+    "rank": ["model", "table", "output"],
     "evaluate": ["model", "table"],
     "optimize": ["model"],
     "plan": ["job"],
@@ -196,3 +222,35 @@ def test_required_options_are_marked_once(capfd: pytest.CaptureFixture[str]) -> 
     words = " ".join(capfd.readouterr().out.split())
     assert words.count("required") == 2
     assert "choices per setting. [required]" in words
+
+
+def test_columns_are_those_of_the_python_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--text` once is a name, several times a list; `--inputs` is a mapping; `train` has settings of a job."""
+    got: dict[str, Any] = {}
+
+    def record(*given: Any, **_: Any) -> Outcome:
+        got["given"] = given
+        return Outcome(values={}, lines=[])
+
+    words = ["--text", "title", "--text", "body", "--text-pair", "answer"]
+    words += ["--inputs", "numbers=stars", "--inputs", "numbers=age", "--inputs", "image=photo"]
+    columns = {"text": ["title", "body"], "text_pair": "answer"}
+    columns["inputs"] = {"numbers": ["stars", "age"], "image": "photo"}
+    for name, arguments in {"predict": ["m", "t", "o"], "evaluate": ["m", "t"], "optimize": ["m"]}.items():
+        monkeypatch.setattr(commands, name, record)
+        sample = ["--sample", "t"] if name == "optimize" else []
+        assert main([name, *arguments, *sample, *words]) == 0
+        assert columns.items() <= got["given"][-1].items(), name
+    monkeypatch.setattr(commands, "train", record)
+    assert main(["train", "job.yaml", *words]) == 0
+    assert got["given"][1] == [
+        'data.text=["title", "body"]',
+        'data.text_pair="answer"',
+        'data.inputs.numbers=["stars", "age"]',
+        'data.inputs.image="photo"',
+    ]
+
+
+def test_an_input_without_a_column_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "m", "t", "o", "--inputs", "stars"]) == 64
+    assert "--inputs stars: write it as key=value, such as image=photo" in capfd.readouterr().err

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import ray.data
 from transformers import AutoTokenizer
 
 import engine_work
+import task_cases
 import tiny
 import torchlake as tl
 import training_runs as runs
@@ -71,6 +73,18 @@ def test_stages_with_steps_of_ones_own_between_them(tiny_model: Path, table: pa.
     assert set(rows[0]) == {*expected[0], "tokens"}
     with pytest.raises(UsageError, match="'error'"):
         tokenize(tokens)
+
+
+@pytest.mark.slow
+def test_stages_of_pairs(tmp_path: Path) -> None:
+    spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny.build_pair_encoder(tmp_path / "encoder"), spec=spec)
+    rows = task_cases.pairs(12).drop_columns("label").rename_columns({"answer": "reply"})
+    tokenize, score = tl.ray_stages(folder, text_pair="reply")
+    tokens = tokenize(ray_library.data.from_arrow(rows))
+    assert "token_type_ids" in tokens.schema().names
+    expected = tl.predict(folder, rows, text_pair="reply", engine=tiny.Here()).to_pylist()
+    assert by_id(score(tokens).take_all(), "label") == by_id(expected, "label")
 
 
 def test_the_first_stage_takes_conversations_as_predict_does(tiny_gpt2: Path) -> None:

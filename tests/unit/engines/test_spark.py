@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import engine_work
+import task_cases
 import tiny
 import torchlake as tl
 import training_runs as runs
@@ -104,6 +106,18 @@ def test_frames_are_joined_and_asked_in_sql(
     assert {row["id"]: row["label"] for row in rows} == expected(tiny_model, table)
     assert {row["id"] for row in rows if row["error"] == "null_input"} == {1, 3}
     assert frame.select(classify("text").getField("score").alias("s")).filter(F.col("s") > 1).count() == 0
+
+
+@pytest.mark.slow
+def test_a_function_of_pairs_takes_both_columns(spark: SparkSession, tmp_path: Path) -> None:
+    spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny.build_pair_encoder(tmp_path / "encoder"), spec=spec)
+    rows = task_cases.pairs(12)
+    tl.spark_udf(folder, spark, name="compare")
+    spark.createDataFrame(rows.to_pandas()).createOrReplaceTempView("pairs")
+    found = spark.sql("SELECT id, compare(question, answer).label AS same FROM pairs ORDER BY id").collect()
+    expected = tl.predict(folder, rows.drop_columns("label"), engine=tiny.Here())
+    assert [row["same"] for row in found] == expected["label"].to_pylist()
 
 
 def test_a_stream_is_scored(tiny_model: Path, tmp_path: Path, spark: SparkSession, frame: DataFrame) -> None:

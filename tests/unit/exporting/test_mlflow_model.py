@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -10,7 +11,9 @@ import pandas as pd
 import pytest
 import yaml
 
+import tiny
 import torchlake as tl
+from task_cases import pairs
 from torchlake.errors import MissingExtra, UsageError
 
 TEXTS = ["a good film", "the bad film is a bad film, bad and long", None, "", "the plot is thin but good"] * 9
@@ -86,6 +89,21 @@ def test_it_takes_frames_lists_and_columns_and_keeps_the_index(tiny_model: Path)
     assert inner.predict("bad")["p_label"].tolist() == answers["p_label"].tolist()[1:]
     with pytest.raises(UsageError, match="given to log_model"):
         inner.predict(frame, params={"runtime": "eager"})
+
+
+@pytest.mark.usefixtures("store")
+def test_a_model_of_pairs_takes_frames_of_both_columns(tiny_bert: Path, tmp_path: Path) -> None:
+    spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
+    folder = tiny.build_model(tmp_path / "pairs", encoder=tiny_bert, spec=spec)
+    logged = tl.log_model(folder, text="q")
+    assert logged.signature is not None
+    assert logged.signature.inputs.input_names() == ["q", "answer"]
+    loaded = mlflow.pyfunc.load_model(logged.model_uri)
+    frame = pairs(12).rename_columns({"question": "q"}).select(["answer", "q"]).to_pandas()
+    expected = tl.predict(folder, frame, text="q", engine=tl.Local(processes=1))
+    assert loaded.predict(frame)["label"].tolist() == expected["label"].tolist()
+    with pytest.raises(UsageError, match="reads several columns: give a frame with q, answer"):
+        loaded._model_impl.predict(["a question"])
 
 
 def test_mistakes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import rivals
+import task_cases
 import tiny
 import torchlake as tl
+import training_runs as runs
 from torchlake.cli.main import main
 from torchlake.errors import DataError, TableError, TorchlakeError, UsageError
 from torchlake.evaluation.agreement import CLOSE, compare, outside
@@ -78,6 +80,36 @@ def test_the_choice_is_written_and_predict_uses_it(model: Path, tmp_path: Path) 
     record = tl.predict(model, tmp_path / "sample.parquet", tmp_path / "out", engine=tiny.Here()).record
     assert record["provenance"]["runtime_by"] == "runtime.json"
     assert record["provenance"]["batch_tokens"] == done.batch_tokens
+
+
+def test_pairs_are_measured_with_the_runtimes_that_can(tmp_path: Path) -> None:
+    """Columns of other names than in training; what has no input for token types is refused."""
+    spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=("False", "True"))
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny.build_pair_encoder(tmp_path / "encoder"), spec=spec)
+    rows = task_cases.pairs(60).rename_columns({"question": "q"})
+    done = tl.optimize(folder, rows, text="q", runtimes=["varlen", "onnx"], engine=ONE, budget="10min")
+    said = verdicts(done)
+    assert said["varlen"] in ("agrees", "chosen")
+    assert said["onnx"].startswith("refused: it has no input for token types")
+    (varlen,) = (one for one in done.candidates if one.runtime == "varlen")
+    assert (varlen.rows, varlen.agreement, varlen.metric) == (48, 1.0, "accuracy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["text_of_two_columns", "text_and_numbers"])
+def test_several_columns_and_a_task_of_ones_own(name: str, tiny_bert: Path, tmp_path: Path) -> None:
+    case = task_cases.CASES[name]
+    runs.succeed(tmp_path / "run", case.sections(tmp_path, tiny_bert, max_steps=2), task=case.task)
+    given = {} if case.task is None else {"task": case.task}
+    done = tl.optimize(
+        tmp_path / "run" / "model", case.table(60), runtimes=["varlen"], engine=ONE, budget="10min", **given
+    )
+    said = verdicts(done)
+    if case.task is None:
+        assert said["varlen"] in ("agrees", "chosen")
+    else:
+        assert said["varlen"].startswith("refused: The runtime 'varlen' cannot run text_and_numbers")
+        assert done.runtime == "eager"
 
 
 @pytest.mark.slow
@@ -256,9 +288,9 @@ def test_the_sample_has_the_tables_proportions() -> None:
     sample = draw_sample(table(300, 100), tiny.SPEC, label=None, rows=40)
     targets = sample.targets
     assert targets is not None
-    assert len(sample.texts) == len(targets) == 40
+    assert len(sample.rows) == len(targets) == 40
     assert (targets == 1).sum() == 30, "three in four are good"
-    lengths = np.array([len(text) for text in sample.texts.to_pylist()])[targets == 1]
+    lengths = np.array([len(text) for text in sample.rows["text"].to_pylist()])[targets == 1]
     whole = np.array([len(text) for text in table(300, 0)["text"].to_pylist()])
     assert np.median(lengths) == pytest.approx(np.median(whole), rel=0.05)
     assert (lengths.min() < np.quantile(whole, 0.05), lengths.max() > np.quantile(whole, 0.95)) == (True, True)
@@ -266,11 +298,11 @@ def test_the_sample_has_the_tables_proportions() -> None:
 
 def test_calibration_rows_are_other_rows() -> None:
     sample = draw_sample(table(300, 100), tiny.SPEC, label=None, rows=1000)
-    assert (len(sample.texts), len(sample.calibration)) == (320, 80), "a fifth, in a small table"
-    assert not set(sample.texts.to_pylist()) & set(sample.calibration.to_pylist())
+    assert (len(sample.rows), len(sample.calibration)) == (320, 80), "a fifth, in a small table"
+    assert not set(sample.rows["text"].to_pylist()) & set(sample.calibration["text"].to_pylist())
     many = draw_sample(table(1500, 500), tiny.SPEC, label=None, rows=1000)
-    assert (len(many.texts), len(many.calibration)) == (1000, 200)
-    assert not set(many.texts.to_pylist()) & set(many.calibration.to_pylist())
+    assert (len(many.rows), len(many.calibration)) == (1000, 200)
+    assert not set(many.rows["text"].to_pylist()) & set(many.calibration["text"].to_pylist())
 
 
 def test_the_sample_is_the_same_every_time_and_in_every_format(tmp_path: Path) -> None:
@@ -281,8 +313,8 @@ def test_the_sample_is_the_same_every_time_and_in_every_format(tmp_path: Path) -
         draw_sample(source, tiny.SPEC, label=None, rows=50)
         for source in (rows, tmp_path / "t.parquet", tmp_path / "t.csv")
     ]
-    assert samples[0].texts.to_pylist() == samples[1].texts.to_pylist() == samples[2].texts.to_pylist()
-    assert samples[0].calibration.to_pylist() == samples[1].calibration.to_pylist()
+    assert samples[0].rows == samples[1].rows == samples[2].rows
+    assert samples[0].calibration == samples[1].calibration
 
 
 def test_a_large_table_is_read_in_a_few_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,10 +326,20 @@ def test_a_large_table_is_read_in_a_few_places(tmp_path: Path, monkeypatch: pyte
     real = sampling.ChunkReader.read
     monkeypatch.setattr(sampling.ChunkReader, "read", lambda self, one: read.append(one.first_row) or real(self, one))
     sample = draw_sample(tmp_path / "t.parquet", tiny.SPEC, label=None, rows=1000)
-    assert len(sample.texts) + len(sample.calibration) == len(read) * 10 == 100
+    assert len(sample.rows) + len(sample.calibration) == len(read) * 10 == 100
     assert read == sorted(read)
     gaps = np.diff([0, *read, rows])
     assert gaps.max() < 3 * rows / len(read), "spread over the whole table"
+
+
+def test_rows_that_lack_an_input_are_left_out() -> None:
+    spec = replace(tiny.SPEC, text="question", text_pair="answer")
+    rows = pa.table({"question": ["a", None, "b", "c"], "answer": ["d", "e", " ", "f"], "other": [1, 2, 3, 4]})
+    sample = draw_sample(rows, spec, label=None, rows=10)
+    assert sample.rows.column_names == sample.calibration.column_names == ["question", "answer"]
+    assert sorted([*sample.rows["question"].to_pylist(), *sample.calibration["question"].to_pylist()]) == ["a", "c"]
+    with pytest.raises(DataError, match="no row with a value in 'question', 'answer'"):
+        draw_sample(rows.slice(1, 2), spec, label=None, rows=10)
 
 
 def test_rows_without_a_text_or_a_label_are_left_out() -> None:
@@ -305,8 +347,12 @@ def test_rows_without_a_text_or_a_label_are_left_out() -> None:
         {"text": ["fine", None, "  ", "dull", "lovely", "awful"], "label": ["good", "bad", "bad", None, "good", "bad"]}
     )
     sample = draw_sample(rows, tiny.SPEC, label=None, rows=10)
-    assert sorted([*sample.texts.to_pylist(), *sample.calibration.to_pylist()]) == ["awful", "fine", "lovely"]
-    with pytest.raises(DataError, match="no row with a text in 'text'"):
+    assert sorted([*sample.rows["text"].to_pylist(), *sample.calibration["text"].to_pylist()]) == [
+        "awful",
+        "fine",
+        "lovely",
+    ]
+    with pytest.raises(DataError, match="no row with a value in 'text'"):
         draw_sample(pa.table({"text": pa.array([None, ""], pa.string())}), tiny.SPEC, label=None, rows=10)
 
 
@@ -321,7 +367,7 @@ def test_labels_of_another_kind_are_not_used_unless_asked_for(caplog: pytest.Log
 
 def test_a_single_row_is_a_sample() -> None:
     sample = draw_sample(pa.table({"text": ["fine"]}), tiny.SPEC, label=None, rows=10)
-    assert (len(sample.texts), len(sample.calibration), sample.targets) == (1, 0, None)
+    assert (len(sample.rows), len(sample.calibration), sample.targets) == (1, 0, None)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from torchlake import atomic_io
+from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import prepare_runtime
 
 UMASKS = {0o022: 0o644, 0o077: 0o600}
@@ -55,9 +56,9 @@ def test_train(umask: int, lora: bool, tmp_path: Path, tiny_bert: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_export_and_predict(umask: int, tmp_path: Path, tiny_bert: Path) -> None:
     model = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
-    texts = tiny.reviews(20)["text"].combine_chunks()
     for runtime in ("onnx", "onnx_int8", "openvino", "openvino_int8"):
-        prepare_runtime(str(model), runtime, texts)
+        settings = ScoringSettings(model=str(model), runtime=runtime, text="text", keep=(), key=None)
+        prepare_runtime(settings, runtime, tiny.reviews(20).select(["text"]))
     pq.write_table(tiny.reviews(4), tmp_path / "in.parquet")
     tl.predict(model, tmp_path / "in.parquet", tmp_path / "out" / "scored", engine=tiny.Here())
     assert len(list(model.rglob(atomic_io.MANIFEST))) == 5

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 
 import own_task
 import task_cases
@@ -127,6 +128,15 @@ def test_evaluate_and_load_take_the_task(trained: Path) -> None:
         classify([{"text": "a good film"}])
     with pytest.raises(UsageError, match="give mappings with the keys text, stars, helpful"):
         classify("a good film")
+
+
+def test_plan_counts_its_module(tmp_path: Path, tiny_bert: Path, trained: Path) -> None:
+    sections = CASE.sections(tmp_path, tiny_bert)
+    planned = tl.plan(task=CASE.task, flops=1e12, **sections)
+    tensors = load_file(trained / "model" / "model.safetensors")
+    assert planned.parameters.total == sum(tensor.numel() for tensor in tensors.values())
+    assert (planned.rows, planned.shape.outputs, planned.shape.output_per_token) == (96, 2, False)
+    assert planned.choice is not None
 
 
 def test_the_columns_of_its_inputs_may_have_other_names(trained: Path) -> None:

@@ -1,0 +1,136 @@
+"""Do embeddings trained by torchlake find as much as those of sentence-transformers' own trainer?
+
+A pretrained encoder, pairs made of the two halves of each review, in-batch negatives; the same pairs, batch, steps,
+rate and schedule (fp32, linear after a tenth of warm-up) for both, several seeds each, one process on all cores. Both
+folders are measured by the same search: each first half of the test reviews among all their second halves.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from _common import SCRATCH, finish, minilm, parser, reviews
+
+BATCH, RATE = 64, 5e-5
+METRICS = ("recall_at_1", "recall_at_10", "mrr_at_10")
+NAMES = {"base": "the base model", "torchlake": "torchlake", "peer": "sentence-transformers"}
+
+
+def main() -> None:
+    options = parser(__doc__, seeds=2, steps=60)
+    options.add_argument("--train", help="for a process of this benchmark: what it trains, as JSON")
+    given = options.parse_args()
+    if given.train:
+        train(json.loads(given.train))
+        return
+    folder = SCRATCH / "embedding-training"
+    tables = {part: halves(reviews() / f"{part}.parquet", folder / f"{part}.parquet") for part in ("train", "test")}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    for seed in range(given.seeds):
+        for kind in ("torchlake", "peer"):
+            output = folder / f"{kind}-{seed}-{given.steps}"
+            setup = {"kind": kind, "train": str(tables["train"]), "output": str(output), "seed": seed}
+            command = [sys.executable, __file__, "--train", json.dumps({**setup, "steps": given.steps})]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            seconds[kind].append(json.loads(done.stdout.splitlines()[-1]))
+            found[kind].append(measured(output / "model", tables["test"]))
+            print(f"  {kind}, seed {seed}: {found[kind][-1]}", file=sys.stderr, flush=True)
+    found["base"].append(measured(minilm(), tables["test"]))
+    rows = [
+        {
+            "name": label,
+            "seeds": len(found[name]),
+            **{metric: statistics.mean(one[metric] for one in found[name]) for metric in METRICS},
+            **({"seconds": statistics.mean(seconds[name])} if seconds[name] else {}),
+        }
+        for name, label in NAMES.items()
+    ]
+    note = f"halves of reviews; batch {BATCH}, {given.steps} steps, rate {RATE}; searched among 1,066 test reviews"
+    finish("embedding_training", rows, as_json=given.json, note=note, keep=True)
+
+
+def halves(source: Path, target: Path) -> Path:
+    """A table of the two halves of each review of at least eight words."""
+    words = [text.split() for text in pq.read_table(source)["text"].to_pylist()]
+    pairs = [(" ".join(w[: len(w) // 2]), " ".join(w[len(w) // 2 :])) for w in words if len(w) >= 8]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    first, second = zip(*pairs, strict=True)
+    pq.write_table(pa.table({"id": range(len(pairs)), "anchor": first, "positive": second}), target)
+    return target
+
+
+def measured(model: Path, table: Path) -> dict[str, float]:
+    """The search of the test pairs by a folder of either trainer."""
+    import torchlake as tl
+
+    # Without the task.json that torchlake leaves, both are folders of sentence-transformers.
+    found = tl.evaluate(model, str(table), text="anchor", text_pair="positive", task="feature_extraction")
+    return {name: float(found.metrics[name]) for name in METRICS}
+
+
+def train(setup: dict[str, Any]) -> None:
+    """Train with one of the two, and print the seconds of the training."""
+    os.environ.update(TORCHLAKE_PROGRESS="0", WANDB_DISABLED="true")
+    began = time.perf_counter()
+    (torchlake if setup["kind"] == "torchlake" else peer)(setup)
+    print(json.dumps(time.perf_counter() - began))
+
+
+def torchlake(setup: dict[str, Any]) -> None:
+    import shutil
+
+    import torchlake as tl
+
+    shutil.rmtree(setup["output"], ignore_errors=True)
+    data = {"train": setup["train"], "text": "anchor", "text_pair": "positive", "key": "id", "validation": None}
+    model = {"base": str(minilm()), "task": "feature_extraction", "max_length": 128}
+    training = {"batch_size": BATCH, "learning_rate": RATE, "epochs": 10, "max_steps": setup["steps"], "warmup": 0.1}
+    training |= {"precision": "fp32", "seed": setup["seed"], "weight_decay": 0.0, "checkpoint_every": "1000steps"}
+    tl.train(run=setup["output"], data=data, model=model, train=training)
+
+
+def peer(setup: dict[str, Any]) -> None:
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+    model = SentenceTransformer(str(minilm()), device="cpu")
+    model.max_seq_length = 128
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=setup["output"],
+        per_device_train_batch_size=BATCH,
+        learning_rate=RATE,
+        max_steps=setup["steps"],
+        warmup_steps=setup["steps"] // 10,
+        lr_scheduler_type="linear",
+        weight_decay=0.0,
+        seed=setup["seed"],
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    rows = pq.read_table(setup["train"], columns=["anchor", "positive"])
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict(rows.to_pydict()),
+        loss=MultipleNegativesRankingLoss(model),
+    )
+    trainer.train()
+    model.save_pretrained(f"{setup['output']}/model")
+
+
+if __name__ == "__main__":
+    main()

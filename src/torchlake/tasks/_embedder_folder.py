@@ -1,0 +1,63 @@
+"""Writes a trained embedder in the layout of sentence-transformers, which it and torchlake load.
+
+The encoder's weights lie in the folder itself under transformers' names, those of a Dense module in its own folder.
+Pooling, prompts and the other settings are those of the base model; a plain encoder gets mean pooling.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlake import atomic_io
+from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
+from torchlake.exporting.sentence_transformers import Embedding, write_layout
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS = "model.safetensors"
+ENCODER, DENSE = "encoder.", "vectors.dense."
+"Prefixes of the module's tensors."
+
+
+def write_folder(
+    folder: Path, state: "Mapping[str, torch.Tensor]", config: Any, *, base: Path, max_length: int
+) -> None:
+    """Write the weights, config.json and the files of sentence-transformers; `base` is the model trained from."""
+    import transformers
+    from safetensors.torch import save_file
+
+    def save(tensors: Mapping[str, Any], path: Path) -> None:
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, path, metadata={"format": "pt"})
+
+    save(
+        {name.removeprefix(ENCODER): each for name, each in state.items() if name.startswith(ENCODER)}, folder / WEIGHTS
+    )
+    kind = transformers.AutoModel._model_mapping[type(config)]
+    architecture = (kind[0] if isinstance(kind, tuple) else kind).__name__
+    atomic_io.write_json(
+        folder / "config.json", {**config.to_dict(), "architectures": [architecture]}, site="model.config"
+    )
+    if not (base / MODULES).is_file():
+        layout = Embedding(pooling="mean", max_length=max_length)
+        write_layout(folder, layout, dimension=int(config.hidden_size))
+        return
+    dense = iter(range(len(state)))
+    for module in atomic_io.read_json(base / MODULES):
+        place = atomic_io.safe_join(folder, module["path"]) if module["path"] else folder
+        place.mkdir(exist_ok=True)
+        if module["path"] and (base / module["path"] / "config.json").is_file():
+            shutil.copyfile(base / module["path"] / "config.json", place / "config.json")
+        if str(module["type"]).endswith("Dense"):
+            prefix = f"{DENSE}{next(dense)}.0."
+            mine = {
+                f"linear.{name.removeprefix(prefix)}": each for name, each in state.items() if name.startswith(prefix)
+            }
+            save(mine, place / WEIGHTS)
+    for name in (MODULES, PROMPTS):
+        if (base / name).is_file():
+            shutil.copyfile(base / name, folder / name)
+    settings = atomic_io.read_json(base / SETTINGS) if (base / SETTINGS).is_file() else {}
+    atomic_io.write_json(folder / SETTINGS, {**settings, "max_seq_length": max_length}, site="model.settings")

@@ -1,0 +1,107 @@
+"""rank: documents in the order of their scores within each query, every row once, also after a kill."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+import torchlake as tl
+from scoring_runs import run
+from sweeps import sweep
+from torchlake.errors import UsageError
+from torchlake.scoring.rank import ranks_of
+
+HERE = tiny.Here()
+KILLED = """
+import sys
+import torchlake as tl
+tl.rank(*sys.argv[1:4], key="id", columns=["passage"], query="query", document="passage", chunk_rows=7)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reranker")
+    spec = replace(tiny.SPEC, text="question", text_pair="answer", labels=(0, 1))
+    return tiny.build_model(folder / "model", encoder=tiny.build_pair_encoder(folder / "encoder"), spec=spec)
+
+
+def candidates(queries: int = 4, documents: int = 6) -> pa.Table:
+    """The documents of all queries in turn; the last one cannot be scored."""
+    texts = tiny.reviews(queries * documents, seed=5)["text"].to_pylist()
+    asked = [f"which film is number {row % queries}" for row in range(queries * documents)]
+    return pa.table({"id": range(len(texts)), "query": asked, "passage": [*texts[:-1], None]})
+
+
+def check(ranked: pa.Table, table: pa.Table, scores: np.ndarray) -> None:
+    assert ranked["id"].to_pylist() == table["id"].to_pylist()
+    assert ranked["rank"].to_pylist()[-1] is None
+    assert ranked["error"].to_pylist()[-1] == "null_input"
+    for query in set(table["query"].to_pylist()):
+        rows = [row for row, one in enumerate(table["query"].to_pylist()) if one == query and row != len(table) - 1]
+        wanted = sorted(rows, key=lambda row: -scores[row])
+        assert [ranked["rank"][row].as_py() for row in wanted] == list(range(1, len(rows) + 1))
+
+
+def test_documents_are_ranked_by_the_second_class(model: Path, tmp_path: Path) -> None:
+    table = candidates()
+    pq.write_table(table, tmp_path / "in.parquet")
+    scores = np.asarray(
+        tl.predict(model, table, text="query", text_pair="passage", all_probabilities=True, engine=HERE)["prob_1"]
+    )
+    given = {"query": "query", "document": "passage", "engine": HERE}
+    check(tl.rank(model, table, **given), table, scores)
+    done = tl.rank(model, tmp_path / "in.parquet", tmp_path / "out", key="id", columns=["passage"], **given)
+    assert (done.rows_in, done.rows_out, done.rows_failed) == (24, 24, 1)
+    ranked = pq.read_table(tmp_path / "out")
+    assert ranked.column_names == ["id", "query", "passage", "score", "rank", "truncated", "error"]
+    check(ranked, table, scores)
+    assert tl.verify(tmp_path / "out").problems == ()
+    other = tl.rank(model, table, relevant=0, **given)
+    assert other["rank"].to_pylist() != ranked["rank"].to_pylist()
+
+
+@pytest.mark.parametrize("commit", sweep([1, 2], quick=[2]))
+def test_a_killed_job_continues_and_is_complete_then(model: Path, tmp_path: Path, commit: int) -> None:
+    """Killed before the first commit, of the scores, or the second, of the ranks."""
+    pq.write_table(candidates(), tmp_path / "in.parquet")
+    arguments = [str(model), str(tmp_path / "in.parquet"), str(tmp_path / "out")]
+    assert run(KILLED, arguments, failpoint=f"commit.write:{commit}:kill9", once=tmp_path / "once").returncode == -9
+    assert (tmp_path / "out.scores" / "_commit.json").exists() == (commit == 2)
+    assert not (tmp_path / "out" / "_commit.json").exists()
+    given = {"key": "id", "columns": ["passage"], "query": "query", "document": "passage", "chunk_rows": 7}
+    tl.rank(*arguments, **given, engine=HERE)
+    ranked = pq.read_table(tmp_path / "out")
+    assert sorted(ranked["id"].to_pylist()) == list(range(24))
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.parquet")}
+    assert tl.rank(*arguments, **given, engine=HERE).rows_out == 24
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.parquet")} == before
+
+
+def test_ranks_of_equal_and_missing_scores() -> None:
+    queries = pa.chunked_array([["b", "a", "b"], ["a", None, "b"]])
+    scores = np.array([0.5, 0.1, 0.5, 0.9, 0.3, np.nan], dtype=np.float32)
+    assert ranks_of(queries, scores).tolist() == [1, 2, 2, 1, 1, 0]
+    assert ranks_of(queries.slice(0, 0), scores[:0]).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: {"relevant": "good"}, "relevant='good' is no class of .*; it has 0, 1"),
+        (lambda: {"mode": "append"}, "rank writes a Parquet folder"),
+    ],
+)
+def test_mistakes(model: Path, tmp_path: Path, change: Callable[[], dict[str, str]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        tl.rank(model, tmp_path / "none.parquet", tmp_path / "out", **change())  # type: ignore[arg-type]
+
+
+def test_a_model_of_single_texts_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="was trained on single texts; rank needs a cross-encoder"):
+        tl.rank(tiny_model, tmp_path / "none.parquet", tmp_path / "out")

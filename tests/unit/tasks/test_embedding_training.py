@@ -1,0 +1,162 @@
+"""Embeddings that learn from pairs: the losses of sentence-transformers, folders that it loads, and what is found."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import task_cases
+import tiny
+import torchlake as tl
+import training_runs as runs
+from torchlake.errors import ConfigError, DataError, UsageError
+from torchlake.models.load import load_spec
+from torchlake.tasks import _contrastive
+from torchlake.tasks.feature_extraction import task
+
+PAIRS, TRIPLETS = task_cases.CASES["embeddings_of_pairs"], task_cases.CASES["embeddings_of_triplets"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of triplets, trained until it finds most texts."""
+    folder = tmp_path_factory.mktemp("embedder")
+    sections = TRIPLETS.sections(
+        folder, tiny.build_embedder(folder / "base"), max_steps=120, epochs=12, batch_size=16, learning_rate=2e-3
+    )
+    runs.succeed(folder / "run", sections)
+    return folder / "run" / "model"
+
+
+def test_the_ranking_loss_is_that_of_sentence_transformers() -> None:
+    """Cosines times 20, cross entropy over all second texts and hard negatives of the batch."""
+    outputs = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    unit = torch.nn.functional.normalize(outputs, dim=-1)
+    similar = 20 * unit[:, 0] @ torch.cat([unit[:, 1], unit[:, 2]]).T
+    expected = torch.nn.functional.cross_entropy(similar, torch.arange(5))
+    assert torch.allclose(_contrastive.ranking_loss(outputs) / 5, expected)
+    cosine = torch.nn.functional.cosine_similarity(outputs[:, 0], outputs[:, 1])
+    wanted = torch.tensor([0.0, 0.5, 1.0, -1.0, 0.2])
+    assert torch.allclose(
+        _contrastive.similarity_loss(outputs[:, :2], wanted) / 5, torch.nn.functional.mse_loss(cosine, wanted)
+    )
+
+
+def test_what_is_found_is_what_sorting_finds() -> None:
+    vectors = np.random.default_rng(0).normal(size=(40, 2, 4)).astype(np.float32)
+    vectors[:, 1] += vectors[:, 0]
+    found = _contrastive.found_shares(vectors)
+    unit = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    ranks = np.array([1 + (row > row[at]).sum() for at, row in enumerate(unit[:, 0] @ unit[:, 1].T)])
+    np.testing.assert_array_equal(found["recall_at_1"], ranks <= 1)
+    np.testing.assert_array_equal(found["recall_at_10"], ranks <= 10)
+    np.testing.assert_allclose(found["mrr_at_10"], np.where(ranks <= 10, 1 / ranks, 0))
+
+
+def test_copies_share_a_place_and_equal_vectors_find_nothing() -> None:
+    vectors = np.eye(4, dtype=np.float32)[[0, 0, 1, 2]][:, None].repeat(2, axis=1)
+    found = _contrastive.found_shares(vectors)
+    assert found["recall_at_1"].tolist() == [0.5, 0.5, 1, 1]
+    assert found["mrr_at_10"].tolist() == [0.75, 0.75, 1, 1]
+    collapsed = _contrastive.found_shares(np.ones((50, 2, 3), dtype=np.float32))
+    assert collapsed["recall_at_1"].mean() == pytest.approx(1 / 50)
+    assert collapsed["recall_at_10"].mean() == pytest.approx(10 / 50)
+
+
+def test_training_finds_more_than_the_base(trained: Path, tmp_path: Path) -> None:
+    table = TRIPLETS.table(96)
+    columns = {"text": "query", "text_pair": "passage"}
+    before = tl.evaluate(trained.parents[1] / "base", table, **columns)
+    after = tl.evaluate(trained, table, text_pair="passage")
+    assert set(after.metrics) == {"recall_at_1", "recall_at_10", "mrr_at_10"}
+    assert float(after.metrics["mrr_at_10"]) > float(before.metrics["mrr_at_10"]) + 0.1
+    pq.write_table(table, tmp_path / "in.parquet")
+    stored = tl.evaluate(trained, tmp_path / "in.parquet", text_pair="passage")
+    assert float(stored.metrics["mrr_at_10"]) == pytest.approx(float(after.metrics["mrr_at_10"]))
+    similar = tl.evaluate(trained, table, text="passage", text_pair="other", label="same")
+    assert set(similar.metrics) == {"spearman", "pearson"}
+    with pytest.raises(UsageError, match="name the column of the second text"):
+        tl.evaluate(trained, table)
+
+
+def test_rows_without_a_text_or_a_similarity_are_left_out(trained: Path) -> None:
+    table = TRIPLETS.table(12).to_pylist()
+    table[0]["passage"], table[1]["query"], table[2]["same"] = None, " ", None
+    given = {"text_pair": "passage", "label": "same", "text": "query"}
+    found = tl.evaluate(trained, pa.Table.from_pylist(table), **given)
+    assert (found.rows, found.failed, found.errors) == (12, 3, {"null_input": 2, "null_label": 1})
+
+
+def test_the_folder_reads_single_texts(trained: Path) -> None:
+    spec = load_spec(trained)
+    assert (spec.text, spec.text_pair, dict(spec.inputs), spec.label) == ("query", None, {}, None)
+    assert (spec.problem, spec.dimensions, spec.max_length) == ("feature_extraction", 16, 48)
+    vectors = tl.predict(trained, TRIPLETS.table(6))["embedding"].to_pylist()
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
+@pytest.mark.parametrize("kind", ["own layout", "plain"])
+def test_sentence_transformers_loads_the_folder_with_equal_vectors(trained: Path, tmp_path: Path, kind: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    folder = trained
+    if kind == "plain":
+        base = tiny.build_encoder(tmp_path / "base")
+        runs.succeed(tmp_path / "run", PAIRS.sections(tmp_path, base, max_steps=2))
+        folder = tmp_path / "run" / "model"
+    texts = TRIPLETS.table(20)["passage"].to_pylist()
+    theirs = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    ours = tl.predict(folder, pa.table({"query": texts}))["embedding"].to_pylist()
+    np.testing.assert_allclose(np.array(ours), theirs, atol=1e-5)
+
+
+def test_a_model_trained_on_trains_again_and_with_adapters(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    sections = PAIRS.sections(tmp_path, trained, max_steps=3, ema=0.9)
+    sections["model"]["lora"] = {"rank": 2}
+    runs.succeed(tmp_path / "run", sections)
+    assert load_spec(tmp_path / "run" / "model").dimensions == 16
+    before, after = (
+        np.array(tl.predict(folder, PAIRS.table(6))["embedding"].to_pylist())
+        for folder in (trained, tmp_path / "run" / "model")
+    )
+    assert 1e-6 < np.abs(before - after).max() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda data: data.pop("text_pair"), ConfigError, "data.text_pair: feature_extraction learns from pairs"),
+        (lambda data: data.update(label="same"), ConfigError, "reads no label, unless data.problem is regression"),
+        (lambda data: data.update(problem="single_label"), ConfigError, "unless data.problem is regression"),
+        (lambda data: data.update(inputs={"worse": "other"}), ConfigError, "no input 'worse'; .* are negative"),
+        (
+            lambda data: data.update(problem="regression", label="same", inputs={"negative": "other"}),
+            ConfigError,
+            "have no negative; leave it out",
+        ),
+        (lambda data: data.update(problem="regression", label="id"), DataError, "is not from -1 to 1"),
+    ],
+)
+def test_mistakes_in_a_job(
+    tmp_path: Path, tiny_bert: Path, change: Callable[[dict[str, Any]], Any], error: type, message: str
+) -> None:
+    sections = PAIRS.sections(tmp_path, tiny_bert)
+    change(sections["data"])
+    with pytest.raises(error, match=message):
+        tl.train(run=tmp_path / "run", engine=runs.Inline(), **sections)
+
+
+def test_a_similarity_out_of_range_is_a_bad_row() -> None:
+    spec = replace(tiny.SPEC, task="feature_extraction", problem="regression", labels=(), text_pair="other")
+    array = pa.array([0.5, 4.0, None, -1.0])
+    assert list(task.bad_labels(array, spec)) == [1]
+    assert task.encode_labels(array.filter(pa.array([True, False, False, True])), spec).to_pylist() == [0.5, -1.0]
