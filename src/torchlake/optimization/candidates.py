@@ -53,6 +53,7 @@ class Candidate:
     failed: int | None = None
     agreement: float | None = None
     difference: float | None = None
+    vectors: bool = False
     metric: str | None = None
     change: float | None = None
     change_low: float | None = None

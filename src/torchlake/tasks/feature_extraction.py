@@ -228,5 +228,14 @@ class FeatureExtraction(Task):
         offsets = pa.array(np.arange(len(answers) + 1, dtype=np.int32) * answers.shape[1])
         return pa.table([pa.ListArray.from_arrays(offsets, vectors)], schema=schema)
 
+    def read_answers(self, scored: pa.Table, spec: TaskSpec) -> np.ndarray:
+        """Return the vectors (N, D)."""
+        column = scored["embedding"].combine_chunks()
+        vectors = np.full((len(column), spec.dimensions or 0), np.nan, dtype=np.float32)
+        vectors[column.is_valid().to_numpy(zero_copy_only=False)] = (
+            column.flatten().to_numpy().reshape(-1, vectors.shape[1])
+        )
+        return vectors
+
 
 task = FeatureExtraction()

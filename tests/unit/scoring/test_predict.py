@@ -122,7 +122,15 @@ def test_provenance_names_what_decided_the_answers(model: Path, tmp_path: Path) 
     assert record["fingerprint"]["runtime"] == "varlen"
     assert len(record["fingerprint"]["model"]) == 64
     assert record["provenance"]["engine"] == "local"
-    assert record["provenance"].keys() >= {"torch", "transformers", "torchlake", "python", "tokens", "padding"}
+    assert record["provenance"].keys() >= {
+        "torch",
+        "transformers",
+        "torchlake",
+        "python",
+        "tokens",
+        "padding",
+        "distinct",
+    }
 
 
 @pytest.mark.parametrize("name", ["label", "Label", "LABEL"])

@@ -16,10 +16,14 @@ from safetensors.torch import save_file
 
 import tiny
 import torchlake as tl
+from misbehaving import tilted
+from torchlake import plugins
 from torchlake.config import embedding
 from torchlake.errors import ConfigError, DataError, UsageError
 from torchlake.models import folders
 from torchlake.models.load import load_spec
+from torchlake.scoring.rows import ScoringSettings
+from torchlake.scoring.scorer import prepare_runtime
 
 TEXTS = ["a great film", "dull", "the film that I liked best of all, and not only for its end " * 3, "a great film"]
 POOLING = "sentence_transformers.models.Pooling"
@@ -233,3 +237,63 @@ def test_a_copied_folder_is_not_changed(minilm: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     vectors_of(folder, TEXTS[:1])
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+EXACT = ["eager", "varlen", "onnx", "openvino"]
+SHORTENED = ["bf16", "int8", "onnx_int8", "openvino_int8"]
+
+
+def with_export(folder: Path, runtime: str) -> None:
+    """Skip if the runtime cannot run here; else let it export the model, calibrated on `TEXTS`."""
+    module = plugins.load("runtimes", runtime)
+    reason = module.refusal(folder)
+    if reason is not None:
+        pytest.skip(reason)
+    if hasattr(module, "prepare"):
+        settings = ScoringSettings(model=str(folder), runtime=runtime, text="text", keep=(), key=None)
+        prepare_runtime(settings, runtime, pa.table({"text": TEXTS * 4}))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken", ["max", "weightedmean", "mean_sqrt_len_tokens"]])
+@pytest.mark.parametrize("runtime", EXACT[1:])
+def test_exact_runtimes_give_the_vectors_of_eager(encoder: Path, runtime: str, pooling: Any) -> None:
+    write_layout(encoder, {"pooling_mode": pooling})
+    with_export(encoder, runtime)
+    expected = vectors_of(encoder, TEXTS, runtime="eager")
+    np.testing.assert_allclose(vectors_of(encoder, TEXTS, runtime=runtime), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("runtime", [*EXACT[1:], *SHORTENED])
+def test_every_runtime_embeds_with_minilm(minilm: Path, tmp_path: Path, runtime: str) -> None:
+    """Cosines to eager's vectors; an exact runtime's vectors are also the same alone, to 1e-5."""
+    folder = shutil.copytree(minilm, tmp_path / "model")
+    with_export(folder, runtime)
+    expected, found = (vectors_of(folder, TEXTS, runtime=name) for name in ("eager", runtime))
+    cosines = (expected * found).sum(axis=1) / np.linalg.norm(found, axis=1)
+    assert cosines.min() >= (1 - 1e-5 if runtime in EXACT else 0.97)
+    if runtime in EXACT:
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(vectors_of(folder, TEXTS[1:2], runtime=runtime)[0], found[1], atol=1e-5)
+
+
+def test_optimize_compares_vectors_by_their_cosines(encoder: Path) -> None:
+    write_layout(encoder, {"pooling_mode": "mean"})
+    table = pa.table({"text": [f"{text} {row}" for row in range(12) for text in TEXTS]})
+    done = tl.optimize(encoder, table, runtimes=["varlen", "int8", tilted], budget=60, engine=tl.Local(processes=1))
+    found = {one.runtime: one for one in done.candidates}
+    assert found["varlen"].verdict in ("chosen", "agrees")
+    assert found["varlen"].agreement == pytest.approx(1.0, abs=1e-5)
+    assert found["misbehaving:tilted"].verdict == "outside: the mean cosine is 0.7071, the lowest 0.7071"
+    assert json.loads((encoder / "runtime.json").read_text())["task"] == "feature_extraction"
+
+
+def test_an_export_is_of_one_task(tmp_path: Path, tiny_bert: Path) -> None:
+    """A classifier's graph is not used for its embeddings."""
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
+    (folder / "task.json").unlink()
+    (folder / "manifest.json").unlink()
+    table = pa.table({"text": TEXTS})
+    labels = tl.predict(folder, table, runtime="onnx")
+    vectors = tl.predict(folder, table, runtime="onnx", task="feature_extraction")
+    assert labels["label"].null_count == 0
+    assert {len(vector) for vector in vectors["embedding"].to_pylist()} == {32}
