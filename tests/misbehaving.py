@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from torchlake.models import load
+from torchlake.runtimes import eager
 
 KILLER, SLEEPER, RAISER, POISON, GLUTTON = "terrible", "stale", "clumsy", "empty", "boring"
 
@@ -87,7 +88,7 @@ def killed_while_it_loads(folder: Path, spec: load.TaskSpec, *, device: str):
     return inner
 
 
-def tilted(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+def tilted(folder: Path, spec: load.TaskSpec, *, device: str):
     """An embedding model whose vectors are turned by 45 degrees."""
     inner = eager.load(folder, spec, device=device)
 

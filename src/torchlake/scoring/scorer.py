@@ -38,7 +38,6 @@ from torchlake.runtimes import Forward
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tasks import ColumnOptions
 
 log = logging.getLogger(__name__)
 
@@ -206,9 +205,7 @@ class Scorer:
             errors |= {
                 int(row): errors[one] for row, one in zip(work.rows, same.tolist(), strict=True) if one in errors
             }
-        settings = self.settings
-        stop = () if settings.generation is None else settings.generation.stop
-        options = ColumnOptions(all_probabilities=settings.all_probabilities, stop=stop)
+        options = self.settings.column_options
         rows = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, dtype=np.int64)
         kept = np.flatnonzero(~np.isin(rows, list(errors)))
         kept = kept[np.argsort(rows[kept])]
@@ -222,7 +219,7 @@ class Scorer:
         position[scored] = np.arange(len(scored))
         position[work.rows] = position[same]
         table = columns.take(from_numpy(position, null=position < 0))
-        table = table.rename_columns([settings.prefix + name for name in table.column_names])
+        table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
         truncated = np.zeros(work.count, dtype=bool)
         truncated[work.rows] = work.features.cut > 0
         table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))

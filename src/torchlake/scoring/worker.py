@@ -26,7 +26,6 @@ from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.output.parts import Part
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
-from torchlake.tasks import ColumnOptions
 
 LENGTH = "length"
 "The column of what a row costs in a batch, if that is not its number of tokens."
@@ -178,7 +177,7 @@ def make_preparing_worker(settings: ScoringSettings) -> Callable[[Iterator[str]]
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
     """Return the schema of the scored table."""
     task = plugins.load("tasks", spec.task)
-    predicted = task.output_schema(spec, ColumnOptions(all_probabilities=settings.all_probabilities))
+    predicted = task.output_schema(spec, settings.column_options)
     return pa.schema(
         [
             *([pa.field("row_id", pa.string())] if settings.key is None else []),

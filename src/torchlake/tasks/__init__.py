@@ -72,6 +72,10 @@ class ColumnOptions:
     "Whether to add a column for each class."
     stop: Sequence[str] = ()
     "Strings that end a generated text."
+    embedding: str = "float32"
+    "The form of vectors: float32, int8 or binary."
+    ranges: Sequence[Sequence[float]] = ()
+    "The lowest and the highest value (2, D) of each number of a vector, for int8."
 
 
 class Task:

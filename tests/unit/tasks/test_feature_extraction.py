@@ -297,3 +297,51 @@ def test_an_export_is_of_one_task(tmp_path: Path, tiny_bert: Path) -> None:
     vectors = tl.predict(folder, table, runtime="onnx", task="feature_extraction")
     assert labels["label"].null_count == 0
     assert {len(vector) for vector in vectors["embedding"].to_pylist()} == {32}
+
+
+def test_8_bits_are_those_of_sentence_transformers_in_recorded_ranges(encoder: Path, tmp_path: Path) -> None:
+    """A second job that adds rows takes the same ranges; rows outside of them get the nearest step."""
+    from deltalake import DeltaTable
+    from sentence_transformers.util import quantize_embeddings
+
+    write_layout(encoder, {"pooling_mode": "mean"})
+    table = pa.table({"text": [f"{text} {row}" for row in range(30) for text in TEXTS] + [None]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    options: dict[str, Any] = {"embedding": "int8", "format": "delta", "engine": tl.Local(processes=1)}
+    made = tl.predict(encoder, tmp_path / "in.parquet", tmp_path / "out", **options)
+    found = DeltaTable(str(tmp_path / "out")).to_pyarrow_table()
+    ranges = np.array(made.record["fingerprint"]["ranges"], dtype=np.float32)
+    texts = table["text"].to_pylist()[:-1]
+    expected = quantize_embeddings(vectors_of(encoder, texts), "int8", ranges=ranges)
+    ours = np.array(found["embedding"].to_pylist()[:-1])
+    assert found["embedding"].null_count == 1
+    assert np.abs(ours - expected.astype(int)).max() <= 1  # a number on the edge of two steps
+    assert (ours == expected).mean() > 0.999
+    pq.write_table(pa.table({"text": ["film", "that"]}), tmp_path / "more.parquet")
+    more = tl.predict(encoder, tmp_path / "more.parquet", tmp_path / "out", mode="append", **options)
+    assert more.record["fingerprint"]["ranges"] == made.record["fingerprint"]["ranges"]
+
+
+def test_signs_are_packed_as_sentence_transformers_does(encoder: Path) -> None:
+    from sentence_transformers.util import quantize_embeddings
+
+    write_layout(encoder, {"pooling_mode": "mean"})
+    scored = tl.predict(encoder, pa.table({"text": [*TEXTS, None]}), embedding="binary")
+    assert scored["embedding"].type == pa.binary()
+    expected = quantize_embeddings(vectors_of(encoder, TEXTS), "ubinary")
+    assert [*map(list, scored["embedding"].to_pylist()[:-1])] == expected.tolist()
+    assert scored["embedding"][len(TEXTS)].as_py() is None
+
+
+def test_forms_of_vectors_are_refused_where_they_mean_nothing(encoder: Path, tiny_model: Path, tmp_path: Path) -> None:
+    write_layout(encoder, {"pooling_mode": "mean"})
+    table = pa.table({"text": TEXTS})
+    with pytest.raises(UsageError, match="is for an output, which records the ranges"):
+        tl.predict(encoder, table, embedding="int8")
+    with pytest.raises(UsageError, match="float32, int8, binary; 'int4' was given"):
+        tl.predict(encoder, table, embedding="int4")
+    with pytest.raises(UsageError, match="is for feature_extraction"):
+        tl.predict(tiny_model, table, embedding="binary")
+    pq.write_table(pa.table({"text": pa.array([None, ""], pa.string())}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match="no row of a sample has a vector"):
+        tl.predict(encoder, tmp_path / "in.parquet", tmp_path / "out", embedding="int8")
