@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
-from torchlake.exporting.sentence_transformers import Embedding, write_layout
+from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, write_layout
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +40,7 @@ def write_folder(
         folder / "config.json", {**config.to_dict(), "architectures": [architecture]}, site="model.config"
     )
     if not (base / MODULES).is_file():
-        layout = Embedding(pooling="mean", max_length=max_length)
-        write_layout(folder, layout, dimension=int(config.hidden_size))
+        write_layout(folder, Embedding(dimensions=int(config.hidden_size), max_length=max_length))
         return
     dense = iter(range(len(state)))
     for module in atomic_io.read_json(base / MODULES):
