@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("gelu", "relu")
 ROBERTA_LIKE = ("camembert", "roberta", "xlm-roberta")
-MODEL_TYPES = ("bert", "distilbert", *ROBERTA_LIKE)
+MODEL_TYPES = ("bert", "distilbert", "electra", "mpnet", *ROBERTA_LIKE)
+OTHERS = {
+    "deberta": "its attention reads the distance of tokens, too",
+    "deberta-v2": "its attention reads the distance of tokens, too",
+    "modernbert": "its positions turn queries and keys, and most of its layers read neighbors only",
+    "nomic_bert": "its positions turn queries and keys",
+}
+"Why other well-known encoders are not of this family."
 
 BODIES = {"camembert": "roberta", "xlm-roberta": "roberta"}
 "Prefix of the encoder's tensor names, if it is not the model type."
@@ -60,6 +67,8 @@ BERT = _Names(
     last_norm="output.LayerNorm",
     head=("pooler.dense", "classifier"),
 )
+MPNET = replace(BERT, qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"), out="attention.attn.o")
+MPNET = replace(MPNET, norm="attention.LayerNorm")
 DISTILBERT = _Names(
     layers="transformer.layer",
     qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
@@ -127,6 +136,8 @@ class Encoder:
     "States (B, L, H) and mask (B, L) -> pooled tokens (B, P); None: the head gets first tokens."
 
     embeds: bool = False
+    distances: "torch.Tensor | None" = None
+    "(heads, positions, positions), added to the scores of attention, by the distance of two tokens (MPNet)."
 
     @property
     def width(self) -> int:
@@ -146,6 +157,7 @@ class Encoder:
             words=moved(self.words),
             positions=moved(self.positions),
             second=None if self.second is None else moved(self.second),
+            distances=None if self.distances is None else moved(self.distances),
             norm=moved(self.norm),
             layers=tuple(moved(layer) for layer in self.layers),
             head=self.head.to(device, None if self.embeds else dtype),
@@ -163,12 +175,15 @@ def refusal(folder: Path) -> str | None:
     config = atomic_io.read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
-        return f"it knows the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}"
+        why = f": {OTHERS[kind]}" if kind in OTHERS else ""
+        return f"it knows the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}{why}"
     activation = config.get("hidden_act", config.get("activation", "gelu"))
     if activation not in ACTIVATIONS:
         return f"it knows the activations {' and '.join(ACTIVATIONS)} only, and this model has {activation!r}"
     if config.get("is_decoder") or config.get("position_embedding_type", "absolute") != "absolute":
         return "it knows encoders with absolute positions only"
+    if kind == "electra" and config.get("embedding_size", 128) != config.get("hidden_size", 256):
+        return "it knows ELECTRA with embeddings as wide as its states only"
     return None
 
 
@@ -185,12 +200,12 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     body = f"{BODIES.get(config['model_type'], config['model_type'])}."
     tensors = {_current_name(name).removeprefix(body): tensor for name, tensor in load_weights(folder).items()}
     take = _TensorReader(folder, tensors)
-    distilled = config["model_type"] == "distilbert"
-    names = DISTILBERT if distilled else BERT
-    eps = 1e-12 if distilled else config["layer_norm_eps"]
+    kind = config["model_type"]
+    names = {"distilbert": DISTILBERT, "mpnet": MPNET}.get(kind, BERT)
+    eps = 1e-12 if kind == "distilbert" else config["layer_norm_eps"]
     positions = take("embeddings.position_embeddings.weight")
     second = None
-    if not distilled:
+    if kind not in ("distilbert", "mpnet"):
         types = take("embeddings.token_type_embeddings.weight")
         positions, second = positions + types[0], types[1] - types[0] if len(types) > 1 else None
     embeds = spec.task == EMBEDS
@@ -205,23 +220,39 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
         layers=tuple(take.layer(f"{names.layers}.{index}", names, eps) for index in range(config["num_hidden_layers"])),
         heads=config["num_attention_heads"],
         activation=config["hidden_act"],
-        padding_id=config["pad_token_id"] if config["model_type"] in ROBERTA_LIKE else None,
+        padding_id={"mpnet": 1}.get(kind, config["pad_token_id"] if kind in ROBERTA_LIKE else None),
         head=head,
         pools=head.pool if embeds and head.how.poolings != ("cls",) else None,
         embeds=embeds,
+        distances=_distances(take("encoder.relative_attention_bias.weight"), len(positions))
+        if kind == "mpnet"
+        else None,
     )
+
+
+def _distances(by_bucket: "torch.Tensor", positions: int) -> "torch.Tensor":
+    """Return (heads, positions, positions) of MPNet's numbers by bucket of distances, (buckets, heads)."""
+    import torch
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    places = torch.arange(positions)
+    buckets = MPNetEncoder.relative_position_bucket(places[None] - places[:, None], num_buckets=len(by_bucket))
+    return by_bucket[buckets].permute(2, 0, 1).contiguous()
 
 
 def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Mapping[str, Any]) -> "torch.nn.Module":
     import torch
 
+    kind = config["model_type"]
+    activation = {"distilbert": torch.nn.ReLU, "electra": torch.nn.GELU}.get(kind, torch.nn.Tanh)
+    like_roberta = kind in (*ROBERTA_LIKE, "electra", "mpnet")
     head: list[torch.nn.Module] = []
-    for name in names.head if config["model_type"] not in ROBERTA_LIKE else ("classifier.dense", "classifier.out_proj"):
+    for name in ("classifier.dense", "classifier.out_proj") if like_roberta else names.head:
         linear = take.linear(name)
         outputs, inputs = linear.weight.shape
         module = torch.nn.Linear(inputs, outputs, device="meta")
         module.load_state_dict({"weight": linear.weight, "bias": linear.bias}, assign=True)
-        head += [module] if head else [module, torch.nn.ReLU() if names is DISTILBERT else torch.nn.Tanh()]
+        head += [module] if head else [module, activation()]
     if len(linear.bias) != max(1, len(spec.labels)):
         raise DataError(
             f"{take.folder}: the head has {len(linear.bias)} outputs, {TASK_FILE} names {len(spec.labels)} classes"

@@ -40,6 +40,7 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
 
         def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
             selected = x[:, :1] if self.first_only else x
+            hidden = hidden[:, :, :1] if self.first_only else hidden
             scores = _by_head(self.queries(selected)) @ _by_head(self.keys(x)).transpose(2, 3)
             mixed = torch.softmax(scores + hidden, dim=-1) @ _by_head(self.values(x))
             x = self.norm(self.out(mixed.transpose(1, 2).flatten(2)) + selected)
@@ -55,12 +56,15 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
             self.words = torch.nn.Embedding.from_pretrained(encoder.words)
             self.positions = torch.nn.Embedding.from_pretrained(encoder.positions)
             self.norm, self.head = _norm(encoder.norm), encoder.head
+            self.register_buffer("distances", encoder.distances)
             final = encoder.layers[-1] if encoder.pools is None else None
             self.blocks = torch.nn.ModuleList(Block(layer, first_only=layer is final) for layer in encoder.layers)
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
             x = self.norm(self.words(input_ids) + self.positions(_positions(input_ids)))
             hidden = torch.where(attention_mask.to(torch.bool), 0.0, HIDDEN_KEY)[:, None, None, :]
+            if encoder.distances is not None:
+                hidden = hidden + self.distances[None, :, : x.shape[1], : x.shape[1]]
             for block in self.blocks:
                 x = block(x, hidden)
             return self.head(x[:, 0] if encoder.pools is None else encoder.pools(x, attention_mask))

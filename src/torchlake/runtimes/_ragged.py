@@ -8,6 +8,7 @@ If only first tokens are read, so is the last layer: their queries, with the key
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,7 @@ def make_forward(
     width, heads, padding_id, head = encoder.width, encoder.heads, encoder.padding_id, encoder.head
     words, positions, norm = encoder.words, encoder.positions, encoder.norm
     device = words.device
-    attend = _attend if device.type == "cpu" else _attend_flash
+    attend = partial(_attend, distances=encoder.distances) if device.type == "cpu" else _attend_flash
     blocks = []
     for layer in encoder.layers:
         queries, inner = (None, layer.qkv)
@@ -111,11 +112,17 @@ def _normalize(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":
 
 
 def _attend(
-    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: PackedRows, *, first: bool
+    queries: "torch.Tensor",
+    keys: "torch.Tensor",
+    values: "torch.Tensor",
+    rows: PackedRows,
+    *,
+    first: bool,
+    distances: "torch.Tensor | None",
 ) -> "torch.Tensor":
     """Attention within each row: keys and values (T, heads, D); queries likewise, or first tokens' (B, heads, D).
 
-    Returns (T, H) or (B, H).
+    `distances` as in `Encoder`. Returns (T, H) or (B, H).
     """
     import torch
 
@@ -127,10 +134,11 @@ def _attend(
         k, v = (part[at:end].view(count, length, heads, depth).transpose(1, 2) for part in (keys, values))
         place = slice(begin, begin + count * num_queries)
         q = queries[place].view(count, num_queries, heads, depth).transpose(1, 2)
-        if length <= SHORT and values.dtype == torch.bfloat16:
+        added = None if distances is None else distances[None, :, :num_queries, :length]
+        if length <= SHORT and values.dtype == torch.bfloat16 and added is None:
             mixed = _mix_short(q, k, v)
         else:
-            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
         context[place].view(count, num_queries, heads, depth).copy_(mixed.transpose(1, 2))
         at, begin = end, begin + count * num_queries
     return context.view(-1, heads * depth)

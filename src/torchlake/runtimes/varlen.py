@@ -1,13 +1,14 @@
-"""Concatenated rows: no padding, and nothing is computed that the classifier does not read.
+"""Concatenated rows: no padding, and nothing is computed that the head does not read.
 
-For BERT, RoBERTa, DistilBERT and similar models. On a CPU in fp32, with logits that differ from `eager`'s by rounding
-only. On a GPU in bf16, because the variable-length kernel of Flash Attention 2 (Dao 2023; `torch.nn.attention.varlen`)
-has no fp32: probabilities differ in the third decimal there.
+For BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and similar models. On a CPU in fp32, with logits that differ from
+`eager`'s by rounding only. On a GPU in bf16, because the variable-length kernel of Flash Attention 2 (Dao 2023;
+`torch.nn.attention.varlen`) has no fp32: probabilities differ in the third decimal there.
 """
 
 from pathlib import Path
 
 from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import UsageError
 from torchlake.runtimes import Forward, _encoder, _products, _ragged
 
 TOLERANCE = 1e-5
@@ -22,6 +23,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     import torch
 
     encoder = _encoder.read(folder, spec)
+    if device != "cpu" and encoder.distances is not None:
+        raise UsageError(f"The runtime 'varlen' computes {folder} on CPUs only: its attention adds numbers to scores.")
     if device != "cpu":
         encoder = encoder.to(device, torch.bfloat16)
     linear = _products.linear if device == "cpu" and _products.use_onednn() else _linear
