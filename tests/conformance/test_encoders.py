@@ -29,7 +29,8 @@ from torchlake.scoring.scorer import Scorer, prepare_runtime
 
 FOUND = Path(__file__).with_name("encoders.json")
 FAMILIES = (
-    "bert roberta xlm-roberta camembert distilbert electra mpnet modernbert nomic_bert deberta deberta-v2".split()
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "mpnet"),
+    *("modernbert", "nomic_bert", "deberta", "deberta-v2"),
 )
 RUNTIMES = ("eager", "varlen", "bf16", "int8", "onnx", "onnx_int8", "openvino", "openvino_int8")
 COSINES = {"bf16": 0.99, "int8": 0.98, "onnx_int8": 0.97, "openvino_int8": 0.97}
