@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from transformers import AutoModel
+import transformers
 
 import families
 import tiny
@@ -33,6 +33,7 @@ FAMILIES = (
     *("modernbert", "nomic_bert", "deberta", "deberta-v2"),
 )
 RUNTIMES = ("eager", "varlen", "bf16", "int8", "onnx", "onnx_int8", "openvino", "openvino_int8")
+SPECIAL = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 COSINES = {"bf16": 0.99, "int8": 0.98, "onnx_int8": 0.97, "openvino_int8": 0.97}
 "The lowest cosine to eager's vectors; exact runtimes: 1 - 1e-5."
 
@@ -40,10 +41,13 @@ COSINES = {"bf16": 0.99, "int8": 0.98, "onnx_int8": 0.97, "openvino_int8": 0.97}
 def build(folder: Path, family: str) -> Path:
     """An encoder of the family without a head, with random weights."""
     tokenizer = tiny.wordpiece_tokenizer()
-    config = families.config_of(family, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    known = transformers.CONFIG_MAPPING[family]().to_dict()
+    special = {name: tokenizer.sep_token_id for name in SPECIAL if name in known}
+    special["pad_token_id"] = tokenizer.pad_token_id
+    config = families.config_of(family, vocab_size=len(tokenizer), **special)
     with torch.random.fork_rng(), quiet():
         torch.manual_seed(0)
-        model = AutoModel.from_config(config)
+        model = transformers.AutoModel.from_config(config)
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.data.normal_(0.0, 0.1)
