@@ -81,7 +81,7 @@ def make_forward(
                     context = attend(queries, keys, values, rows, first=True)
                 x = _normalize(block.out(context, x), block.norm)
                 x = _normalize(block.feed_forward(x), block.last_norm)
-            read = x if encoder.pools is None else _pool(x, rows, encoder.pools)
+            read = x if encoder.pools is None else pool(x, rows, encoder.pools)
             outputs: np.ndarray = head(read).float().cpu().numpy()
         return outputs
 
@@ -93,7 +93,7 @@ def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
     return Linear(qkv.weight[:width], qkv.bias[:width]), Linear(qkv.weight[width:], qkv.bias[width:])
 
 
-def _pool(x: "torch.Tensor", rows: PackedRows, pools: Callable[..., "torch.Tensor"]) -> "torch.Tensor":
+def pool(x: "torch.Tensor", rows: PackedRows, pools: Callable[..., "torch.Tensor"]) -> "torch.Tensor":
     """Return (B, P) of states (T, H): rows of equal length together, which need no mask."""
     import torch
 
