@@ -112,10 +112,17 @@ import torchlake as tl
 
 Names are imported on first use. `Runtime` is a module-level function like a runtime's `load`. What the
 functions return: [Python results](python-results.md). What they raise: [exit codes](exit-codes.md). Functions that
-use a finished model, or read and check tables: [Python API: models and tables](python-models.md)."""
+use a finished model, or read and check tables: [Python API: models and tables](python-models.md). Models in other
+tools: [Python API: other tools](python-tools.md)."""
 
 PYTHON_MODELS = """\
 The functions of the [Python API](python.md) that use a finished model, or read and check tables."""
+
+PYTHON_TOOLS = """\
+The functions of the [Python API](python.md) that give a finished model to other tools: MLflow, Ray Data, Spark SQL,
+ONNX Runtime, OpenVINO, sentence-transformers."""
+
+OF_TOOLS = {"export", "log_model", "ray_stages", "spark_udf"}
 
 OF_MODELS = {
     "evaluate",
@@ -125,6 +132,7 @@ OF_MODELS = {
     "map",
     "optimize",
     "predict",
+    "rank",
     "ray_stages",
     "spark_udf",
     "verify",

@@ -311,18 +311,24 @@ def variables_read() -> Iterator[str]:
 def python_page() -> Iterator[str]:
     """The public functions: signatures and docstrings."""
     yield from ("# Python API", "", meanings.PYTHON)
-    yield from _functions(of_models=False)
+    yield from _functions(lambda name: name not in meanings.OF_MODELS)
 
 
 def python_models_page() -> Iterator[str]:
     """The same, of the functions that use a model or a function over tables."""
     yield from ("# Python API: models and tables", "", meanings.PYTHON_MODELS)
-    yield from _functions(of_models=True)
+    yield from _functions(lambda name: name in meanings.OF_MODELS - meanings.OF_TOOLS)
 
 
-def _functions(*, of_models: bool) -> Iterator[str]:
+def python_tools_page() -> Iterator[str]:
+    """The same, of the functions that give a model to other tools."""
+    yield from ("# Python API: other tools", "", meanings.PYTHON_TOOLS)
+    yield from _functions(lambda name: name in meanings.OF_TOOLS)
+
+
+def _functions(wanted: Callable[[str], bool]) -> Iterator[str]:
     for name in tl.__all__:
-        if inspect.isfunction(getattr(tl, name)) and (name in meanings.OF_MODELS) == of_models:
+        if inspect.isfunction(getattr(tl, name)) and wanted(name):
             yield from _entry(f"tl.{name}", getattr(tl, name))
 
 
@@ -445,6 +451,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "environment.md": environment_page,
     "python.md": python_page,
     "python-models.md": python_models_page,
+    "python-tools.md": python_tools_page,
     "python-classes.md": classes_page,
     "python-results.md": results_page,
 }

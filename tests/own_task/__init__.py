@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import nn
@@ -51,6 +52,34 @@ class TextAndNumbers(Task):
             return super().loss_sum(outputs, targets, spec, objective)
         scaled = (targets - spec.mean) / spec.deviation
         return nn.functional.huber_loss(outputs.float().squeeze(-1), scaled, reduction="sum")
+
+
+class Perceptron(nn.Module):
+    """Numbers to outputs, with a layer between them."""
+
+    def __init__(self, numbers: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(numbers, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.layers(numbers)
+
+
+class OnlyNumbers(Task):
+    """Classes from columns of numbers: no text, no tokenizer, no base model."""
+
+    inputs = {"numbers": NUMBER}
+
+    def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
+        return {"numbers": pa.list_(pa.float32(), len(as_columns(spec.inputs["numbers"])))}
+
+    def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
+        numbers = inputs["numbers"]
+        one, none = np.ones(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.int64)
+        return Features(arrays={"numbers": numbers}, lengths=one, cut=none)
+
+    def build(self, folder: Path | None, spec: TaskSpec, *, weights: bool) -> nn.Module:
+        return Perceptron(len(as_columns(spec.inputs["numbers"])), len(spec.labels))
 
 
 class LosesRow(TextAndNumbers):

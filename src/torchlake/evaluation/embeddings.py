@@ -16,12 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from torchlake.config.task_spec import as_columns
 from torchlake.errors import DataError, UsageError
 from torchlake.metrics import Metric, bootstrapped
 from torchlake.tables.output.failures import count_reasons
 from torchlake.tables.output.spool import spooled
 from torchlake.tables.record import committed_files
 from torchlake.tables.sources.frames import is_frame, to_arrow
+from torchlake.tables.table import missing_column
 from torchlake.tasks import _contrastive
 
 PREFIX = "predicted_"
@@ -40,6 +42,7 @@ def measure_pairs(
     Scores each text of a stored table into `folder`. Raises UsageError without `text_pair`, DataError for a table
     without a usable row or with labels that are no numbers, and as `predict`.
     """
+    text_pair = tuple(text_pair) if isinstance(text_pair, list) else text_pair
     if text_pair is None:
         raise UsageError(
             "Embeddings are measured on pairs of texts that belong together: name the column of the second text with "
@@ -48,7 +51,11 @@ def measure_pairs(
     keep = [] if label is None else [label]
     if is_frame(table):
         frame = to_arrow(table)
-        scored = [predict(frame, text=column) for column in (text, text_pair)]
+        for name in (*as_columns(text), *as_columns(text_pair), *keep):
+            if name not in frame.column_names:
+                raise missing_column("the frame", name, frame.schema)
+        scored = [predict(frame.select(as_columns(column)), text=column) for column in (text, text_pair)]
+        scored = [each.append_column(name, frame[name]) for each in scored for name in keep] if keep else scored
     else:
         scored = []
         with spooled(table, folder) as stored:

@@ -163,6 +163,11 @@ def _nearest(folder: Path) -> str:
     return f" Did you mean {str(missing.parent / close[0])!r}?" if close else ""
 
 
+def base_folder(base: str | None) -> Path | None:
+    """Return the folder of a job's base model; None if it has none. Raises as `model_folder`."""
+    return None if base is None else model_folder(base)
+
+
 def model_hash(folder: str | Path) -> str:
     """Return the sha256 over all that affects predictions: weights, configuration, tokenizer, task."""
     return _hash_files(model_folder(folder), DECIDING_FILES)

@@ -121,8 +121,8 @@ def optimize(
     """
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
         raise UsageError("max_drop and min_agreement are shares from 0 to 1, and rows is 1 or more.")
-    columns, task = {name: options.pop(name, None) for name in ("text_pair", "inputs")}, options.pop("task", None)
-    read = read_options(options)
+    others = {"text_pair": options.pop("text_pair", None), "inputs": options.pop("inputs", None)}
+    task, read = options.pop("task", None), read_options(options)
     if is_frame(sample):
         read.refuse_for_frames()
     try:
@@ -131,7 +131,7 @@ def optimize(
         raise UsageError(f"budget: {error}") from None
     runs_on = as_engine(engine) or Local()
     folder = _own_folder(model)
-    spec = with_columns(known_spec(folder, task), text=text, **columns)
+    spec = with_columns(known_spec(folder, task), text=text, **others)
     _check_comparable(folder, plugins.load("tasks", spec.task))
     others = _sorted_by_effort(plugins.names("runtimes") if runtimes is None else runtimes)
     drawn = draw_sample(sample, spec, label=label, rows=rows, options=read)

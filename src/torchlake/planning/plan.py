@@ -26,7 +26,7 @@ from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
-from torchlake.models.load import model_folder
+from torchlake.models.folders import base_folder
 from torchlake.optim.optimizers import moment_bytes
 from torchlake.planning import workload
 from torchlake.planning.cluster import describe_cluster, device, size
@@ -160,7 +160,7 @@ def plan(
         wanted = load_job(job, overrides, **stored)
         for path, frame in frames.items():
             streams.store(frame, path)
-        base = model_folder(wanted.model.base)
+        base = base_folder(wanted.model.base)
         table = survey_table(wanted, base, sample_rows)
     ranks = processes or process_bounds(wanted.engine.processes or 1)[1]
     gpu, memory = device(limit, ranks)
@@ -219,7 +219,7 @@ class _Context:
         return HEADROOM * self.memory
 
 
-def _case(job: Job, base: Path, table: TableSurvey, *, gpu: bool) -> Workload:
+def _case(job: Job, base: Path | None, table: TableSurvey, *, gpu: bool) -> Workload:
     train, examples = job.train, _examples(job, table)
     lengths = table.lengths if table.blocks is None else table.blocks
     shape, parameters = survey_model(job, base, table.spec)

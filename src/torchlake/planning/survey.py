@@ -71,7 +71,7 @@ class TableSurvey:
         return self.sampled == self.rows
 
 
-def survey_table(job: Job, base: Path, rows: int) -> TableSurvey:
+def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
     """Tokenize at most `rows` rows of `job.data.train` with the tokenizer of the model folder `base`.
 
     Raises TableError for a missing column, UsageError for conversations that the tokenizer cannot render, DataError for
@@ -134,7 +134,7 @@ def _block_lengths(tokens: Ragged, spec: TaskSpec) -> np.ndarray:
     return blocks.lengths_of(np.arange(len(blocks)))
 
 
-def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameters]:
+def survey_model(job: Job, base: Path | None, spec: TaskSpec) -> tuple[Shape, Parameters]:
     """Return the shape and parameter counts of the model that training would make of `base` and `job.model.lora`.
 
     Raises DataError if the architecture has no head for the task or no repeated layers, and the errors of `build` of a
@@ -142,7 +142,8 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
     """
     from torch import nn
 
-    check_folder(base, weights=False)
+    if base is not None:
+        check_folder(base, weights=False)
     model, config, per_token = _empty_model(base, spec)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
@@ -161,7 +162,7 @@ def survey_model(job: Job, base: Path, spec: TaskSpec) -> tuple[Shape, Parameter
     return shape, _with_frozen(parameters, model, layers, times / len(layers))
 
 
-def _empty_model(base: Path, spec: TaskSpec) -> "tuple[nn.Module, Any, bool]":
+def _empty_model(base: Path | None, spec: TaskSpec) -> "tuple[nn.Module, Any, bool]":
     """Return the model on the meta device, its configuration, and whether it has outputs for each token."""
     import torch
     import transformers
@@ -178,6 +179,7 @@ def _empty_model(base: Path, spec: TaskSpec) -> "tuple[nn.Module, Any, bool]":
             )
         config.num_labels = max(1, len(spec.labels))
         return module, config, False
+    assert base is not None, "checked by draft_spec"
     config = load_config(base)
     auto: Any = getattr(transformers, task.auto_class)
     if type(config) not in auto._model_mapping:

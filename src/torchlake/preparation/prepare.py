@@ -54,8 +54,8 @@ STEP_TIMEOUT_S = 600.0
 class PrepareSettings:
     """The settings of a worker; plain values."""
 
-    tokenizer: str
-    "The folder that holds the tokenizer."
+    tokenizer: str | None
+    "The folder that holds the tokenizer; None: the job has no base model."
     spec: TaskSpec
     bad_rows: Literal["error", "drop"]
     staging: str
@@ -66,7 +66,7 @@ def prepare(
     table: StoredTable,
     output: Path,
     *,
-    tokenizer: Path,
+    tokenizer: Path | None,
     spec: TaskSpec,
     engine: Engine,
     bad_rows: Literal["error", "drop"] = "error",
@@ -94,7 +94,7 @@ def prepare(
     plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output), spread=engine.spread)
     fingerprint = {
         "format": 1,
-        "tokenizer": folders.tokenizer_hash(tokenizer),
+        "tokenizer": None if tokenizer is None else folders.tokenizer_hash(tokenizer),
         "spec": atomic_io.fingerprint(spec_to_json(spec)),
         "bad_rows": bad_rows,
     }
@@ -111,7 +111,11 @@ def prepare(
             assert out.record is not None
             return out.record
         settings = PrepareSettings(
-            tokenizer=str(tokenizer), spec=spec, bad_rows=bad_rows, staging=str(out.staging), parts=out.parts
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            spec=spec,
+            bad_rows=bad_rows,
+            staging=str(out.staging),
+            parts=out.parts,
         )
         parts = list(out.done)
         items = [(chunk, part_name(out.plan, chunk, fingerprint)) for chunk in out.pending]
@@ -151,9 +155,10 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     """Load the tokenizer once; the worker then writes a part of token Parquet for each (chunk, part name) pair."""
     spec = settings.spec
     task = plugins.load("tasks", spec.task)
-    processor = task.load_processor(Path(settings.tokenizer), spec, scoring=False)
+    folder = None if settings.tokenizer is None else Path(settings.tokenizer)
+    processor = task.load_processor(folder, spec, scoring=False)
     reader = ChunkReader(spec.columns)
-    schema, embeddings = token_schema(spec), load.embeddings(Path(settings.tokenizer))
+    schema, embeddings = token_schema(spec), None if folder is None else load.embeddings(folder)
 
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
         """The columns, all but `row_id`, of some of the chunk's rows."""
@@ -234,12 +239,13 @@ def _refuse_unknown_tokens(chunk: Chunk, tokens: Ragged, embeddings: int | None,
         )
 
 
-def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source: str, tokenizer: Path) -> None:
+def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source: str, tokenizer: Path | None) -> None:
     """Raise TableError for columns that are not the task's inputs, UsageError for conversations without a template."""
     if not task.generates or task.inputs["text"] != PROMPT:
         check_columns(schema, task.inputs, spec, source)
         return
     assert isinstance(spec.text, str), "a prompt is one column"
+    assert tokenizer is not None, "the tasks that read prompts start from a model"
     chat = check_prompts(schema, spec.text, source, task, tokenizer)
     if spec.problem == "next_answer_token":
         check_answers(task, tokenizer, source, spec.text, chat=chat)

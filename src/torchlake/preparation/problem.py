@@ -31,7 +31,9 @@ from torchlake.tasks import PAIR, PROMPT
 log = logging.getLogger(__name__)
 
 
-def find_task_spec(job: Job, base: Path, folder: Path, *, trained: bool, spread: Spread = in_process) -> TaskSpec:
+def find_task_spec(
+    job: Job, base: Path | None, folder: Path, *, trained: bool, spread: Spread = in_process
+) -> TaskSpec:
     """The model's task: derived from the label column, if the task has one, then stored in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and trained:
@@ -78,6 +80,8 @@ def draft_spec(job: Job) -> TaskSpec:
         raise ConfigError(f"{name}: {task.name} {reasons[name]}; leave it out")
     if task.inputs.get("text") == PROMPT and not isinstance(data.text, str):
         raise ConfigError(f"data.text: {task.name} reads one column; name one")
+    if job.model.base is None and task.needs_base:
+        raise ConfigError(f"model.base: {task.name} starts from a model; name its folder, or a name on the Hub")
     others = [name for name in task.inputs if name not in ("text", PAIR)]
     unknown = [name for name in data.inputs if name not in others]
     if unknown:
@@ -106,14 +110,14 @@ def complete_spec(drafted: TaskSpec, found: LabelColumn | None, *, max_length: i
     return replace(drafted, max_length=max_length, problem=found.problem, labels=found.labels)
 
 
-def _scale(found: LabelColumn | None, base: Path) -> dict[str, Any]:
+def _scale(found: LabelColumn | None, base: Path | None) -> dict[str, Any]:
     """The mean and deviation by which a regression standardizes its targets.
 
     Those of the base if it predicts numbers of a similar scale: its head is then kept.
     """
     if found is None or found.mean is None or found.deviation is None:
         return {}
-    trained = head_spec(base)
+    trained = None if base is None else head_spec(base)
     if trained is not None and trained.mean is not None and trained.deviation is not None:
         near = abs(found.mean - trained.mean) <= trained.deviation
         if near and trained.deviation / 2 <= found.deviation <= trained.deviation * 2:

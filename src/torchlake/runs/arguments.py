@@ -70,7 +70,7 @@ class LoraSection(TypedDict, total=False):
 class ModelSection(TypedDict, total=False):
     """The section `model`."""
 
-    base: str | Path
+    base: str | Path | None
     task: str
     max_length: int | None
     attention: Literal["auto", "sdpa", "flash", "flex", "eager"]

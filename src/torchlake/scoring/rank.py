@@ -19,13 +19,13 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.chunk_jobs.job import Job, open_input, plan_input, run_job
-from torchlake.chunk_jobs.options import OutputOptions
+from torchlake.chunk_jobs.options import output_options
 from torchlake.config.task_spec import TaskSpec, label_name
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, UsageError
 from torchlake.models import folders
-from torchlake.scoring.options import PredictOptions, known_spec
+from torchlake.scoring.options import PredictOptions, known_spec, refuse_collisions
 from torchlake.scoring.predict import Scored, predict
 from torchlake.scoring.rows import Runtime
 from torchlake.tables.arrays import from_numpy
@@ -67,17 +67,18 @@ def rank(
 
         tl.rank("runs/reranker/model", "candidates.parquet", "ranked", query="query", document="passage", key="id")
 
-    `query` and `document` are columns of texts (default: the first and the second text of the training pairs). The
-    output has the key (or `row_id`), the query, `columns`, `score` and `rank`: 1 for the query's document with the
-    highest score; equal scores are in the order of the table. The score of a regression is its number, that of two
-    classes the probability of the class `relevant` (default: the second one in order: 1, "true"). Rows with an `error`
-    have neither. A frame comes back with `score` and `rank` added; a stored table is written into the folder or URL
-    `output`, and its scores into the folder `output` + ".scores". The other options are those of `predict`.
+    `query` and `document` are columns of texts (default: those of the training pairs). The output has the key (or
+    `row_id`), the query, `columns`, `score` and `rank`: 1 for the query's best document; equal scores are in the order
+    of the table. The score of a regression is its number, that of two classes the probability of the class `relevant`
+    (default: the second one: 1, "true"). Rows with an `error` have neither. A frame comes back with `score` and `rank`
+    added; a stored table is written into `output`, its scores into `output` + ".scores". The other options are those of
+    `predict`.
 
     Raises UsageError for a model that does not score pairs, and as `predict`.
     """
-    task = options.get("task")
-    spec = known_spec(folders.model_folder(model), task)
+    if options.get("prefix"):
+        raise UsageError("rank has no prefix: its columns are score and rank.")
+    spec = known_spec(folders.model_folder(model), options.get("task"))
     score = _score_column(spec, relevant, str(model))
     spread: dict[str, Any] = {**options, "all_probabilities": True, "text_pair": document or spec.text_pair}
     query = query or (spec.text if isinstance(spec.text, str) else None)
@@ -87,14 +88,16 @@ def rank(
     if engine_of(table) is not None:
         raise UsageError("rank takes stored tables and frames in memory: save the frame as Parquet first.")
     if is_frame(table) and output is None:
-        return _rank_frame(table, scoring, query, score, str(options.get("prefix", "")))
+        return _rank_frame(table, scoring, query, score)
     if output is None:
         raise UsageError("rank: a stored table needs an output: rank(model, table, output).")
     if options.get("format", "parquet") != "parquet" or options.get("mode", "create") != "create":
         raise UsageError("rank writes a Parquet folder; append its rows to a table with a query engine.")
     scores = str(output).rstrip("/") + SCORES
     scored: Scored = scoring(table, scores, key=key, columns=list(dict.fromkeys([query, *columns])))
-    return _rank_scores(scored, output, query, f"{options.get('prefix', '')}{score}", [query, *columns], key)
+    return _rank_scores(
+        scored, output, [query, *columns], query=query, score=score, key=key, overwrite=bool(options.get("overwrite"))
+    )
 
 
 def _score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
@@ -134,24 +137,32 @@ def _scores(column: pa.ChunkedArray) -> np.ndarray:
     return np.asarray(column.to_numpy(), dtype=np.float32)
 
 
-def _rank_frame(frame: Any, scoring: Any, query: str, score: str, prefix: str) -> Any:
+def _rank_frame(frame: Any, scoring: Any, query: str, score: str) -> Any:
     """Return the frame with `score` and `rank`."""
     table = to_arrow(frame)
+    refuse_collisions([*table.column_names, SCORE, RANK], [SCORE, RANK])
     scored = scoring(table)
-    numbers = _scores(scored[prefix + score])
-    ranks = ranks_of(scored[query], numbers)
-    made = table.append_column(prefix + SCORE, scored[prefix + score])
-    made = made.append_column(prefix + RANK, from_numpy(ranks, null=ranks == 0))
+    ranks = ranks_of(scored[query], _scores(scored[score]))
+    made = table.append_column(SCORE, scored[score])
+    made = made.append_column(RANK, from_numpy(ranks, null=ranks == 0))
     for name in WRITTEN:
         made = made.append_column(name, scored[name])
     return to_original_frame(frame, made)
 
 
 def _rank_scores(
-    scored: Scored, output: str | Path, query: str, score: str, columns: Sequence[str], key: str | None
+    scored: Scored,
+    output: str | Path,
+    columns: Sequence[str],
+    *,
+    query: str,
+    score: str,
+    key: str | None,
+    overwrite: bool,
 ) -> Scored:
     """Write the scored rows with their ranks; returns the outcome of the whole."""
-    began, options = time.perf_counter(), OutputOptions()
+    # The rows were scored within the limit of errors.
+    began, options = time.perf_counter(), output_options({"overwrite": overwrite, "max_error_rate": 1.0})
     place = output_of(output, options.sink)
     names = list(dict.fromkeys(["row_id" if key is None else key, *columns, score, *WRITTEN]))
     source = open_input(str(scored.path), place, names, options, Local().spread)
@@ -168,12 +179,12 @@ def _rank_scores(
         fingerprint={"format": 1, "job": "rank", "query": query, "score": score, "columns": names},
         key=None,
         environment={},
-        options=OutputOptions(max_error_rate=1.0),  # the rows were scored within the limit
+        options=options,
         spread=Local().spread,
     )
 
     def start(out: Write, items: list[tuple[Chunk, str]]) -> Generator[RankedChunk, None, None]:
-        return _write(out, items, list(plan.chunks), names, query, score, schema)
+        return _write(out, items, names, query=query, score=score, schema=schema)
 
     def provenance(made: list[RankedChunk], rows: int, seconds: float) -> dict[str, Any]:
         return {"scores": str(scored.path), "rows_ranked": rows, "seconds": round(seconds, 3)}
@@ -187,13 +198,14 @@ def _rank_scores(
 def _write(
     out: Write,
     items: Sequence[tuple[Chunk, str]],
-    chunks: Sequence[Chunk],
     names: Sequence[str],
+    *,
     query: str,
     score: str,
     schema: pa.Schema,
 ) -> Generator[RankedChunk, None, None]:
     """Rank all rows, then write the pending chunks, in this process."""
+    chunks = out.plan.chunks
     tables = list(_read(chunks, (query, score)))
     if not tables:
         return

@@ -38,7 +38,7 @@ from torchlake.errors import TaskError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
 from torchlake.models import load, write
-from torchlake.models.tokenizer import TOKEN_TYPES
+from torchlake.models.tokenizer import MAX_LENGTH, TOKEN_TYPES
 from torchlake.tasks import _classes, _inputs, _label_column, _labels, _tokens
 from torchlake.tasks._inputs import ANY, NUMBER, PAIR, PROMPT, TEXT, Inputs
 
@@ -127,15 +127,20 @@ class Task:
 
     # Columns to features.
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer."""
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
+        """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer.
+
+        `folder` is None in the training of a job without a base model; without texts there is no tokenizer either.
+        """
+        if folder is None or not spec.text:
+            return None
         if spec.text_pair is not None:
             return load.load_pair_tokenizer(folder)
         return load.load_text_tokenizer(folder) if scoring else load.load_tokenizer(folder)
 
-    def max_length(self, base: Path, requested: int | None) -> int:
+    def max_length(self, base: Path | None, requested: int | None) -> int:
         """Return the maximum tokens of a row, if `requested` is the job's `model.max_length`."""
-        return load.max_length(base, requested)
+        return load.max_length(base, requested) if base is not None else requested or MAX_LENGTH
 
     def count_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
@@ -153,7 +158,7 @@ class Task:
         """Return what a whole label column holds."""
         return self.decide_labels([self.count_labels(arrays, problem, drop_bad=drop_bad)], problem)
 
-    def complete(self, spec: TaskSpec, base: Path) -> TaskSpec:
+    def complete(self, spec: TaskSpec, base: Path | None) -> TaskSpec:
         """Return a job's task with what the base model says. Raises ConfigError for a job that it cannot learn."""
         return spec
 
@@ -225,19 +230,20 @@ class Task:
 
     # The model.
 
-    def build(self, folder: Path, spec: TaskSpec, *, weights: bool) -> "nn.Module":
+    def build(self, folder: Path | None, spec: TaskSpec, *, weights: bool) -> "nn.Module":
         """Return the task's own module, in fp32; only for tasks without an `auto_class`.
 
-        `folder` is the base model, whose weights are read if `weights`, or a trained model folder, whose weights are
-        loaded into the module afterwards: `load_encoder` knows both.
+        `folder` is the base model, whose weights are read if `weights` (None: the job has none), or a trained model
+        folder, whose weights are loaded into the module afterwards: `load_encoder` knows both.
         """
         raise TaskError(f"the task {self.name!r} has neither an auto_class nor a method build")
 
-    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from; `empty`: on the meta device, without weights."""
         from torchlake.tasks import _pretrained
 
         if self.auto_class:
+            assert base is not None, "checked by draft_spec"
             return _pretrained.base_model(base, spec, self.auto_class, empty=empty)
         return _pretrained.own_model(self, base, spec, empty=empty)
 
@@ -331,6 +337,11 @@ class Task:
         answers = self.read_answers(scored, spec)
         targets = from_arrow(self.encode_labels(labels, spec))
         return self.metrics(answers, self.collate_targets(as_matrix(targets), np.arange(len(labels)), spec), spec)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a job has to name a base model."""
+        return bool(self.auto_class)
 
     @property
     def measures_classes(self) -> bool:

@@ -148,12 +148,13 @@ def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
         initialize(module)
 
 
-def own_model(task: Any, base: str | Path, spec: TaskSpec, *, empty: bool) -> "torch.nn.Module":
-    """Return the module that a task builds on the model folder `base`; `empty`: on the meta device."""
+def own_model(task: Any, base: str | Path | None, spec: TaskSpec, *, empty: bool) -> "torch.nn.Module":
+    """Return the module that a task builds on the model folder `base`, or on none; `empty`: on the meta device."""
     import torch
 
-    folder = model_folder(base)
-    check_folder(folder)
+    folder = None if base is None else model_folder(base)
+    if folder is not None:
+        check_folder(folder)
     with torch.device("meta" if empty else "cpu"):
         return _built(task, folder, spec, weights=not empty)
 
@@ -208,7 +209,7 @@ def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
     return made
 
 
-def _built(task: Any, folder: Path, spec: TaskSpec, *, weights: bool) -> "torch.nn.Module":
+def _built(task: Any, folder: Path | None, spec: TaskSpec, *, weights: bool) -> "torch.nn.Module":
     import torch
 
     module = task.build(folder, spec, weights=weights)

@@ -74,17 +74,25 @@ class FeatureExtraction(Task):
     default_metric = {"feature_extraction": "mrr_at_10", "regression": "spearman"}
     directions: ClassVar = {"loss": "lower", **dict.fromkeys((*SEARCH_METRICS, "spearman", "pearson"), "higher")}
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> TextReader:
+    @property
+    def needs_base(self) -> bool:
+        """Whether a job has to name a base model: the encoder."""
+        return True
+
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> TextReader:
         """Return the tokenizer with the folder's prompt."""
+        assert folder is not None, "it needs a base"
         tokenizer = load.load_text_tokenizer(folder) if scoring else load.load_tokenizer(folder)
         return TextReader(tokenizer, read_embedding(folder), folder)
 
-    def max_length(self, base: Path, requested: int | None) -> int:
+    def max_length(self, base: Path | None, requested: int | None) -> int:
         """Return the maximum tokens of a text: those of the base model, unless `requested`."""
+        assert base is not None, "it needs a base"
         return load.load_spec(base, self.name).max_length if requested is None else load.max_length(base, requested)
 
-    def complete(self, spec: TaskSpec, base: Path) -> TaskSpec:
+    def complete(self, spec: TaskSpec, base: Path | None) -> TaskSpec:
         """Return the job's spec with the dimensions of the vectors. Raises ConfigError for a job without pairs."""
+        assert base is not None, "it needs a base"
         if spec.text_pair is None:
             raise ConfigError(
                 f"data.text_pair: {self.name} learns from pairs of texts that belong together; name the column of the "
@@ -146,8 +154,9 @@ class FeatureExtraction(Task):
             batch[name], batch[masks[name]] = pad(array, rows, processor.pad_token_id)
         return batch
 
-    def build(self, folder: Path, spec: TaskSpec, *, weights: bool) -> "nn.Module":
+    def build(self, folder: Path | None, spec: TaskSpec, *, weights: bool) -> "nn.Module":
         """Return the encoder with pooling."""
+        assert folder is not None, "it needs a base"
         import torch
 
         from torchlake.tasks._embedder import Embedder, Vectors

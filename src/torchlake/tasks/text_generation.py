@@ -114,8 +114,9 @@ class TextGeneration(Task):
     render_chats = staticmethod(render_chats)
     marks_answers = staticmethod(marks_answers)
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return the tokenizer with all of transformers, which decodes and renders templates."""
+        assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec, *, chat: bool = False) -> Features:

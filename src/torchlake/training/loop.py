@@ -103,7 +103,7 @@ def _run(
         writer.finish()
     metrics = progress.best["metrics"] if progress.best else {LOSS: progress.loss}
     card = {
-        "base": settings.job.model.base,
+        **({} if settings.job.model.base is None else {"base": settings.job.model.base}),
         "data": str(settings.job.data.train),
         "metrics": metrics,
         "steps": progress.step,

@@ -23,7 +23,7 @@ from torchlake.checkpoints.async_writer import CheckpointWriter
 from torchlake.checkpoints.location import CheckpointStore
 from torchlake.errors import LeaseLost
 from torchlake.metrics import lower_is_better
-from torchlake.models.load import model_folder
+from torchlake.models.folders import base_folder
 from torchlake.optim import averages
 from torchlake.runs import metrics_log
 from torchlake.tables.output import lease
@@ -128,7 +128,7 @@ def _initial_model(settings: RankSettings) -> Any:
     with torch.random.fork_rng([]):
         torch.manual_seed(settings.job.train.seed)
         task = plugins.load("tasks", settings.spec.task)
-        return task.base_model(model_folder(settings.job.model.base), settings.spec)
+        return task.base_model(base_folder(settings.job.model.base), settings.spec)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, process_bounds
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.models.config import load_config, tensor_parallel_refusal
-from torchlake.models.load import check_folder, model_folder
+from torchlake.models.folders import base_folder
+from torchlake.models.load import check_folder
 from torchlake.optim import optimizers
 from torchlake.preparation import summary
 from torchlake.preparation.prepare import prepare
@@ -155,7 +156,7 @@ def train(
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
         _check_columns(wanted, folder, engine, trained=trained)
-        base = model_folder(wanted.model.base)
+        base = base_folder(wanted.model.base)
         _check_tensor_parallel(wanted, base, processes)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)
         metric = choose_metric(wanted, spec)
@@ -259,7 +260,7 @@ def choose_strategy(job: Job, processes: int) -> str:
     return name
 
 
-def _check_tensor_parallel(job: Job, base: Path, processes: ProcessRange) -> None:
+def _check_tensor_parallel(job: Job, base: Path | None, processes: ProcessRange) -> None:
     """Raise UsageError if layers are to be split over ranks and the job or the model does not allow it."""
     number, strategy = job.train.fsdp.tensor_parallel, job.train.strategy
     if number == 1:
@@ -273,6 +274,8 @@ def _check_tensor_parallel(job: Job, base: Path, processes: ProcessRange) -> Non
     for option, used in {"model.lora": job.model.lora is not None, "train.compile": job.train.compile}.items():
         if used:
             raise UsageError(f"{name} does not go with {option}: leave one of them out.")
+    if base is None:
+        raise UsageError(f"{name} splits the layers of a transformers model; model.base is null.")
     check_folder(base)
     reason = tensor_parallel_refusal(load_config(base), number)
     if reason is not None:
@@ -317,7 +320,7 @@ def _check_columns(job: Job, folder: Path, engine: Engine, *, trained: bool) -> 
             raise type(error)(f"data.{name}: {error}{kept if trained else ''}") from error
 
 
-def _prepare(job: Job, base: Path, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
+def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
     """Tokenize the training table and the validation table, if any; returns the folders of token Parquet."""
     folders = []
     for name, table in run_folder.stored_tables(job).items():

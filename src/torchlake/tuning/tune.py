@@ -26,7 +26,7 @@ from torchlake.engines import Engine
 from torchlake.errors import ConfigError, Diverged, FingerprintError, RankFailed, StopAsked, TorchlakeError, UsageError
 from torchlake.failpoints import failpoint
 from torchlake.metrics import lower_is_better
-from torchlake.models.load import model_folder
+from torchlake.models.folders import base_folder
 from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
 from torchlake.runs.folder import (
@@ -133,7 +133,7 @@ def tune(
     with _tuning_lease(folder) as mine:
         spread = job_engine(wanted, engine).spread
         wanted = _claim(folder, wanted, searched, seed, spread)
-        base, trained = model_folder(wanted.model.base), is_trained(folder, wanted)
+        base, trained = base_folder(wanted.model.base), is_trained(folder, wanted)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=spread)
         metric = choose_metric(wanted, spec)
         minimize = lower_is_better(metric, plugins.load("tasks", spec.task).directions)

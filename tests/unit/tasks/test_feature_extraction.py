@@ -19,7 +19,7 @@ import torchlake as tl
 from misbehaving import tilted
 from torchlake import plugins
 from torchlake.config import embedding
-from torchlake.errors import ConfigError, DataError, UsageError
+from torchlake.errors import DataError, UsageError
 from torchlake.models import folders
 from torchlake.models.load import load_spec
 from torchlake.scoring.rows import ScoringSettings
@@ -203,15 +203,6 @@ def test_options_and_tasks_that_do_not_fit_are_refused(encoder: Path, tmp_path: 
         tl.predict(encoder, table, task="text_generation")
     with pytest.raises(UsageError, match="feature_extraction"):
         tl.predict(encoder, table, task="feature_extractoin")
-
-
-def test_training_is_refused_before_a_row_is_read(encoder: Path, tmp_path: Path) -> None:
-    pq.write_table(tiny.reviews(20), tmp_path / "reviews.parquet")
-    job = tl.Job(
-        data={"train": str(tmp_path / "reviews.parquet")}, model={"base": str(encoder), "task": "feature_extraction"}
-    )
-    with pytest.raises(ConfigError, match="feature_extraction cannot be trained"):
-        tl.train(job, run=tmp_path / "run")
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,23 @@ def test_plan_counts_its_module(tmp_path: Path, tiny_bert: Path, trained: Path) 
     assert planned.choice is not None
 
 
+def test_a_module_without_a_base_model(tmp_path: Path) -> None:
+    task, table = own_task.OnlyNumbers(), CASE.table(96)
+    sections = CASE.sections(tmp_path, tmp_path, max_steps=60, epochs=10, learning_rate=3e-2)
+    sections["model"] = {"base": None}
+    sections["data"] = {name: each for name, each in sections["data"].items() if name != "text"}
+    runs.succeed(tmp_path / "run", sections, task=task)
+    model = tmp_path / "run" / "model"
+    assert "base_model" not in (model / "README.md").read_text()
+    assert float(tl.evaluate(model, table, task=task).metrics["accuracy"]) > 0.9
+    pq.write_table(table, tmp_path / "in.parquet")
+    tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", task=task, key="id")
+    assert pq.read_table(tmp_path / "out")["error"].null_count == 96
+    sections["model"] = {"base": None, "task": "text_classification"}
+    with pytest.raises(ConfigError, match="model.base: text_classification starts from a model; name its folder"):
+        tl.train(run=tmp_path / "other", engine=runs.Inline(), data=sections["data"], model=sections["model"])
+
+
 def test_the_columns_of_its_inputs_may_have_other_names(trained: Path) -> None:
     table = CASE.table(20)
     renamed = table.rename_columns({"text": "body", "stars": "points"})

@@ -27,8 +27,9 @@ class ModelConfig(BaseModel):
 
     model_config = STRICT
 
-    base: Name
-    """Model folder, or a name on the Hugging Face Hub; `name@revision` for a branch, tag or commit."""
+    base: Name | None
+    """Model folder, or a name on the Hugging Face Hub; `name@revision` for a branch, tag or commit. null: none, for a
+    task of your own whose module needs none."""
     task: TaskName = "text_classification"
     """What the model predicts; a file in torchlake/tasks."""
     max_length: Int | None = Field(default=None, ge=2)

@@ -27,7 +27,8 @@ from torchlake.data.features import Features, take
 from torchlake.distributed import Group
 from torchlake.errors import UsageError, ran_out_of_memory
 from torchlake.models import probes
-from torchlake.models.load import TaskSpec, layers, model_folder
+from torchlake.models.folders import base_folder
+from torchlake.models.load import TaskSpec, layers
 from torchlake.optim.optimizers import make_optimizer, trainable_names
 from torchlake.optim.parameters import freeze, layer_scales
 from torchlake.optim.precision import find_precision
@@ -52,7 +53,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
     loads = group.rank == 0 or not strategy.receives(job.train, group)
     base, model = _build(job, spec, task, empty=not loads)
-    processor = task.load_processor(model_folder(job.model.base), spec, scoring=False)
+    processor = task.load_processor(base_folder(job.model.base), spec, scoring=False)
     made = probes.features(task, processor, spec) or _first_rows(training)
     traits = None
     if group.rank == 0:
@@ -117,7 +118,7 @@ def _first_rows(training: Rows) -> Features:
 def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool) -> tuple[Any, nn.Module]:
     """The base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
     torch.manual_seed(job.train.seed)
-    base = task.base_model(model_folder(job.model.base), spec, empty=empty)
+    base = task.base_model(base_folder(job.model.base), spec, empty=empty)
     freeze(base, job.model.freeze)
     if job.model.lora is None:
         return base, base
