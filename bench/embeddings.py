@@ -146,7 +146,7 @@ def result_of(row: Row, reference: Row) -> dict[str, Any]:
 
 
 def main() -> None:
-    options_parser = parser(__doc__, shares=6, rounds=2)
+    options_parser = parser(__doc__, shares=8, rounds=2)
     options_parser.add_argument("--prepare", action="store_true", help="make environments and exports, measure nothing")
     options_parser.add_argument("--only", nargs="*", default=[], help="contenders whose name has one of these words")
     options = options_parser.parse_args()
