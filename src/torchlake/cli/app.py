@@ -169,6 +169,7 @@ def predict(
     key: o.Key = None,
     columns: o.Columns = None,
     all_probabilities: o.AllProbabilities = False,
+    embedding: o.Embedding = None,
     prefix: o.Prefix = None,
     max_error_rate: o.MaxErrorRate = None,
     overwrite: o.Overwrite = False,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchlake.engines import Engine
     from torchlake.exporting.export import Format
     from torchlake.scoring.predict import Scored
-    from torchlake.tasks._embedder_folder import Pooling
+    from torchlake.exporting.sentence_transformers import Pooling
     from torchlake.training.folds import Folds
 
 log = logging.getLogger(__name__)

@@ -212,6 +212,12 @@ Columns = Annotated[
 AllProbabilities = Annotated[
     bool, _output("--all-probabilities", None, "Add a column with the probability of each class.")
 ]
+Embedding = Annotated[
+    str | None,
+    _output(
+        "--embedding", "float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."
+    ),
+]
 Prefix = Annotated[str | None, _output("--prefix", "TEXT", "Prefix for the names of prediction columns.")]
 MaxErrorRate = Annotated[
     float | None,

@@ -47,6 +47,8 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "bert": _BERT,
     "camembert": {**_BERT, "pad_token_id": 1},
     "distilbert": {**_BERT, "num_hidden_layers": 6},
+    "electra": {**_BERT, "hidden_size": 256, "num_attention_heads": 4, "embedding_size": 128},
+    "mpnet": {**_BERT, "vocab_size": 30527, "pad_token_id": 1},
     "roberta": {**_BERT, "vocab_size": 50265, "pad_token_id": 1},
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
 }

@@ -20,7 +20,7 @@ from torchlake.errors import UsageError
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, generation_options
-from torchlake.models.load import load_spec
+from torchlake.models.load import EMBEDS, load_spec
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.rows import (
     Runtime,
@@ -35,6 +35,9 @@ from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tasks import PROMPT
 from torchlake.tasks._inputs import check_columns
 
+FORMS = ("float32", "int8", "binary")
+"Of vectors."
+
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +48,7 @@ class PredictOptions(JobArguments, total=False):
     text_pair: str | Sequence[str]
     inputs: Mapping[str, str | Sequence[str]]
     all_probabilities: bool
+    embedding: Literal["float32", "int8", "binary"]
     prefix: str
     null: Literal["error", "score"]
     batch_tokens: int | None
@@ -112,6 +116,8 @@ def scoring_settings(
         choice = requested(folder, spec.task, runtime)
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
+    if "embedding" in settings and spec.task != EMBEDS:
+        raise UsageError(f"embedding={settings['embedding']!r} is for {EMBEDS}; {folder} is a model for {spec.task}.")
     made = ScoringSettings(
         model=str(folder),
         task=task if isinstance(task, str) else None,
@@ -184,7 +190,9 @@ def _named(columns: str | Sequence[str]) -> Columns:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Raise UsageError for a value out of range."""
-    check_values(given, counts=("batch_tokens", "gpus_per_process"), choices={"null": ("error", "score")})
+    check_values(
+        given, counts=("batch_tokens", "gpus_per_process"), choices={"null": ("error", "score"), "embedding": FORMS}
+    )
 
 
 def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:
@@ -236,7 +244,7 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
 def make_export(settings: ScoringSettings, engine: Engine) -> None:
     """Export the model for a runtime that needs it, unless it was exported before; in a separate process."""
     folder, runtime = Path(settings.model), settings.runtime
-    module = lacks_export(folder, runtime)
+    module = lacks_export(folder, runtime, settings.spec.task)
     if module is None:
         return
     if module.CALIBRATED:
@@ -271,6 +279,8 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "columns": list(settings.keep),
         "prefix": settings.prefix,
         "all_probabilities": settings.all_probabilities,
+        **({} if settings.embedding == "float32" else {"embedding": settings.embedding}),
+        **({} if not settings.ranges else {"ranges": [list(each) for each in settings.ranges]}),
         "null": settings.null,
         "batch_tokens": settings.batch_tokens,
         **({} if settings.generation is None else {"generation": asdict(settings.generation)}),

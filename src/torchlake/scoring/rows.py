@@ -24,7 +24,7 @@ from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
-from torchlake.tasks import PROMPT, TEXT, Inputs
+from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import NULL_INPUT, check_column, read_inputs, rows_of
 
 Runtime = str | Callable[..., Forward]
@@ -55,6 +55,10 @@ class ScoringSettings:
     prefix: str = ""
     "Prefix of the names of the prediction columns."
     all_probabilities: bool = False
+    embedding: str = "float32"
+    "The form of vectors: float32, int8 or binary."
+    ranges: tuple[tuple[float, ...], ...] = ()
+    "For int8, of each number of a vector the lowest and the highest value (2, D)."
     null: str = "error"
     "`error`: rows without text become error rows; `score`: they are scored as the empty string."
     row_timeout_s: float = 600.0
@@ -73,6 +77,16 @@ class ScoringSettings:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
         return replace(trained, text=self.text, text_pair=self.text_pair, inputs=dict(self.inputs))
+
+    @property
+    def column_options(self) -> ColumnOptions:
+        """What changes the prediction columns."""
+        return ColumnOptions(
+            all_probabilities=self.all_probabilities,
+            stop=() if self.generation is None else self.generation.stop,
+            embedding=self.embedding,
+            ranges=self.ranges,
+        )
 
 
 def runtime_name(runtime: Runtime) -> str:

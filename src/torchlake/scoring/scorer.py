@@ -8,7 +8,8 @@ be generated.
 A row never affects another one: `chunk_jobs/isolation.py` halves a batch that raises until the failing row is alone,
 and `chunk_jobs/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
 later ones start smaller.
-Sorting costs one argsort per chunk and saves the padding.
+Sorting costs one argsort per chunk and saves the padding. Rows with equal inputs are computed once, because tables
+repeat themselves; that costs a hash per row. Sampled texts are the exception.
 """
 
 import gc
@@ -29,7 +30,7 @@ from torchlake.chunk_jobs.isolation import run_isolated
 from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
-from torchlake.data.features import joined_outputs
+from torchlake.data.features import first_equal, joined_outputs
 from torchlake.errors import TaskError
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE
@@ -37,7 +38,6 @@ from torchlake.runtimes import Forward
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tasks import ColumnOptions
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ class Scorer:
     spec: TaskSpec = field(init=False)
     batch_tokens: int = field(init=False)
     device: str = field(init=False)
+    distinct: int = field(init=False, default=0)
+    "Rows that were computed: equal ones once."
+    tokens: int = field(init=False, default=0)
+    "Their tokens."
     padded_tokens: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
     startup: dict[str, float] = field(init=False)
@@ -108,18 +112,25 @@ class Scorer:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
         errors = dict(work.errors)
         found: list[tuple[np.ndarray, np.ndarray]] = []
-        alone = [] if attempt is None else sorted(attempt.suspects["score"])
-        singles = [np.flatnonzero(work.rows == row) for row in alone]
-        for batch in [single for single in singles if len(single)]:
-            self._run(work, batch, found, errors, attempt)
-        free = np.flatnonzero(~np.isin(work.rows, [*alone, *errors]))
+        ready = np.flatnonzero(~np.isin(work.rows, list(errors)))
+        suspected = np.isin(work.rows[ready], [] if attempt is None else list(attempt.suspects["score"]))
+        ready = np.concatenate([ready[suspected], ready[~suspected]])  # a suspect stands for the rows that equal it
+        first = ready if self._samples else first_equal(work.features, ready)
+        computed = ready[first == ready]
+        alone, free = np.split(computed, [int(np.isin(computed, ready[: suspected.sum()]).sum())])
+        for row in alone:
+            self._run(work, row[None], found, errors, attempt)
         lengths = work.features.lengths[free] + self._new_tokens
         cuts = length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
         for batch, collated in self._collated(work, [free[cut] for cut in cuts]):
             self._run(work, batch, found, errors, attempt, collated)
         if attempt is not None:
             attempt.idle()
-        return self._assemble(work, found, errors)
+        self.distinct += len(alone) + len(free)
+        self.tokens += int(work.features.lengths[[*alone, *free]].sum())
+        same = np.arange(len(work.rows))
+        same[ready] = first
+        return self._assemble(work, work.rows[same], found, errors)
 
     def _collated(
         self, work: Work, batches: list[np.ndarray]
@@ -140,6 +151,11 @@ class Scorer:
     def _collate(self, work: Work, batch: np.ndarray) -> dict[str, np.ndarray]:
         inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
         return inputs
+
+    @property
+    def _samples(self) -> bool:
+        """Whether answers are drawn."""
+        return self.settings.generation is not None and self.settings.generation.temperature > 0
 
     @property
     def _new_tokens(self) -> int:
@@ -181,10 +197,15 @@ class Scorer:
 
         run_isolated(work.rows[batch], forward, errors, attempt, passed_on=(TaskError,), out_of_memory=shrink)
 
-    def _assemble(self, work: Work, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]) -> pa.Table:
-        settings = self.settings
-        stop = () if settings.generation is None else settings.generation.stop
-        options = ColumnOptions(all_probabilities=settings.all_probabilities, stop=stop)
+    def _assemble(
+        self, work: Work, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
+    ) -> pa.Table:
+        """Return the columns; `same` (M,) is the row that was computed for each of `work.rows`."""
+        if errors:
+            errors |= {
+                int(row): errors[one] for row, one in zip(work.rows, same.tolist(), strict=True) if one in errors
+            }
+        options = self.settings.column_options
         rows = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, dtype=np.int64)
         kept = np.flatnonzero(~np.isin(rows, list(errors)))
         kept = kept[np.argsort(rows[kept])]
@@ -196,8 +217,9 @@ class Scorer:
             columns = self.task.output_schema(self.spec, options).empty_table()
         position = np.full(work.count, -1, dtype=np.int64)
         position[scored] = np.arange(len(scored))
+        position[work.rows] = position[same]
         table = columns.take(from_numpy(position, null=position < 0))
-        table = table.rename_columns([settings.prefix + name for name in table.column_names])
+        table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
         truncated = np.zeros(work.count, dtype=bool)
         truncated[work.rows] = work.features.cut > 0
         table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))

@@ -72,6 +72,10 @@ class ColumnOptions:
     "Whether to add a column for each class."
     stop: Sequence[str] = ()
     "Strings that end a generated text."
+    embedding: str = "float32"
+    "The form of vectors: float32, int8 or binary."
+    ranges: Sequence[Sequence[float]] = ()
+    "The lowest and the highest value (2, D) of each number of a vector, for int8."
 
 
 class Task:
@@ -323,9 +327,14 @@ class Task:
         """Return the columns that hold `answers` if all probabilities are requested."""
         return _classes.probability_names(spec)
 
+    def read_answers(self, scored: pa.Table, spec: TaskSpec) -> np.ndarray:
+        """Return the answers in prediction columns (all probabilities), NaN where a row has an error."""
+        names = self.probability_names(spec)
+        return np.column_stack([scored[name].to_numpy(zero_copy_only=False) for name in names])
+
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; no row lacks one."""
-        answers = np.column_stack([scored[name].to_numpy() for name in self.probability_names(spec)])
+        answers = self.read_answers(scored, spec)
         targets = from_arrow(self.encode_labels(labels, spec))
         return self.metrics(answers, self.collate_targets(as_matrix(targets), np.arange(len(labels)), spec), spec)
 
