@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def titles(rows: int) -> pa.Table:
     return table.append_column("title", pa.array(title))
 
 
+IMAGE = {"model": {"task": "image_classification"}, "predict": {"batch_tokens": 16}}
+BAD_IMAGES = (
+    ("null_input", {"image": None}),
+    ("null_input", {"image": {"bytes": None, "path": None}}),
+    ("corrupt_image", {"image": {"bytes": b"", "path": None}}),
+    ("corrupt_image", {"image": {"bytes": b"no image", "path": None}}),
+    ("corrupt_image", {"image": {"bytes": tiny.digits(1)["image"][0].as_py()["bytes"][:-60], "path": None}}),
+    ("image_too_large", {"image": {"bytes": tiny.huge_png(), "path": None}}),
+    ("missing_image", {"image": {"bytes": None, "path": "/nowhere/cat.png"}}),
+    ("missing_image", {"image": {"bytes": None, "path": "cat.png"}}),
+)
+
 CASES = {
     "text_classification": Case(
         build=tiny.build_encoder,
@@ -94,6 +107,20 @@ CASES = {
             ("prompt_too_long", {"text": "good " * 500}),
         ),
         predict={"max_new_tokens": 4},
+    ),
+    "image_classification": Case(
+        build=tiny.build_vision, table=tiny.digits, bad=BAD_IMAGES, data={"problem": "single_label"}, **IMAGE
+    ),
+    "image_augmented": Case(
+        build=partial(tiny.build_vision, kind="resnet"),
+        table=tiny.digits,
+        bad=BAD_IMAGES,
+        **IMAGE | {"model": IMAGE["model"] | {"task_options": {"random_crop": 0.6, "random_flip": True}}},
+    ),
+    "image_batch_norm": Case(
+        build=partial(tiny.build_vision, kind="resnet"),
+        table=tiny.digits,
+        **IMAGE | {"model": IMAGE["model"] | {"task_options": {"batch_norm": "batch"}}},
     ),
     "text_and_numbers": Case(
         build=tiny.build_encoder,

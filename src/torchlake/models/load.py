@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 
 EMBEDS = "feature_extraction"
 "The task of encoders without a head."
+HEADS = {"ForSequenceClassification": "text_classification", "ForImageClassification": "image_classification"}
+"By the suffix of a class of transformers, the task that its head is for."
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "The suffix of causal language models in transformers."
 PROBLEM_TYPES: dict[Problem, Any] = {
@@ -88,7 +90,8 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
             label=None,
             max_length=max_length(folder),
         )
-    if not head.architecture.endswith("ForSequenceClassification"):
+    of_head = _task_of(head.architecture)
+    if of_head is None:
         raise DataError(
             f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
             f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model; for "
@@ -100,14 +103,20 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
     if len(set(labels)) != len(labels):
         raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
+    images = of_head == "image_classification"
     return TaskSpec(
-        task="text_classification",
+        task=of_head,
         problem=problem,
         labels=labels,
-        text="text",
+        text="" if images else "text",
         label="label",
-        max_length=max_length(folder),
+        max_length=0 if images else max_length(folder),
+        inputs={"image": "image"} if images else {},
     )
+
+
+def _task_of(architecture: str) -> str | None:
+    return next((task for suffix, task in HEADS.items() if architecture.endswith(suffix)), None)
 
 
 def _embedding_spec(folder: Path) -> TaskSpec:
@@ -192,7 +201,7 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
 def head_spec(folder: Path) -> TaskSpec | None:
     """Return the task that the head of a model folder was trained for; None without a head or names of its classes."""
     check_folder(folder)
-    if not read_head(folder).architecture.endswith("ForSequenceClassification"):
+    if _task_of(read_head(folder).architecture) is None:
         return None
     try:
         return load_spec(folder)

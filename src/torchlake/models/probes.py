@@ -83,9 +83,9 @@ def find_unreached(model: nn.Module, task: Any, batch: Batch) -> list[str]:
 
 
 def _cannot_process(model: nn.Module, task: Any, batch: Batch, error: Exception) -> str:
-    if not task.auto_class:
+    if not task.auto_class or INPUT_IDS not in batch:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
-        return f"the task {task.name!r}: its module cannot compute a batch of one row ({shapes}): {in_words(error)}"
+        return f"the task {task.name!r}: the model cannot compute a batch of one row ({shapes}): {in_words(error)}"
     return (
         f"{type(model).__name__} cannot process a row of {batch[INPUT_IDS].shape[1]} tokens of its tokenizer "
         f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."

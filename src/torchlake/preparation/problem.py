@@ -93,6 +93,7 @@ def draft_spec(job: Job) -> TaskSpec:
         template=data.template,
         text_pair=data.text_pair,
         inputs={name: data.inputs.get(name, name) for name in others},
+        options=task.checked_options(job.model.task_options, ConfigError),
     )
 
 

@@ -15,6 +15,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from torchlake import plugins
 from torchlake.chunk_jobs.increments import (
     Increment,
     file_increment,
@@ -142,6 +143,7 @@ def predict(
     how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
 
     Model: `task` is the task of yours that the model was trained with; an installed one is found by its name.
+    `task_options` are options of the task, in place of those that the model was trained with.
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
     for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded tokens of
     a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
@@ -208,6 +210,9 @@ def predict(
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
+    output_options = replace(
+        output_options, chunk_rows=output_options.chunk_rows or plugins.load("tasks", spec.task).chunk_rows
+    )
     call = _Call(settings=settings, spec=spec, engine=engine, choice=choice, options=output_options)
     if output_options.incremental:
         return _predict_new(table, place, call)

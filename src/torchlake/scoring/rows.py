@@ -48,6 +48,8 @@ class ScoringSettings:
     "The column of the second text of a pair."
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs."
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    "The task's own options."
     keep: tuple[str, ...]
     "Columns copied from the input to the output, key first."
     key: str | None
@@ -72,7 +74,8 @@ class ScoringSettings:
     def spec(self) -> TaskSpec:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
-        return replace(trained, text=self.text, text_pair=self.text_pair, inputs=dict(self.inputs))
+        columns = {"text": self.text, "text_pair": self.text_pair, "inputs": dict(self.inputs)}
+        return replace(trained, **columns, options=dict(self.task_options))
 
 
 def runtime_name(runtime: Runtime) -> str:

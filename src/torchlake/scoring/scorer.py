@@ -30,7 +30,7 @@ from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
 from torchlake.data.features import joined_outputs
-from torchlake.errors import TaskError
+from torchlake.errors import TaskError, Unavailable
 from torchlake.models import folders
 from torchlake.models import load as models
 from torchlake.models.generation import NON_FINITE
@@ -180,7 +180,9 @@ class Scorer:
             self.batch_tokens = max(1, min(self.batch_tokens, padded(rows)) // 2)
             log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
-        run_isolated(work.rows[batch], forward, errors, attempt, passed_on=(TaskError,), out_of_memory=shrink)
+        run_isolated(
+            work.rows[batch], forward, errors, attempt, passed_on=(TaskError, Unavailable), out_of_memory=shrink
+        )
 
     def _assemble(self, work: Work, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]) -> pa.Table:
         settings = self.settings

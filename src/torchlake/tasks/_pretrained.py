@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CHOICES = {
+    "": "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa.",
+    "AutoModelForImageClassification": "Choose a model such as ViT, DeiT, Swin, ConvNeXt or ResNet.",
+}
+"What to do about a model that has no head for a task, by its Auto class."
+
 
 def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool = False) -> "PreTrainedModel":
     """Load the encoder `base` with a new head for `spec`, in fp32. The head is drawn from torch's global generator.
@@ -54,7 +60,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
     if type(config) not in getattr(transformers, auto_class)._model_mapping:
         raise DataError(
             f"{folder}: the architecture {config.model_type!r} has no head for {spec.task} in transformers. "
-            "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa."
+            f"{_CHOICES.get(auto_class, _CHOICES[''])}"
         )
     if empty:
         return _empty_model(config, auto_class)

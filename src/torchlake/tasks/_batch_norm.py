@@ -1,0 +1,81 @@
+"""BatchNorm layers in training.
+
+    frozen   they compute with the statistics of the base model, which stay; scale and shift are trained. A row's output
+             does not depend on other rows, so every number of ranks and size of micro-batches gives the same losses.
+    batch    they compute with the statistics of the batch, summed over all ranks, as a model without statistics needs
+             it. Losses are the same on any number of ranks as long as a step is one micro-batch: the rows of a
+             micro-batch are those that share statistics.
+
+Plain PyTorch under DDP has each rank normalize by its own rows, and keeps the running statistics of rank 0.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from torchlake.errors import ConfigError
+
+
+class FrozenBatchNorm(nn.BatchNorm2d):
+    """A BatchNorm that is always in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+
+class SharedBatchNorm(nn.BatchNorm2d):
+    """A BatchNorm over the rows of all ranks, on any device (torch's SyncBatchNorm is for GPUs only)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize (B, C, H, W)."""
+        if not self.training:
+            return super().forward(x)
+        assert self.running_mean is not None, "checked in set_up"
+        assert self.running_var is not None, "checked in set_up"
+        assert self.num_batches_tracked is not None, "checked in set_up"
+        wide = x.float()
+        count = wide.new_tensor([wide.numel() / wide.shape[1]])
+        sums = _summed(torch.cat([wide.sum((0, 2, 3)), count]))
+        mean, count = sums[:-1] / sums[-1], sums[-1].detach()
+        centered = wide - mean[:, None, None]
+        variance = _summed((centered * centered).sum((0, 2, 3))) / count
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+            unbiased = variance * count / (count - 1).clamp(min=1)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+        made = centered * torch.rsqrt(variance + self.eps)[:, None, None]
+        if self.affine:
+            made = made * self.weight.float()[:, None, None] + self.bias.float()[:, None, None]
+        return made.to(x.dtype)
+
+
+def _summed(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, through which gradients flow."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return values
+    from torch.distributed.nn.functional import all_reduce
+
+    summed: torch.Tensor = all_reduce(values)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def set_up(model: nn.Module, how: str, base: Path, *, check: bool) -> None:
+    """Turn the model's BatchNorm layers into those of `how`.
+
+    Raises ConfigError if layers are to be frozen that have no statistics (only if `check`: the model has its values).
+    """
+    for name, layer in model.named_modules():
+        if type(layer) is not nn.BatchNorm2d or layer.running_mean is None:
+            continue
+        if how == "frozen" and check and not layer.running_mean.any():
+            raise ConfigError(
+                f"{base}: the BatchNorm layer {name} has no statistics: the model was never trained. Set "
+                "model.task_options.batch_norm=batch, which computes them from the batches."
+            )
+        layer.__class__ = FrozenBatchNorm if how == "frozen" else SharedBatchNorm
+        layer.train(layer.training)
