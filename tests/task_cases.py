@@ -67,6 +67,24 @@ def titles(rows: int) -> pa.Table:
     return table.append_column("title", pa.array(title))
 
 
+def moods(rows: int, *, words: bool = False) -> pa.Table:
+    """Reviews with the spans of their good and bad words, or lists of words with tags; every fifth is four long."""
+    texts, labels = tiny.reviews(4 * rows, seed=5)["text"].to_pylist(), []
+    texts = [" ".join(texts[row : row + (4 if row % 5 == 0 else 1)]) for row in range(rows)]
+    for text in texts:
+        found, start = [], 0
+        for word in text.split():
+            mood = "GOOD" if word in tiny.GOOD else "BAD" if word in tiny.BAD else ""
+            if words:
+                found.append(f"B-{mood}" if mood else "O")
+            elif mood:
+                found.append({"start": start, "end": start + len(word), "label": mood})
+            start += len(word) + 1
+        labels.append(found)
+    ids = pa.array(range(rows), pa.int64())
+    return pa.table({"id": ids, "text": [text.split() for text in texts] if words else texts, "label": labels})
+
+
 IMAGE = {"model": {"task": "image_classification"}, "predict": {"batch_tokens": 16}}
 BAD_IMAGES = (
     ("null_input", {"image": None}),
@@ -121,6 +139,18 @@ CASES = {
         build=partial(tiny.build_vision, kind="resnet"),
         table=tiny.digits,
         **IMAGE | {"model": IMAGE["model"] | {"task_options": {"batch_norm": "batch"}}},
+    ),
+    "token_classification": Case(
+        build=tiny.build_encoder,
+        table=moods,
+        model={"task": "token_classification", "max_length": 24, "task_options": {"stride": 8}},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": " \n"})),
+    ),
+    "tags_of_words": Case(
+        build=partial(tiny.build_encoder, kind="roberta"),
+        table=partial(moods, words=True),
+        model={"task": "token_classification", "max_length": 32},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": []}), ("null_input", {"text": [" ", None]})),
     ),
     "text_and_numbers": Case(
         build=tiny.build_encoder,

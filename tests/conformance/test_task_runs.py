@@ -76,13 +76,13 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, case: Ca
 
 
 def test_a_bad_row_costs_itself_alone(tmp_path: Path, case: Case, trained: Path) -> None:
-    table, expected = task_cases.with_bad_rows(case, 12)
+    table, expected = task_cases.with_bad_rows(case, 24)
     pq.write_table(table, tmp_path / "in.parquet")
     tl.predict(trained / "model", tmp_path / "in.parquet", tmp_path / "out", key="id", prefix="p_", **given(case))
     scored = pq.read_table(tmp_path / "out")
     reasons = [None if reason is None else reason.partition(":")[0] for reason in scored["error"].to_pylist()]
-    assert reasons == [expected.get(row) for row in range(12)]
-    fine = case.table(12).slice(len(expected))
+    assert reasons == [expected.get(row) for row in range(24)]
+    fine = case.table(24).slice(len(expected))
     alone = tl.predict(trained / "model", fine, prefix="p_", **given(case))
     for column in set(scored.column_names) - {"id"}:
         ours, theirs = scored[column].to_pylist()[len(expected) :], alone[column].to_pylist()

@@ -25,9 +25,9 @@ def run_isolated(
 ) -> None:
     """Call `run` with all `rows` (B,) int64 of a batch; if it raises, with halves of them, down to single rows.
 
-    A single row that raises gets its reason in `errors`; rows that a RowErrors names get theirs, and the others run again.
-    `out_of_memory(rows)` is called when a batch of several rows
-    did not fit. Raises `passed_on` exceptions, Interrupted and StorageError as they are.
+    A single row that raises gets its reason in `errors`. Rows that a RowErrors names get theirs, and the others run
+    again. `out_of_memory(rows)` is called when a batch of several rows did not fit. Raises `passed_on` exceptions,
+    Interrupted and StorageError as they are.
     """
     not_of_a_row: tuple[type[Exception], ...] = (Interrupted, StorageError, *passed_on)
     pending = [rows]

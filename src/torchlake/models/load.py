@@ -57,7 +57,11 @@ log = logging.getLogger(__name__)
 
 EMBEDS = "feature_extraction"
 "The task of encoders without a head."
-HEADS = {"ForSequenceClassification": "text_classification", "ForImageClassification": "image_classification"}
+HEADS = {
+    "ForSequenceClassification": "text_classification",
+    "ForImageClassification": "image_classification",
+    "ForTokenClassification": "token_classification",
+}
 "By the suffix of a class of transformers, the task that its head is for."
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "The suffix of causal language models in transformers."
@@ -100,6 +104,8 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
     names = head.names
     problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
+    if of_head == "token_classification":
+        problem = "spans"
     labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
     if len(set(labels)) != len(labels):
         raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -194,6 +194,8 @@ class Scorer:
         scored = rows[kept]
         if len(scored):
             answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
+            if self.task.kept_back:
+                options = replace(options, features=work.features.take(np.searchsorted(work.rows, scored)))
             columns = self.task.output_columns(answers, self.processor, self.spec, options)
         else:
             columns = self.task.output_schema(self.spec, options).empty_table()

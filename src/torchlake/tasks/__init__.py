@@ -72,6 +72,8 @@ class ColumnOptions:
     "Whether to add a column for each class."
     stop: Sequence[str] = ()
     "Strings that end a generated text."
+    features: Features | None = None
+    "The features of the rows, if the task keeps arrays back."
 
 
 class Task:
@@ -107,7 +109,7 @@ class Task:
     collates_ahead: bool = False
     "Whether `collate` takes long (decoding images): then a thread does it while the model computes."
     chunk_rows: int | None = None
-    "Most rows of a chunk by default, for rows that take longer, or more memory, than their columns show; None: no limit."
+    "Most rows of a chunk by default, if rows take longer, or more memory, than their columns show; None: no limit."
     forward_options: Mapping[str, Any] = {}
     "Keyword arguments of the model besides the batch."
     kept_back: Sequence[str] = ()
@@ -141,6 +143,10 @@ class Task:
     def decide_labels(self, parts: Iterable[Any], problem: Problem | None = None) -> LabelColumn:
         """Return the label column of which these are the parts; infer the problem if it is None."""
         return _label_column.decide_labels(parts, problem)
+
+    def name_labels(self, found: LabelColumn, spec: TaskSpec) -> LabelColumn:
+        """Return the label column with the classes as the options say; by default as found."""
+        return found
 
     def find_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False

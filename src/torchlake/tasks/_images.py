@@ -61,7 +61,7 @@ def files_of(images: pa.Array) -> tuple[Ragged, np.ndarray, dict[int, str]]:
             f"the column of images holds {kind}; it has to hold paths or URLs (strings), contents of image files "
             "(binary), or structs with `bytes` and `path` as Hugging Face stores images"
         )
-    errors = {row: "null_input" for row in np.flatnonzero(np.asarray(found.is_null())).tolist()}
+    errors = dict.fromkeys(np.flatnonzero(np.asarray(found.is_null())).tolist(), "null_input")
     files = from_arrow(found.fill_null(b""))
     assert isinstance(files, Ragged), "of any length"
     for row in np.flatnonzero(files.lengths == 0).tolist():

@@ -56,7 +56,7 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
     names = [label_name(label) for label in spec.labels] or ["value"]
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
-    config.problem_type = PROBLEM_TYPES[spec.problem]
+    config.problem_type = PROBLEM_TYPES.get(spec.problem)
     if type(config) not in getattr(transformers, auto_class)._model_mapping:
         raise DataError(
             f"{folder}: the architecture {config.model_type!r} has no head for {spec.task} in transformers. "

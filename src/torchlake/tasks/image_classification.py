@@ -145,8 +145,8 @@ def _pixels_of(processor: Any) -> int:
         height = width = size.get("shortest_edge")
     if not height or not width:
         raise DataError(
-            f"the image processor {type(processor).__name__} gives images of different sizes ({size}), which do not fit "
-            f"into a batch. Set height and width in {CONFIG}."
+            f"the image processor {type(processor).__name__} gives images of different sizes ({size}), which do "
+            f"not fit into a batch. Set height and width in {CONFIG}."
         )
     return int(height) * int(width)
 
