@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -85,6 +86,22 @@ def moods(rows: int, *, words: bool = False) -> pa.Table:
     return pa.table({"id": ids, "text": [text.split() for text in texts] if words else texts, "label": labels})
 
 
+def questions(rows: int) -> pa.Table:
+    """What the one good, or the one bad word of a text is; every fifth text is long."""
+    random = np.random.default_rng(6)
+    made: list[Row] = []
+    for row in range(rows):
+        words = random.choice(tiny.OTHER, size=90 if row % 5 == 0 else 12).tolist()
+        moods = {"good": random.choice(tiny.GOOD), "bad": random.choice(tiny.BAD)}
+        for place, word in zip(random.choice(len(words), size=2, replace=False), moods.values(), strict=True):
+            words[place] = str(word)
+        text, asked = " ".join(words), str(random.choice(["good", "bad"]))
+        start = len(" ".join(words[: words.index(moods[asked])])) + (words.index(moods[asked]) > 0)
+        answer = {"text": [str(moods[asked])], "answer_start": [start]}
+        made.append({"id": row, "question": f"is it {asked} ?", "context": text, "answers": answer})
+    return pa.Table.from_pylist(made)
+
+
 IMAGE = {"model": {"task": "image_classification"}, "predict": {"batch_tokens": 16}}
 BAD_IMAGES = (
     ("null_input", {"image": None}),
@@ -151,6 +168,17 @@ CASES = {
         table=partial(moods, words=True),
         model={"task": "token_classification", "max_length": 32},
         bad=(("null_input", {"text": None}), ("null_input", {"text": []}), ("null_input", {"text": [" ", None]})),
+    ),
+    "question_answering": Case(
+        build=tiny.build_encoder,
+        table=questions,
+        data={"label": "answers"},
+        model={"task": "question_answering", "max_length": 40, "task_options": {"stride": 10}},
+        bad=(
+            ("null_input", {"question": None}),
+            ("null_input", {"context": ""}),
+            ("question_too_long", {"question": "good " * 500}),
+        ),
     ),
     "text_and_numbers": Case(
         build=tiny.build_encoder,

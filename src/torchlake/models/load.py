@@ -61,7 +61,12 @@ HEADS = {
     "ForSequenceClassification": "text_classification",
     "ForImageClassification": "image_classification",
     "ForTokenClassification": "token_classification",
+    "ForQuestionAnswering": "question_answering",
 }
+OWN_PROBLEMS = {"token_classification": "spans", "question_answering": "answer"}
+"Problems of tasks that have only one."
+INPUTS = {"image_classification": ("image",), "question_answering": ("question", "context")}
+"Inputs of tasks that do not read a `text`."
 "By the suffix of a class of transformers, the task that its head is for."
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "The suffix of causal language models in transformers."
@@ -104,20 +109,19 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
     names = head.names
     problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
-    if of_head == "token_classification":
-        problem = "spans"
+    problem = OWN_PROBLEMS.get(of_head, problem)
     labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
     if len(set(labels)) != len(labels):
         raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
-    images = of_head == "image_classification"
+    inputs = INPUTS.get(of_head, ())
     return TaskSpec(
         task=of_head,
         problem=problem,
         labels=labels,
-        text="" if images else "text",
+        text="" if inputs else "text",
         label="label",
-        max_length=0 if images else max_length(folder),
-        inputs={"image": "image"} if images else {},
+        max_length=0 if of_head == "image_classification" else max_length(folder),
+        inputs={name: name for name in inputs},
     )
 
 
