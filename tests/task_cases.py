@@ -86,6 +86,12 @@ def moods(rows: int, *, words: bool = False) -> pa.Table:
     return pa.table({"id": ids, "text": [text.split() for text in texts] if words else texts, "label": labels})
 
 
+def verdicts(rows: int) -> pa.Table:
+    """Reviews, and what they come to in words."""
+    table = tiny.reviews(rows, seed=7)
+    return table.set_column(2, "summary", pa.array([f"it is {label}" for label in table["label"].to_pylist()]))
+
+
 def questions(rows: int) -> pa.Table:
     """What the one good, or the one bad word of a text is; every fifth text is long."""
     random = np.random.default_rng(6)
@@ -179,6 +185,14 @@ CASES = {
             ("null_input", {"context": ""}),
             ("question_too_long", {"question": "good " * 500}),
         ),
+    ),
+    "text2text_generation": Case(
+        build=tiny.build_encoder_decoder,
+        table=verdicts,
+        data={"label": "summary"},
+        model={"task": "text2text_generation", "task_options": {"prefix": "sum up : "}},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": ""})),
+        predict={"max_new_tokens": 6},
     ),
     "text_and_numbers": Case(
         build=tiny.build_encoder,

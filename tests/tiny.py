@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertModel,
     DistilBertConfig,
@@ -33,6 +35,8 @@ from transformers import (
     ResNetModel,
     RobertaConfig,
     RobertaModel,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTImageProcessorPil,
     ViTModel,
@@ -231,6 +235,27 @@ def build_language_model(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.2)
+    with quiet():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_encoder_decoder(folder: Path, *, kind: Literal["bart", "t5"] = "t5", seed: int = 0) -> Path:
+    """An encoder-decoder as the hub has them, without dropout. Same seed, same bytes."""
+    tokenizer = bpe_tokenizer()
+    ids: dict[str, Any] = {"vocab_size": len(tokenizer), "pad_token_id": 1, "eos_token_id": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if kind == "t5":
+            shape: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+            config = T5Config(**shape, **ids, decoder_start_token_id=1, dropout_rate=0.0)
+            model: Any = T5ForConditionalGeneration(config)
+        else:
+            shape = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 128}
+            shape |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+            shape |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0}
+            model = BartForConditionalGeneration(BartConfig(**shape, **ids, bos_token_id=0, decoder_start_token_id=2))
     with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

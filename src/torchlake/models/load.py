@@ -99,6 +99,15 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
             label=None,
             max_length=max_length(folder),
         )
+    if head.architecture.endswith("ForConditionalGeneration") and load_config(folder).is_encoder_decoder:
+        return TaskSpec(
+            task="text2text_generation",
+            problem="text",
+            labels=(),
+            text="text",
+            label="label",
+            max_length=max_length(folder),
+        )
     of_head = _task_of(head.architecture)
     if of_head is None:
         raise DataError(

@@ -99,14 +99,15 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any, spec: TaskSpec) -> bool:
-    """Return whether padding changes a classifier's result for a row, despite the attention mask.
+    """Return whether padding changes the outputs for a row, or for its tokens, despite the attention mask.
 
     XLNet uses the last position of a row, Funnel averages neighbors: their batches have rows of one length only. The
     model's mode is restored.
     """
     together_in = task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)
     alone_in = [
-        {name: each for name, each in one.items() if name != MASK} for one in batches(task, made, processor, spec)
+        {name: each for name, each in one.items() if name != MASK or not each.all()}
+        for one in batches(task, made, processor, spec)
     ]
     training = model.training
     model.eval()
@@ -116,7 +117,8 @@ def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any,
             alone = [task.outputs(run(model, task, one)) for one in alone_in]
     finally:
         model.train(training)
-    return not _agree(together, torch.cat(alone))
+    pairs = ((both[tuple(map(slice, one.shape[1:]))], one[0]) for both, one in zip(together, alone, strict=True))
+    return not all(_agree(both, one) for both, one in pairs)
 
 
 def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, Any]) -> bool:

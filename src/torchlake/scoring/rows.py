@@ -108,7 +108,8 @@ class RowReader:
         self.spec = self.settings.spec
         self.task = plugins.load("tasks", self.spec.task)
         self.processor: Any = self.task.load_processor(folder, self.spec, scoring=True)
-        self.max_prompt = max_prompt_tokens(folder, self.settings.generation)
+        continues = self.task.inputs.get("text") == PROMPT  # its answer shares the model's positions with the prompt
+        self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
