@@ -34,6 +34,8 @@ class Case:
     "Reasons of error rows, and what such a row has in some of its columns."
     predict: dict[str, Any] = field(default_factory=dict)
     "Options of `predict`."
+    trains: bool = True
+    "Whether `build` writes what a run starts from; False: what is scored."
 
     def sections(self, folder: Path, base: Path, **train: Any) -> dict[str, Any]:
         """Sections of a job over 96 rows; 20 steps."""
@@ -106,6 +108,15 @@ def questions(rows: int) -> pa.Table:
         answer = {"text": [str(moods[asked])], "answer_start": [start]}
         made.append({"id": row, "question": f"is it {asked} ?", "context": text, "answers": answer})
     return pa.Table.from_pylist(made)
+
+
+def build_entailment(folder: Path) -> Path:
+    """A classifier of pairs with the classes of natural language inference, and a head drawn at random."""
+    spec = tiny.spec_for("single_label", ("contradiction", "entailment", "neutral"))
+    tiny.build_model(folder, encoder=tiny.build_encoder(folder.parent / "encoder"), spec=spec)
+    (folder / "task.json").unlink()
+    (folder / "manifest.json").unlink()
+    return folder
 
 
 IMAGE = {"model": {"task": "image_classification"}, "predict": {"batch_tokens": 16}}
@@ -193,6 +204,14 @@ CASES = {
         model={"task": "text2text_generation", "task_options": {"prefix": "sum up : "}},
         bad=(("null_input", {"text": None}), ("null_input", {"text": ""})),
         predict={"max_new_tokens": 6},
+    ),
+    "zero_shot_classification": Case(
+        build=build_entailment,
+        table=lambda rows: tiny.reviews(rows, seed=8),
+        model={"task": "zero_shot_classification"},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": " "})),
+        predict={"task": "zero_shot_classification", "task_options": {"candidate_labels": ["good", "bad", "a film"]}},
+        trains=False,
     ),
     "text_and_numbers": Case(
         build=tiny.build_encoder,

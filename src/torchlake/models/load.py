@@ -55,6 +55,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+ZERO_SHOT = "zero_shot_classification"
+"The task of classifiers of pairs that are asked about any classes."
 EMBEDS = "feature_extraction"
 "The task of encoders without a head."
 HEADS = {
@@ -80,11 +82,15 @@ PROBLEM_TYPES: dict[Problem, Any] = {
 def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     """Return the task in task.json, or else that of sentence-transformers' modules.json or of the head in config.json.
 
-    `task` "feature_extraction" takes the encoder of a folder that says none of these, or has a head. Raises DataError
+    `task` "feature_extraction" takes the encoder of a folder that says none of these, or has a head;
+    "zero_shot_classification" takes any classifier. Raises DataError
     if there is nothing.
     """
     folder = model_folder(folder)
     check_folder(folder)
+    if task == ZERO_SHOT:
+        length = max_length(folder)
+        return TaskSpec(task=task, problem=task, labels=(), text="text", label=None, max_length=length)
     if (folder / TASK_FILE).exists():
         return spec_from_json(folder / TASK_FILE, atomic_io.read_json(folder / TASK_FILE))
     if task == EMBEDS or (task is None and (folder / MODULES).exists()):
