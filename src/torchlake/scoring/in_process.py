@@ -32,6 +32,7 @@ from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sinks._find import Write
+from torchlake.tasks import ANY
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,11 @@ class Model:
         with self._lock:
             self._scorer = None
 
+    @property
+    def _reads_text(self) -> bool:
+        """Whether its only column holds texts, not images or lists of words."""
+        return ANY not in plugins.load("tasks", self.spec.task).inputs.values()
+
     def _to_table(self, rows: Sequence[Any]) -> tuple[pa.Table, dict[int, str]]:
         """Return rows as a table, and errors of invalid ones. Raises UsageError for rows of another form."""
         names = self.spec.input_columns
@@ -95,7 +101,7 @@ class Model:
             return pa.table({name: array for name, (array, _) in columns.items()}), errors
         if len(names) != 1:
             raise UsageError(f"This model reads several columns: give mappings with the keys {', '.join(names)}.")
-        column, errors = self._to_column(rows)
+        column, errors = (self._to_column if self._reads_text else self._to_array)(rows)
         return pa.table({names[0]: column}), errors
 
     def _to_array(self, values: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
@@ -132,6 +138,7 @@ def load(
     model: str | Path,
     *,
     task: Any = None,
+    task_options: Mapping[str, Any] | None = None,
     runtime: Runtime | None = None,
     all_probabilities: bool = False,
     null: Literal["error", "score"] = "error",
@@ -168,6 +175,7 @@ def load(
         generation,
         text=None,
         task=task,
+        task_options=task_options,
         all_probabilities=all_probabilities,
         null=null,
         batch_tokens=batch_tokens,

@@ -31,36 +31,46 @@ class SharedBatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize (B, C, H, W)."""
-        if not self.training:
-            return super().forward(x)
-        assert self.running_mean is not None, "checked in set_up"
-        assert self.running_var is not None, "checked in set_up"
-        assert self.num_batches_tracked is not None, "checked in set_up"
+        mean, variance, tracked = self.running_mean, self.running_var, self.num_batches_tracked
+        assert mean is not None, "checked in set_up"
+        assert variance is not None, "checked in set_up"
+        assert tracked is not None, "checked in set_up"
+        if not (self.training and torch.is_grad_enabled()):  # without gradients one rank may be trying the model alone
+            return nn.functional.batch_norm(x, mean, variance, self.weight, self.bias, eps=self.eps)
         wide = x.float()
         count = wide.new_tensor([wide.numel() / wide.shape[1]])
         sums = _summed(torch.cat([wide.sum((0, 2, 3)), count]))
-        mean, count = sums[:-1] / sums[-1], sums[-1].detach()
-        centered = wide - mean[:, None, None]
-        variance = _summed((centered * centered).sum((0, 2, 3))) / count
+        center, count = sums[:-1] / sums[-1], sums[-1].detach()
+        centered = wide - center[:, None, None]
+        spread = _summed((centered * centered).sum((0, 2, 3))) / count
         with torch.no_grad():
-            self.num_batches_tracked += 1
-            rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-            unbiased = variance * count / (count - 1).clamp(min=1)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
-        made = centered * torch.rsqrt(variance + self.eps)[:, None, None]
+            tracked += 1
+            rate = 1 / float(tracked) if self.momentum is None else self.momentum
+            mean.lerp_(center.to(mean.dtype), rate)
+            variance.lerp_((spread * count / (count - 1).clamp(min=1)).to(variance.dtype), rate)
+        made = centered * torch.rsqrt(spread + self.eps)[:, None, None]
         if self.affine:
             made = made * self.weight.float()[:, None, None] + self.bias.float()[:, None, None]
         return made.to(x.dtype)
 
 
+_groups: list[Any] = []
+"The process group of all ranks, and the one for statistics."
+
+
 def _summed(values: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, through which gradients flow."""
+    """The sum over all ranks, through which gradients flow.
+
+    In a process group of its own, because a thread sums the losses of earlier steps meanwhile.
+    """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return values
     from torch.distributed.nn.functional import all_reduce
 
-    summed: torch.Tensor = all_reduce(values)  # type: ignore[no-untyped-call]
+    world = distributed.group.WORLD
+    if not _groups or _groups[0] is not world:
+        _groups[:] = [world, distributed.new_group()]
+    summed: torch.Tensor = all_reduce(values, group=_groups[1])  # type: ignore[no-untyped-call]
     return summed
 
 
