@@ -358,6 +358,7 @@ def _provenance(
         "rows_scored": rows,
         "seconds": round(seconds, 3),
         "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
+        "waiting_seconds": round(sum(chunk.waited for chunk in made), 3),
         "tokens": tokens,
         "padding": round(1 - tokens / padded, 4) if padded else 0.0,
         "errors": [example for chunk in made for example in chunk.examples][:20],

@@ -63,6 +63,9 @@ class Scorer:
     device: str = field(init=False)
     padded_tokens: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
+    "Of forward passes."
+    waited: float = field(init=False, default=0.0)
+    "Seconds in which the model waited for the inputs of a batch."
     startup: dict[str, float] = field(init=False)
     "Seconds of each step up to the end of the first batch."
 
@@ -162,10 +165,12 @@ class Scorer:
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
             made, ready = ready, None  # the batch as a whole; its halves are made again
+            asked = time.perf_counter()
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
             began = time.perf_counter()
             out = self.forward(**inputs)
             seconds = time.perf_counter() - began
+            self.waited += began - asked
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
             self.padded_tokens += padded(rows)

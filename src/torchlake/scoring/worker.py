@@ -43,6 +43,8 @@ class ScoredChunk:
     "The same with padding."
     seconds: float = 0.0
     "Time in forward passes."
+    waited: float = 0.0
+    "Seconds in which the model waited for the inputs of a batch."
     runtime: str = ""
     "The runtime that ran; empty for a part of an earlier attempt."
     startup: Mapping[str, float] = field(default_factory=dict)
@@ -68,13 +70,14 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
         table, work = ready
-        padded, seconds = scorer.padded_tokens, scorer.seconds
+        padded, seconds, waited = scorer.padded_tokens, scorer.seconds, scorer.waited
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
             part=workspace.parts.write(name, output, chunk=chunk.index),
             tokens=int(work.features.lengths.sum()),
             padded_tokens=scorer.padded_tokens - padded,
             seconds=scorer.seconds - seconds,
+            waited=scorer.waited - waited,
             runtime=scorer.runtime,
             startup=scorer.startup,
             examples=examples_of(chunk, output["error"]),
