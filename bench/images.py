@@ -5,7 +5,7 @@ hand-written DataLoader with one worker, and transformers' pipeline; in turn, be
 `waiting` is the share of the scoring time in which the model has no batch, as the next one is not decoded yet.
 
 Training: a ResNet with 6 blocks from scratch on scikit-learn's digits at 32 x 32, one thread for each process, at 1 and
-2 processes: seconds of an epoch, the share of waiting, accuracy on held-out digits, and the largest difference of losses.
+2 processes: seconds of an epoch, the share of waiting, accuracy on held-out digits, largest difference of losses.
 
 `--many 100000` scores a folder of so many small images instead, and a tenth of it, and compares peak memory.
 """

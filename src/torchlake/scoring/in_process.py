@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.chunk_jobs.job import workspace_of
+from torchlake.chunk_jobs.options import refuse_unknown
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -134,6 +135,17 @@ class Model:
         self.close()
 
 
+class GenerationArguments(TypedDict, total=False):
+    """The options of text generation; `predict` documents them."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    stop: str | Sequence[str] | None
+    seed: int | None
+
+
 def load(
     model: str | Path,
     *,
@@ -143,12 +155,7 @@ def load(
     all_probabilities: bool = False,
     null: Literal["error", "score"] = "error",
     batch_tokens: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: str | Sequence[str] | None = None,
-    seed: int | None = None,
+    **generation: Unpack[GenerationArguments],
 ) -> Model:
     """Load a model into this process, as a function of texts.
 
@@ -160,15 +167,8 @@ def load(
     block, frees its memory. A text that crashes or hangs a kernel crashes or hangs this process: score untrusted texts
     with `predict`.
     """
+    refuse_unknown("load", generation, GenerationArguments.__annotations__)
     check_options({"null": null, "batch_tokens": batch_tokens})
-    generation = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": stop,
-        "seed": seed,
-    }
     settings, _, _ = scoring_settings(
         model,
         runtime,

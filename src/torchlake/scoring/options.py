@@ -83,7 +83,6 @@ def scoring_settings(
     *,
     text: str | Sequence[str] | None,
     task: Any = None,
-    task_options: Mapping[str, Any] | None = None,
     text_pair: str | Sequence[str] | None = None,
     inputs: Mapping[str, str | Sequence[str]] | None = None,
     recorded: str | None = None,
@@ -96,13 +95,14 @@ def scoring_settings(
     """Return the workers' settings, the task and the runtime for a model folder.
 
     `generation` holds fields of `GenerationOptions` (None: the default), `settings` further fields of
-    `ScoringSettings`. `recorded` is the runtime of the output that this job continues: it replaces another default.
+    `ScoringSettings`, of which `task_options` are those that differ from the model's. `recorded` is the runtime of the output that this job continues: it replaces another default.
     Raises UsageError for options that the model does not support.
     """
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
-    spec = with_columns(known_spec(folder, task, task_options), text=text, text_pair=text_pair, inputs=inputs)
+    known = known_spec(folder, task, settings.pop("task_options", None))
+    spec = with_columns(known, text=text, text_pair=text_pair, inputs=inputs)
     devices = settings.get("gpus_per_process", 1)
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
