@@ -1,4 +1,4 @@
-"""One contender of a benchmark in a process of its own: its library, its crash and its memory are nobody else's.
+"""One contender of a benchmark in a process of its own: its library, its crash and its memory are its own.
 
 The parent starts `python <script>`, writes JSON lines to its standard input and reads JSON lines from its standard
 output, one contender at work at a time:
@@ -156,7 +156,7 @@ def _measured(score: Score, texts: list[str]) -> dict[str, Any]:
 
 
 def forget_peak() -> None:
-    """Give back what is free and start the peak anew: a turn's peak is the model's and this turn's, no other's."""
+    """Give back what is free and reset the peak: a turn's peak is the model's and this turn's, no other's."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):

@@ -78,8 +78,8 @@ def python_of(name: str) -> Path | str:
         for packages in ENVIRONMENTS[name]:
             _run([str(python), "-m", "pip", "install", "--quiet", *packages])
     except (subprocess.SubprocessError, OSError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        lines = [line for line in told.strip().splitlines() if line.strip() and "WARNING" not in line]
+        output = getattr(error, "stderr", None) or str(error)
+        lines = [line for line in output.strip().splitlines() if line.strip() and "WARNING" not in line]
         return f"its environment cannot be made: {(lines or ['unknown'])[-1][:200]}"
     stamp.write_text(wanted)
     return python

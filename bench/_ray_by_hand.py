@@ -28,7 +28,7 @@ def by_hand(setup: dict[str, Any], pad_to: int | None) -> dict[str, Any]:
     """`pad_to`: tokens that every line is padded to; None: those of the longest line of its batch."""
     home = Path(setup["home"])
     tokenize = partial(tokenized, model=setup["model"], block=setup["block"])
-    # Materialized, or Ray would tokenize the lines anew in every epoch.
+    # Materialized, or Ray would tokenize the lines again in every epoch.
     datasets = {
         name: lines_of(setup, name).map_batches(tokenize, batch_size=1024).materialize()
         for name in ("train", "validation")
@@ -130,7 +130,7 @@ def train_by_hand(config: dict[str, Any]) -> None:
             with torch.no_grad():
                 sums += torch.tensor([engine(**batch, use_cache=False).loss.item() * targets, targets])
         torch.distributed.all_reduce(sums)
-        told = {
+        report = {
             "perplexity": math.exp(sums[0] / sums[1]),
             "train_s": seconds,
             "steps": steps,
@@ -138,7 +138,7 @@ def train_by_hand(config: dict[str, Any]) -> None:
         }
         with tempfile.TemporaryDirectory() as folder:
             engine.save_checkpoint(folder)  # every rank its part
-            ray.train.report(told, checkpoint=Checkpoint.from_directory(folder))
+            ray.train.report(report, checkpoint=Checkpoint.from_directory(folder))
 
 
 def save_whole(checkpoint: str, base: str, folder: Path) -> None:

@@ -31,7 +31,7 @@ class Row:
     reason: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
 
-    def anew(self) -> "Row":
+    def reset(self) -> "Row":
         """The same contender before it has begun."""
         return replace(self, contender=None, reason=None, turns=[])
 

@@ -52,7 +52,7 @@ def write_tokens(rows: int):
 
 
 def ours(folder) -> int:
-    """From Parquet to batches, the memory-mapped cache built anew."""
+    """From Parquet to batches, the memory-mapped cache is built again."""
     cache = SCRATCH / "tokens-cache"
     shutil.rmtree(cache, ignore_errors=True)
     build_cache(folder, cache)

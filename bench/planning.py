@@ -2,7 +2,7 @@
 
 Every job is planned, then trained for a few steps by fresh processes on generated rows. The peak is the largest
 resident memory of a rank from its second step on, less what it held after its imports: the kernel counts it
-(/proc/self/status), and the count starts anew after each step, so that loading the model is not in it. It is measured
+(/proc/self/status), and the count is reset after each step, so that loading the model is not in it. It is measured
 twice: as it is, and with glibc giving freed memory back at once (MALLOC_MMAP_THRESHOLD_), which leaves what tensors
 really take. Linux only.
 """
@@ -37,7 +37,7 @@ STRATEGIES = {"single": 1, "ddp": 2, "fsdp reshard=false": 2, "fsdp reshard=true
 
 
 class Measuring(tl.Local):
-    """Local processes, each of which tells its resident memory while it trains."""
+    """Local processes, which report their resident memory while it trains."""
 
     def __init__(self, processes: int, folder: Path) -> None:
         super().__init__(processes=processes)
@@ -68,15 +68,15 @@ def measured(fn: Callable[..., Any], folder: str, *args: Any) -> Any:
 
     def stepped(*_: Any) -> None:
         peaks.append(resident("VmHWM"))
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's way to start the count anew
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's way to reset the count
 
     handle = register_optimizer_step_post_hook(stepped)
     try:
         return fn(*args)
     finally:
         handle.remove()
-        told = {"imported": imported, "peak": max(peaks[1:])}
-        Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
+        report = {"imported": imported, "peak": max(peaks[1:])}
+        Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(report))
 
 
 def write_rows(path: Path, rows: int) -> None:
@@ -122,12 +122,12 @@ def compare(name: str, strategy: str, steps: int, table: Path) -> dict[str, Any]
 
 def trained(sections: dict[str, Any], processes: int) -> tuple[float, float]:
     """The peak of the rank that needed most, in bytes; and the median step's seconds."""
-    run, told = SCRATCH / "planning-run", SCRATCH / "planning-told"
-    for each in (run, told):
+    run, reports = SCRATCH / "planning-run", SCRATCH / "planning-reports"
+    for each in (run, reports):
         shutil.rmtree(each, ignore_errors=True)
-    told.mkdir(parents=True)
-    tl.train(run=run, engine=Measuring(processes, told), **sections)
-    ranks = [json.loads(file.read_text()) for file in told.iterdir()]
+    reports.mkdir(parents=True)
+    tl.train(run=run, engine=Measuring(processes, reports), **sections)
+    ranks = [json.loads(file.read_text()) for file in reports.iterdir()]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = statistics.median(line["seconds"] for line in lines[1:] if "loss" in line)
     return max(rank["peak"] - rank["imported"] for rank in ranks), seconds

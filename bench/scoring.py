@@ -130,7 +130,7 @@ def tuned(
     results: dict[str, Any] = {}
     everything = np.arange(len(texts))
     reference = None
-    again = [row.anew() for row in rows if row.tuned]
+    again = [row.reset() for row in rows if row.tuned]
     again.sort(key=lambda row: (row.runtime != "eager", row.group, row.runtime or ""))
     for _, group in itertools.groupby(again, key=lambda row: (row.group, row.runtime)):
         race = Field(model, calibration)
@@ -161,7 +161,7 @@ def make_ready(rows: list[Row], calibration: list[str], model: Path) -> None:
     for _, group in itertools.groupby(rows, key=lambda row: (row.environment, row.group, row.runtime)):
         race = Field(model, calibration)
         try:
-            race.enter(next(group).anew())
+            race.enter(next(group).reset())
         finally:
             race.leave()
 

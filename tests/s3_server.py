@@ -1,13 +1,16 @@
 """A server that speaks S3, on this machine, in a process of its own; it keeps its objects in memory."""
 
+import http.server
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.error import URLError
 from xml.etree import ElementTree
 
@@ -81,3 +84,33 @@ def serving() -> Iterator[S3Server]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def of_another_region() -> Iterator[str]:
+    """A server that answers as S3 does for a bucket of another region, whatever region a client tries."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: the base class writes to stderr."""
+
+        def do_GET(self) -> None:
+            body = b"<Error><Code>PermanentRedirect</Code><Message>Use the specified endpoint</Message></Error>"
+            self.send_response(301)
+            self.send_header("x-amz-bucket-region", "eu-west-3")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

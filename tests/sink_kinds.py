@@ -176,7 +176,9 @@ def lake_environment(place: Place, *, on_s3: bool = False) -> dict[str, str]:
     """The variables of a catalog, which is made."""
     lake(place, on_s3=on_s3).close()
     properties = lake_properties(place, on_s3)
-    return {f"PYICEBERG_CATALOG__LAKE__{name.upper()}": properties[name] for name in ("uri", "warehouse")}
+    variables = {f"PYICEBERG_CATALOG__LAKE__{name.upper()}": properties[name] for name in ("uri", "warehouse")}
+    # Without it pyiceberg asks Amazon for the region of the bucket, and waits for an answer.
+    return {**variables, "PYICEBERG_CATALOG__LAKE__S3__REGION": "us-east-1"}
 
 
 def read_iceberg(place: Place, *, on_s3: bool = False) -> pa.Table | None:

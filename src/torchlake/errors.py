@@ -12,6 +12,7 @@
     ├── Diverged                    5  the loss was not finite several times in a row
     ├── OutputError                73  the output cannot be created
     ├── StorageError               74  reading or writing failed midway (disk full, folder removed)
+    │   └── AccessError            73  a storage refuses access: credentials, permission, bucket or region
     ├── Locked                     75  another writer holds the output or the run
     ├── LeaseLost                  76  another writer took over the output or the run
     ├── UnsafeError                77  refused: loading the input could run code
@@ -92,6 +93,13 @@ class OutputError(TorchlakeError):
 
 class StorageError(TorchlakeError):
     exit_code = 74
+
+
+class AccessError(StorageError):
+    """A storage refuses access: no credentials, no permission, no such bucket, or another region. Trying again does
+    not help."""
+
+    exit_code = 73
 
 
 class Locked(TorchlakeError):

@@ -20,6 +20,7 @@ from s3_server import S3Server
 from scoring_runs import predict
 from sink_jobs import Output, Writers, source_rows, write_source
 from sink_kinds import KINDS, TYPES, Place
+from sweeps import sweep
 from torchlake import plugins
 
 ROWS = 7
@@ -44,7 +45,13 @@ def writers() -> Iterator[Writers]:
     writers.close()
 
 
-@pytest.fixture(params=KINDS)
+QUICK = {"folder", "object_folder", "delta", "iceberg", "hub"}
+"Of the kinds; the others differ from one of these by the storage."
+every_kind = pytest.mark.parametrize("output", KINDS, indirect=True)
+tables_alone = pytest.mark.parametrize("output", sweep(KINDS, quick={"folder", "delta", "iceberg"}), indirect=True)
+
+
+@pytest.fixture(params=sweep(KINDS, quick=QUICK))
 def output(request: pytest.FixtureRequest, tmp_path: Path, server: S3Server, writers: Writers) -> Output:
     return Output(kind=KINDS[request.param], place=Place(folder=tmp_path, server=server), writers=writers)
 
@@ -90,6 +97,7 @@ def test_every_sink_is_tested() -> None:
     assert {kind.sink for kind in KINDS.values()} == {*plugins.names("sinks")}
 
 
+@every_kind
 def test_rows_are_written_once_and_the_same_job_again_does_nothing(output: Output, source: Path) -> None:
     expected = pq.read_table(source).to_pylist()
     for name, options in enumerate(variants(output)):
@@ -191,6 +199,7 @@ def test_writers_that_start_together_write_each_row_once(output: Output, source:
     assert output.computed(source) == 0
 
 
+@every_kind
 @pytest.mark.parametrize("count", [2, 3])
 def test_writers_that_commit_together_write_each_row_once(output: Output, source: Path, count: int) -> None:
     """Each one takes over the lease of the one before, and all wake in the middle of the commit."""
@@ -336,6 +345,7 @@ def values(column: Any) -> list[Any]:
     return [plain(one) for one in column.to_pylist()]
 
 
+@tables_alone
 def test_a_type_is_carried_through_or_refused_before_any_row(output: Output, tmp_path: Path) -> None:
     for name, column in TYPES.items():
         there = output.at(re.sub(r"\W+", "-", name).strip("-"))

@@ -21,6 +21,7 @@ import tiny
 import torchlake as tl
 import training_runs as runs
 from source_tables import KINDS, SourceKind, stored
+from sweeps import sweep
 from torchlake import plugins
 from torchlake.errors import DataError, FingerprintError, TableError
 from torchlake.tables.chunks import plan_chunks
@@ -202,6 +203,7 @@ def predict(name: str, folder: Path, model: Path, *, failpoint: str = "", **opti
     )
 
 
+@pytest.mark.parametrize("kind", sweep(KINDS, quick=["files", "delta"]), indirect=True)
 def test_a_killed_job_scores_each_row_once(
     kind: SourceKind, request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -151,6 +151,7 @@ def _accuracy(folder: Path) -> float:
     return sum(map(operator.eq, said, table["label"].to_pylist())) / len(said)
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_survives_kills_and_beats_the_text_alone(tmp_path: Path, tiny_bert: Path) -> None:
     """A rank is killed in the first training, the whole example in the second; the same command goes on."""
     command = [sys.executable, str(EXAMPLES / "own_task.py"), str(tiny_bert), str(tmp_path / "runs")]

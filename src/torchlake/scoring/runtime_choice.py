@@ -71,7 +71,7 @@ def refusal(runtime: Any, folder: Path) -> str | None:
         return None
     module = plugins.load("runtimes", runtime)
     if not module.TOKEN_TYPES and uses_token_types(folder):
-        return "it has no input for token types, by which this model tells the texts of a pair apart"
+        return "it has no input for token types, which this model needs to separate the texts of a pair"
     reason: str | None = module.refusal(folder)
     return reason
 

@@ -35,7 +35,7 @@ def local_output(output: str | Path) -> Path:
     text = URL_AS_PATH.sub(r"\1://", local_path(os.fspath(output)))
     if is_url(text):
         raise UsageError(
-            f"{redacted(text)}: an output is a local folder, because it is published by one rename. Give a local path, "
+            f"{redacted(text)}: has to be a local path, because it is published by one rename. Give a local path, "
             "and upload the folder afterwards."
         )
     return Path(os.path.expanduser(text))

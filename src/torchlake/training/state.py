@@ -296,5 +296,5 @@ class TrainState:
 
 
 def _key(rows: Rows, numbers: np.ndarray) -> tuple[int, int | None, bytes]:
-    """What tells the batch of these rows from others."""
+    """A key that identifies the batch of these rows."""
     return id(rows.table), rows.seed, numbers.tobytes()

@@ -49,7 +49,7 @@ def test_a_url_is_refused(command: str, url: str, model: Path, here: Path, capfd
     words = [{"MODEL": str(model), "URL": url}.get(word, word) for word in COMMANDS[command]]
     assert main(words) == UsageError.exit_code
     said = capfd.readouterr().err
-    assert f"{url}: an output is a local folder" in said
+    assert f"{url}: has to be a local path" in said
     assert "upload the folder afterwards" in said
     assert sorted(os.listdir(here)) == before
 
@@ -68,7 +68,7 @@ def test_a_url_that_no_output_can_have_is_refused(
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_that_became_a_path_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="an output is a local folder"):
+    with pytest.raises(UsageError, match="has to be a local path"):
         local_output(Path(url))
 
 

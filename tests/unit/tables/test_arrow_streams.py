@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import tiny
 import torchlake as tl
 import training_runs as runs
+from sweeps import sweep
 from torchlake.errors import FingerprintError, Locked, TableError, UsageError
 from torchlake.tables.output.lease import acquire
 from torchlake.tables.output.spool import spooled
@@ -123,7 +124,7 @@ def test_streams_beside_files_have_names_of_their_own(tmp_path: Path, tiny_model
     assert len({*ids}) == ROWS
 
 
-@pytest.mark.parametrize("kind", ["reader", "polars"])
+@pytest.mark.parametrize("kind", sweep(["reader", "polars"], quick=["reader"]))
 def test_evaluate_takes_a_stream_and_a_list_with_a_frame(tmp_path: Path, tiny_model: Path, kind: str) -> None:
     rows = tiny.reviews(ROWS)
     pq.write_table(rows, tmp_path / "reviews.parquet")

@@ -4,15 +4,12 @@ Each job is a process of its own, because the storages' libraries keep connectio
 """
 
 import errno
-import http.server
 import io
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -248,39 +245,9 @@ def test_a_server_that_does_not_answer_is_named(s3: S3Server, tmp_path: Path) ->
         assert found["error"].startswith("Unavailable: s3://lake/folder: Could not connect to the endpoint URL")
 
 
-@contextmanager
-def other_region() -> Iterator[str]:
-    """A server that answers as S3 does for a bucket of another region, whatever region a client tries."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: the base class writes to stderr."""
-
-        def do_GET(self) -> None:
-            body = b"<Error><Code>PermanentRedirect</Code><Message>Use the specified endpoint</Message></Error>"
-            self.send_response(301)
-            self.send_header("x-amz-bucket-region", "eu-west-3")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        do_HEAD = do_GET
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_a_bucket_of_another_region_is_an_error_that_says_so(tmp_path: Path) -> None:
     keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
-    with other_region() as address:
+    with s3_server.of_another_region() as address:
         for found in read(*SOURCES, home=tmp_path, AWS_ENDPOINT_URL=address, **keys):
             assert found["error"].startswith("Unavailable: s3://")
             assert "The bucket is in another region: set AWS_DEFAULT_REGION to its region." in found["error"]

@@ -3,19 +3,22 @@
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import deltalake
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyiceberg.catalog
 import pytest
+from pyiceberg.utils.config import Config
 
 import s3_server
 import tiny
 import torchlake as tl
 from s3_server import BUCKET, S3Server
-from torchlake.errors import FingerprintError, MissingExtra, OutputError, StorageError, TorchlakeError, UsageError
+from torchlake.errors import AccessError, FingerprintError, MissingExtra, OutputError, TorchlakeError, UsageError
 from torchlake.tables.storage import objects
 
 
@@ -42,6 +45,7 @@ def s3() -> Iterator[S3Server]:
 def cloud(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's variables, and no others of this machine."""
     monkeypatch.setattr(objects, "RETRIES", 1)
+    objects._opened.cache_clear()
     for name in [*os.environ]:
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
@@ -155,13 +159,34 @@ def test_a_missing_library_is_named_with_its_extra(
     assert MissingExtra.exit_code == 64
 
 
-@pytest.mark.parametrize("format", ["parquet", "delta"])
-def test_a_bucket_that_is_not_there(source: Path, tiny_model: Path, cloud: None, format: str) -> None:
-    refused(
-        tiny_model, source, "s3://no-such-bucket/out", StorageError, r"s3://no-such-bucket/.*There is no such bucket",
-        format=format,
-    )  # fmt: skip
-    assert StorageError.exit_code == 74
+@pytest.mark.parametrize("format", ["parquet", "delta", "iceberg"])
+@pytest.mark.parametrize("missing", ["bucket", "credentials", "region"])
+def test_a_store_that_refuses_access(
+    source: Path, tiny_model: Path, cloud: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    format: str, missing: str,
+) -> None:  # fmt: skip
+    if (format, missing) == ("iceberg", "credentials"):
+        pytest.skip("without credentials pyarrow writes as anyone, which this server allows")
+    bucket = f"s3://{'no-such-bucket' if missing == 'bucket' else BUCKET}"
+    match = "There is no such bucket" if missing == "bucket" else "Credentials come from AWS_ACCESS_KEY_ID"
+    with ExitStack() as stack:
+        if missing == "credentials":
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.delenv(name)
+        elif missing == "region":
+            monkeypatch.setenv("AWS_ENDPOINT_URL", stack.enter_context(s3_server.of_another_region()))
+            match = "The bucket is in another region: set AWS_DEFAULT_REGION"
+        output = f"{bucket}/{tmp_path.name}"
+        if format == "iceberg":
+            output = "iceberg:lake.db.t"
+            for name, value in {"URI": f"sqlite:///{tmp_path}/catalog.db", "WAREHOUSE": f"{bucket}/lake"}.items():
+                monkeypatch.setenv(f"PYICEBERG_CATALOG__LAKE__{name}", value)
+            # It is read once, when pyiceberg is imported.
+            monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
+            with pyiceberg.catalog.load_catalog("lake") as catalog:
+                catalog.create_namespace("db")
+        refused(tiny_model, source, output, OutputError if format == "iceberg" else AccessError, match, format=format)
+    assert AccessError.exit_code == OutputError.exit_code == 73
 
 
 def test_other_objects_at_the_url(source: Path, tiny_model: Path, cloud: None, s3: S3Server, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def note_dtypes() -> None:
     loop.make_train_state = noting  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("fsdp", 2)]))
 def test_a_frozen_base_is_held_in_bf16_only(tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int) -> None:
     sections = runs.job(tmp_path, tiny_bert, epochs=1, strategy="single")
@@ -97,6 +98,7 @@ def test_a_frozen_base_is_held_in_bf16_only(tmp_path: Path, tiny_bert: Path, str
     assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sweep(["fsdp", "deepspeed"], quick=["fsdp"]))
 def test_a_run_continues_under_another_strategy(tmp_path: Path, tiny_bert: Path, strategy: str) -> None:
     if plugins.load("strategies", strategy).refusal(TrainConfig()) is not None:

@@ -68,7 +68,10 @@ CASES += [("writer", "llama", False)]
 WAYS = ["fsdp", "ddp"]
 
 
-@pytest.mark.parametrize(("kind", "name", "lora", "strategy"), [(*case, way) for case in CASES for way in WAYS])
+@pytest.mark.parametrize(
+    ("kind", "name", "lora", "strategy"),
+    sweep([(*case, way) for case in CASES for way in WAYS], quick=[(*case, "fsdp") for case in CASES]),
+)
 def test_every_rank_starts_with_the_weights_of_single(
     kind: Any, name: str, lora: bool, strategy: str, tmp_path: Path
 ) -> None:

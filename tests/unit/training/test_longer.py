@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import training_runs as runs
+from sweeps import sweep
 from torchlake.config.sections.train import TrainConfig
 from torchlake.optim.schedule import learning_rate
 
@@ -20,7 +21,7 @@ def logged(run: Path) -> str:
     return "\n".join(str(json.loads(line)) for line in lines)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "wsd", "linear"])
+@pytest.mark.parametrize("schedule", sweep(["constant", "wsd", "linear"], quick=["wsd"]))
 def test_more_epochs_continue_a_finished_run(tmp_path: Path, tiny_bert: Path, schedule: str) -> None:
     sections = runs.job(tmp_path, tiny_bert, epochs=1, schedule=schedule, warmup_steps=2)
     warmup = {key: value for key, value in sections["train"].items() if key != "schedule"}

@@ -46,6 +46,7 @@ def overflow_at_first() -> None:
     state.TrainProgress.__init__.__kwdefaults__["loss_scale"] = 2.0**40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_a_loss_scale_that_is_too_large_is_halved_on_all_ranks(
     tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
@@ -117,6 +118,7 @@ def test_a_compiled_model_learns_the_same(tmp_path: Path, tiny_bert: Path, strat
     assert runs.losses(tmp_path / "compiled") == pytest.approx(runs.losses(tmp_path / "eager"), abs=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", sweep([{"reshard": False}, {"shard_ranks": 2}], quick=[{"shard_ranks": 2}]))
 def test_fsdp_shares_out_in_other_ways_too(tmp_path: Path, tiny_bert: Path, options: dict[str, object]) -> None:
     """Weights kept until the backward pass; and, on four ranks, two copies of two halves, which a checkpoint joins."""

@@ -40,12 +40,7 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseLost if another writer has taken over. Call it with the lock held."""
         current = _read(self.staging)
-        if current.get("token") != self.mine["token"]:
-            raise LeaseLost(
-                f"{self.staging}: taken over by {describe_holder(current)}, because this process did not renew its "
-                f"lease for {self.mine['lease_s']:.0f} s. That writer finishes the job; nothing of this one is "
-                "published."
-            )
+        check_holder(current, self.mine, str(self.staging))
 
     def stop(self) -> None:
         """Stop renewing. The lease ends with `release`, or when the staging folder is removed."""
@@ -83,26 +78,44 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
     with locked(staging, create=True):
         current = _read(staging)
         if current and _is_live(staging, current):
-            held = name or str(staging.parent / staging.name[1:].removesuffix(".staging"))
-            raise Locked(
-                f"{held}: being written by {describe_holder(current)}. Wait for it, or stop it; finished work is kept."
-            )
+            raise held_by(current, name or str(staging.parent / staging.name[1:].removesuffix(".staging")))
         # Only the holder of the lock writes the lease, so these are left from killed writers.
         atomic_io.remove(atomic_io.stale_temporaries(staging / "lease.json"))
-        now = time.time()
-        mine = {
-            "epoch": int(current.get("epoch", 0)) + 1,
-            "token": secrets.token_hex(8),
-            "pid": os.getpid(),
-            "created": psutil.Process().create_time(),
-            "host": socket.gethostname(),
-            "machine": machine_id(),
-            "started": now,
-            "renewed": now,
-            "lease_s": lease_s,
-        }
+        mine = next_lease(current, lease_s)
         _write(staging, mine)
         return Lease(staging, mine)
+
+
+def next_lease(current: dict[str, Any], lease_s: float) -> dict[str, Any]:
+    """The lease of this process after the `current` one, which may be empty."""
+    now = time.time()
+    return {
+        "epoch": int(current.get("epoch", 0)) + 1,
+        "token": secrets.token_hex(8),
+        "pid": os.getpid(),
+        "created": psutil.Process().create_time(),
+        "host": socket.gethostname(),
+        "machine": machine_id(),
+        "started": now,
+        "renewed": now,
+        "lease_s": lease_s,
+    }
+
+
+def held_by(current: dict[str, Any], name: str) -> Locked:
+    """The error for an output with an active writer."""
+    return Locked(
+        f"{name}: being written by {describe_holder(current)}. Wait for it, or stop it; finished work is kept."
+    )
+
+
+def check_holder(current: dict[str, Any], mine: dict[str, Any], place: str) -> None:
+    """Raise LeaseLost if the lease of this process is no longer the current one."""
+    if current.get("token") != mine["token"]:
+        raise LeaseLost(
+            f"{place}: taken over by {describe_holder(current)}, because this process did not renew its lease for "
+            f"{mine['lease_s']:.0f} s. That writer finishes the job; nothing of this one is committed."
+        )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torchlake.errors import OutputError, StorageError
 from torchlake.tables.sinks._iceberg_files import is_identity
 from torchlake.tables.sinks._interface import CommitUnknown, Conflict
 from torchlake.tables.storage.catalogs import TableName, first_line
+from torchlake.tables.storage.objects import access_advice
 
 CODE = "write.py-location-provider.impl"
 "The property with the import path of a class that names a table's files; pyiceberg runs it when it writes."
@@ -86,9 +87,9 @@ def create_table(catalog: Any, name: TableName, schema: pa.Schema, partition_by:
     except exceptions.TableAlreadyExistsError as error:
         raise Conflict(first_line(error)) from error
     except Exception as error:  # of many libraries
+        advice = access_advice("s3://", str(error)) or "Create it with another tool, or give another output."
         raise OutputError(
-            f"{name.name}: the table cannot be created: {redacted(first_line(error))}. Create it with another tool, or "
-            "give another output."
+            f"{name.name}: the table cannot be created: {redacted(first_line(error))}. {advice}"
         ) from error
 
 

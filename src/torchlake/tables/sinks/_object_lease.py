@@ -7,18 +7,14 @@ writers from computing the same rows, not what keeps rows from being doubled. Co
 """
 
 import json
-import os
 import secrets
-import socket
 import threading
 import time
 from contextlib import suppress
 from typing import Any
 
-import psutil
-
-from torchlake.errors import LeaseLost, Locked, StorageError
-from torchlake.tables.output.lease import describe_holder, is_running, machine_id
+from torchlake.errors import StorageError
+from torchlake.tables.output.lease import check_holder, held_by, is_running, machine_id, next_lease
 from torchlake.tables.storage.objects import Found, ObjectFolder
 
 NAME = "lease.json"
@@ -37,14 +33,7 @@ class ObjectLease:
 
     def check(self) -> None:
         """Raise LeaseLost if another writer has taken over."""
-        found = self._state.read(NAME)
-        current = _parsed(found)
-        if current.get("token") != self._mine["token"]:
-            raise LeaseLost(
-                f"{self._state.location}: taken over by {describe_holder(current)}, because this process did not "
-                f"renew its lease for {self._mine['lease_s']:.0f} s. That writer finishes the job; nothing of this "
-                "one is committed."
-            )
+        check_holder(_parsed(self._state.read(NAME)), self._mine, self._state.location)
 
     def stop(self) -> None:
         """Stop renewing."""
@@ -89,21 +78,8 @@ def acquire_object(state: ObjectFolder, lease_s: float, *, name: str) -> ObjectL
         found = state.read(NAME)
         current = _parsed(found)
         if found is not None and _is_live(state, found, current):
-            raise Locked(
-                f"{name}: being written by {describe_holder(current)}. Wait for it, or stop it; finished work is kept."
-            )
-        now = time.time()
-        mine = {
-            "epoch": int(current.get("epoch", 0)) + 1,
-            "token": secrets.token_hex(8),
-            "pid": os.getpid(),
-            "created": psutil.Process().create_time(),
-            "host": socket.gethostname(),
-            "machine": machine_id(),
-            "started": now,
-            "renewed": now,
-            "lease_s": lease_s,
-        }
+            raise held_by(current, name)
+        mine = next_lease(current, lease_s)
         if found is None:
             written = state.write_new(NAME, _bytes(mine), site="lease")
         else:

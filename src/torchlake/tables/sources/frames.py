@@ -1,6 +1,6 @@
 """Frames in memory: convert pyarrow, pandas and polars frames to Arrow tables and back.
 
-pandas and polars are recognized without importing them: whoever passes such a frame has imported the library.
+pandas and polars are recognized without importing them: a caller that has such a frame has imported the library.
 """
 
 import sys

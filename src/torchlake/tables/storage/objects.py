@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torchlake.config.redaction import redacted
-from torchlake.errors import MissingExtra, StorageError
+from torchlake.errors import AccessError, MissingExtra, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.tables.storage.urls import EXTRAS, check_url, credentials_of, object_store_options
 
@@ -22,8 +22,12 @@ ATTEMPTS = 5
 "At a conditional write that was refused although the object is as it was."
 
 
-_PERMISSION = ("Unauthenticated", "credential", "Credential", "403", "Forbidden", "401", "169.254.169.254")
+_MISSING = re.compile(r"NoSuchBucket|NO_SUCH_BUCKET")
+_PERMISSION = re.compile(
+    r"ACCESS_DENIED|AccessDenied|Forbidden|Unauthenticated|Unauthorized|[Cc]redential|169\.254\.169\.254"
+)
 "In errors of missing permission; the last one is the address where machines in a cloud find their role."
+_REGION = re.compile(r"\b301 Moved|HTTP status 301|PermanentRedirect|incorrectly configured region")
 _COLORS, _CODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"<Code>(\w+)</Code>")
 
 
@@ -167,15 +171,22 @@ def storage_failure(url: str, why: Exception | str) -> StorageError:
     cause = ": ".join(line.strip(" \u21b3:.") for line in plain.splitlines() if line.strip(" \u21b3:."))
     code = _CODE.search(answer)
     cause += f" {code[1]}" if code else ""
-    advice = ""
-    if "NoSuchBucket" in text:
-        advice = " There is no such bucket: create it, or correct the URL."
-    elif any(word in text for word in _PERMISSION):
-        advice = f" Credentials come from {credentials_of(url)}."
-    elif "301" in text or "PermanentRedirect" in text or "region" in text:
-        advice = " The bucket is in another region: set AWS_DEFAULT_REGION to its region."
+    advice = access_advice(url, text)
+    if advice:
+        return AccessError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {advice}")) + " Finished work is kept.")
     again = "Run the same command again once the store answers: finished work "
-    return StorageError(str(redacted(f"{url}: {cause.rstrip(' .-')}.{advice} {again}")) + "is kept.")
+    return StorageError(str(redacted(f"{url}: {cause.rstrip(' .-')}. {again}")) + "is kept.")
+
+
+def access_advice(url: str, text: str) -> str:
+    """What to do about the error of a store that refuses access; empty for other errors, which may pass."""
+    if _MISSING.search(text):
+        return "There is no such bucket: create it, or correct the URL."
+    if _PERMISSION.search(text):
+        return f"Credentials come from {credentials_of(url)}."
+    if _REGION.search(text):
+        return "The bucket is in another region: set AWS_DEFAULT_REGION to its region."
+    return ""
 
 
 class _Refused(Exception):

@@ -57,21 +57,21 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
     traits = None
     if group.rank == 0:
         traits = asdict(find_traits(model, base, task, made, processor, job, spec, group.device))
-    told = Traits(**distributed.from_rank_0(group, traits, "waiting for rank 0 to load the model"))
-    probes.freeze(model, told.unreached)
+    shared = Traits(**distributed.from_rank_0(group, traits, "waiting for rank 0 to load the model"))
+    probes.freeze(model, shared.unreached)
     scales = layer_scales(model, job.train.layer_decay)
     names = trainable_names(model, job.train, scales)
     saved = None if settings.checkpoint is None else Path(settings.checkpoint)
-    stored = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in told.stored}
+    stored = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in shared.stored}
     if loads and saved is not None:
         format.load_into(saved, {name: tensor for name, tensor in model.state_dict().items() if name in stored})
-    train = job.train.model_copy(update={"precision": told.precision})
+    train = job.train.model_copy(update={"precision": shared.precision})
     precision = find_precision(train.precision, group.device)
     config = getattr(base, "config", None)
     speed = measure(
         layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
     )
-    _set_up(model, base, told, job, train, spec, task, group)
+    _set_up(model, base, shared, job, train, spec, task, group)
     module, optimizer = _wrap(strategy, model, group, train, scales)
     progress = TrainProgress()
     if saved is not None:
@@ -99,10 +99,10 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         micro_batch_tokens=_tokens_that_fit(limit_file, train.micro_batch_tokens),
         limit_file=limit_file,
         filler=dict(probes.batches(task, made, processor, spec)[0]),
-        isolates=told.isolates,
+        isolates=shared.isolates,
         one_line=job.model.attention == "flash",
-        chunked=told.after_head is not None,
-        equal_lengths=told.equal_lengths,
+        chunked=shared.after_head is not None,
+        equal_lengths=shared.equal_lengths,
     ), progress
 
 
