@@ -190,8 +190,8 @@ def main() -> None:
         return
     rows = [*score(options.images, options.rounds), *train(options.epochs)]
     note = (
-        f"Scoring: {options.images} JPEG images of 640 x 480 by ResNet-50, best of {options.rounds}; agreement with the "
-        "pipeline's labels. Training: 1,400 digits at 32 x 32; loss_difference: the largest of a step to 1 process."
+        f"Scoring: {options.images} JPEG images of 640 x 480 by ResNet-50, best of {options.rounds}; agreement: with "
+        "the pipeline's labels. Training: 1,400 digits at 32 x 32; loss_difference: the largest of a step to 1 process."
     )
     finish("images", rows, as_json=options.json, note=note)
 

@@ -95,8 +95,9 @@ def scoring_settings(
     """Return the workers' settings, the task and the runtime for a model folder.
 
     `generation` holds fields of `GenerationOptions` (None: the default), `settings` further fields of
-    `ScoringSettings`, of which `task_options` are those that differ from the model's. `recorded` is the runtime of the output that this job continues: it replaces another default.
-    Raises UsageError for options that the model does not support.
+    `ScoringSettings`, of which `task_options` are those that differ from the model's. `recorded` is the runtime of the
+    output that this job continues: it replaces another default. Raises UsageError for options that the model does not
+    support.
     """
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
