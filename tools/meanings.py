@@ -39,7 +39,7 @@ COLUMNS = {
     "truncated": "Whether the text was longer than the model's limit and was cut.",
     "error": "Null, or the reason why the row has no prediction.",
     "label": "The predicted class, in the type of the training labels; with several labels, those of at least 0.5.",
-    "score": "Probability of the most probable class.",
+    "score": "Probability of the most probable class, or of the answer.",
     "prob_CLASS": "Probability of each class; with `--all-probabilities` only.",
     "prediction": "The predicted number, in the units of the training labels.",
     "embedding": "The vector of the text; all of a model have the same size.",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from torchlake import plugins
 from torchlake.cli import commands
@@ -173,6 +174,7 @@ def predict(
     add_columns: o.AddColumns = False,
     target_file_size: o.TargetFileSize = None,
     task: o.TaskName = None,
+    task_options: o.TaskOptions = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,
@@ -360,6 +362,8 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
     }
     if "csv" in given:
         given["csv"] = dict(_pair(text) for text in given["csv"])
+    if "task_options" in given:
+        given["task_options"] = dict(_task_option(text) for text in given["task_options"])
     lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
 
@@ -370,3 +374,14 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals:
         raise UsageError(f"--csv {text}: write it as key=value, such as delimiter=;")
     return key, value
+
+
+def _task_option(text: str) -> tuple[str, Any]:
+    """The name and the value, written as in YAML, of `--task-option`."""
+    name, equals, value = text.partition("=")
+    try:
+        if equals:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise UsageError(f"--task-option {text}: write it as name=value, such as candidate_labels=[good,bad]")
