@@ -170,6 +170,8 @@ def _kind(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     kind = next(one for one in kinds if one != "string") if isinstance(kinds, list) else str(kinds)
     if kind == "array":
         return f"list of {_kind(schema['items'], schemas)}"
+    if kind == "object" and schema["additionalProperties"] is True:
+        return "mapping of names to values"
     if kind == "object":
         return f"mapping of names to {_kind(schema['additionalProperties'], schemas)}"
     limits = {"minimum": "≥", "ge": "≥", "exclusiveMinimum": ">", "gt": ">", "maximum": "≤", "exclusiveMaximum": "<"}

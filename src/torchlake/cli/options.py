@@ -85,6 +85,14 @@ TaskName = Annotated[
     str | None,
     _execution("--task", "NAME", f"Task of a folder without task.json: {_names('tasks')} (default: that of its head)."),
 ]
+TaskOptions = Annotated[
+    list[str] | None,
+    _execution(
+        "--task-option",
+        "NAME=VALUE",
+        "Option of the task, such as candidate_labels=[good,bad], in place of the model's; repeatable.",
+    ),
+]
 RuntimeName = Annotated[
     str | None,
     _execution(

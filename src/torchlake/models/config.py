@@ -170,6 +170,15 @@ def _valid_id(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
+def decoder_start(config: "PretrainedConfig") -> int:
+    """Return the token that an encoder-decoder's answer begins with. Raises DataError if there is none."""
+    found = (getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"))
+    token = next((one for one in found if isinstance(one, int) and one >= 0), None)
+    if token is None:
+        raise DataError("config.json has no decoder_start_token_id: set the token that the decoder starts with")
+    return token
+
+
 def set_pad_id(config: "PretrainedConfig", token: int) -> None:
     """Set the padding token, also as the decoder's start token if the configuration has none (T5's convention)."""
     for each in (config, config.get_text_config()):

@@ -15,6 +15,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from torchlake import plugins
 from torchlake.chunk_jobs.increments import (
     Increment,
     file_increment,
@@ -145,6 +146,7 @@ def predict(
     how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
 
     Model: `task` is the task of yours that the model was trained with; an installed one is found by its name.
+    `task_options` are options of the task, in place of those that the model was trained with.
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
     for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded tokens of
     a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
@@ -211,6 +213,9 @@ def predict(
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
+    output_options = replace(
+        output_options, chunk_rows=output_options.chunk_rows or plugins.load("tasks", spec.task).chunk_rows
+    )
     call = _Call(settings=settings, spec=spec, engine=engine, choice=choice, options=output_options)
     if output_options.incremental:
         return _predict_new(table, place, call)
@@ -361,6 +366,7 @@ def _provenance(
         "seconds": round(seconds, 3),
         "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
         "distinct": round(sum(chunk.distinct for chunk in made) / could, 4) if could else 1.0,
+        "waiting_seconds": round(sum(chunk.waited for chunk in made), 3),
         "tokens": tokens,
         "padding": round(1 - tokens / padded, 4) if padded else 0.0,
         "errors": [example for chunk in made for example in chunk.examples][:20],

@@ -48,6 +48,8 @@ class ScoringSettings:
     "The column of the second text of a pair."
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs."
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    "The task's own options."
     keep: tuple[str, ...]
     "Columns copied from the input to the output, key first."
     key: str | None
@@ -76,7 +78,8 @@ class ScoringSettings:
     def spec(self) -> TaskSpec:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
-        return replace(trained, text=self.text, text_pair=self.text_pair, inputs=dict(self.inputs))
+        columns = {"text": self.text, "text_pair": self.text_pair, "inputs": dict(self.inputs)}
+        return replace(trained, **columns, options=dict(self.task_options))
 
     @property
     def column_options(self) -> ColumnOptions:
@@ -119,7 +122,8 @@ class RowReader:
         self.spec = self.settings.spec
         self.task = plugins.load("tasks", self.spec.task)
         self.processor: Any = self.task.load_processor(folder, self.spec, scoring=True)
-        self.max_prompt = max_prompt_tokens(folder, self.settings.generation)
+        continues = self.task.inputs.get("text") == PROMPT  # its answer shares the model's positions with the prompt
+        self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:

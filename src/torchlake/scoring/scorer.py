@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -31,7 +31,7 @@ from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
 from torchlake.data.features import first_equal, joined_outputs
-from torchlake.errors import TaskError
+from torchlake.errors import TaskError, Unavailable
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE
 from torchlake.runtimes import Forward
@@ -66,6 +66,9 @@ class Scorer:
     "Their tokens."
     padded_tokens: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
+    "Of forward passes."
+    waited: float = field(init=False, default=0.0)
+    "Seconds in which the model waited for the inputs of a batch."
     startup: dict[str, float] = field(init=False)
     "Seconds of each step up to the end of the first batch."
 
@@ -177,10 +180,12 @@ class Scorer:
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
             made, ready = ready, None  # the batch as a whole; its halves are made again
+            asked = time.perf_counter()
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
             began = time.perf_counter()
             out = self.forward(**inputs)
             seconds = time.perf_counter() - began
+            self.waited += began - asked
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
             self.padded_tokens += padded(rows)
@@ -195,7 +200,9 @@ class Scorer:
             self.batch_tokens = max(1, min(self.batch_tokens, padded(rows)) // 2)
             log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
-        run_isolated(work.rows[batch], forward, errors, attempt, passed_on=(TaskError,), out_of_memory=shrink)
+        run_isolated(
+            work.rows[batch], forward, errors, attempt, passed_on=(TaskError, Unavailable), out_of_memory=shrink
+        )
 
     def _assemble(
         self, work: Work, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
@@ -212,6 +219,8 @@ class Scorer:
         scored = rows[kept]
         if len(scored):
             answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
+            if self.task.kept_back:
+                options = replace(options, features=work.features.take(np.searchsorted(work.rows, scored)))
             columns = self.task.output_columns(answers, self.processor, self.spec, options)
         else:
             columns = self.task.output_schema(self.spec, options).empty_table()

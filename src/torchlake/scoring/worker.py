@@ -46,6 +46,8 @@ class ScoredChunk:
     "The same with padding."
     seconds: float = 0.0
     "Time in forward passes."
+    waited: float = 0.0
+    "Seconds in which the model waited for the inputs of a batch."
     runtime: str = ""
     "The runtime that ran; empty for a part of an earlier attempt."
     startup: Mapping[str, float] = field(default_factory=dict)
@@ -71,7 +73,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
         table, work = ready
-        before = (scorer.distinct, scorer.tokens, scorer.padded_tokens, scorer.seconds)
+        before = (scorer.distinct, scorer.tokens, scorer.padded_tokens, scorer.seconds, scorer.waited)
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
             part=workspace.parts.write(name, output, chunk=chunk.index),
@@ -80,6 +82,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
             tokens=scorer.tokens - before[1],
             padded_tokens=scorer.padded_tokens - before[2],
             seconds=scorer.seconds - before[3],
+            waited=scorer.waited - before[4],
             runtime=scorer.runtime,
             startup=scorer.startup,
             examples=examples_of(chunk, output["error"]),
