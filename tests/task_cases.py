@@ -189,6 +189,7 @@ CASES = {
         data={"text": "passage", "text_pair": "other", "label": "same", "problem": "regression"},
         model={"task": "feature_extraction"},
         bad=(("null_input", {"passage": None}),),
+    ),
     "image_classification": Case(
         build=tiny.build_vision, table=tiny.digits, bad=BAD_IMAGES, data={"problem": "single_label"}, **IMAGE
     ),

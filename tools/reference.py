@@ -422,9 +422,9 @@ def encoders_page() -> Iterator[str]:
     runtimes = list(dict.fromkeys(runtime for family in found.values() for runtime in family))
     yield "# Encoders and runtimes"
     yield ""
-    yield "The runtimes that embed texts (`feature_extraction`) with each encoder. The conformance suite compares vectors"
-    yield "of a small model of each with those of `eager`: `yes` means that they agree. `optimize` compares those of your"
-    yield "model."
+    yield "The runtimes that embed texts (`feature_extraction`) with each encoder. The conformance suite compares"
+    yield "vectors of a small model of each with those of `eager`: `yes` means that they agree. `optimize` compares"
+    yield "those of your model."
     yield ""
     rows = [
         (f"`{name}`", *("yes" if each.get(runtime, "") is None else "no" for runtime in runtimes))
