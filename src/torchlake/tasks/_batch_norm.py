@@ -70,7 +70,7 @@ def _summed(values: torch.Tensor) -> torch.Tensor:
     world = distributed.group.WORLD
     if not _groups or _groups[0] is not world:
         _groups[:] = [world, distributed.new_group()]
-    summed: torch.Tensor = all_reduce(values, group=_groups[1])  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = all_reduce(values, group=_groups[1])
     return summed
 
 

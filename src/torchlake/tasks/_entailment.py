@@ -19,4 +19,4 @@ class Entailment(nn.Module):
         assert ids is not None, "pairs have tokens"
         flat = {name: None if each is None else each.flatten(0, 1) for name, each in batch.items()}
         chosen: torch.Tensor = self.model(**flat).logits[:, self.classes]
-        return chosen.unflatten(0, ids.shape[:2])
+        return chosen.reshape(*ids.shape[:2], len(self.classes))
