@@ -98,7 +98,7 @@ def outside(found: Agreement, *, min_agreement: float, max_drop: float) -> str |
 def _cosines(ours: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """(N,) cosines of vectors (N, D), times the shorter length divided by the longer one."""
     longer = np.maximum(*(np.square(each).sum(axis=1) for each in (ours, reference)))
-    return np.asarray((ours * reference).sum(axis=1) / np.where(longer == 0, 1, longer)) + (longer == 0)
+    return np.where(longer == 0, 1.0, (ours * reference).sum(axis=1) / np.where(longer == 0, 1.0, longer))
 
 
 def _same(ours: np.ndarray, reference: np.ndarray, problem: str, spread: float) -> np.ndarray:

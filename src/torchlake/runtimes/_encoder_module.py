@@ -56,6 +56,7 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
             self.words = torch.nn.Embedding.from_pretrained(encoder.words)
             self.positions = torch.nn.Embedding.from_pretrained(encoder.positions)
             self.norm, self.head = _norm(encoder.norm), encoder.head
+            self.distances: torch.Tensor | None
             self.register_buffer("distances", encoder.distances)
             final = encoder.layers[-1] if encoder.pools is None else None
             self.blocks = torch.nn.ModuleList(Block(layer, first_only=layer is final) for layer in encoder.layers)
@@ -63,7 +64,7 @@ def make_module(encoder: Encoder) -> "torch.nn.Module":
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
             x = self.norm(self.words(input_ids) + self.positions(_positions(input_ids)))
             hidden = torch.where(attention_mask.to(torch.bool), 0.0, HIDDEN_KEY)[:, None, None, :]
-            if encoder.distances is not None:
+            if self.distances is not None:
                 hidden = hidden + self.distances[None, :, : x.shape[1], : x.shape[1]]
             for block in self.blocks:
                 x = block(x, hidden)

@@ -237,11 +237,12 @@ class FeatureExtraction(Task):
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
         """Return the vectors as a column, of rows of several texts those of the first."""
-        numbers = (answers[:, 0] if answers.ndim == 3 else answers).astype(np.float32, copy=False)
+        vectors = (answers[:, 0] if answers.ndim == 3 else answers).astype(np.float32, copy=False)
+        numbers: np.ndarray = vectors
         if options.embedding == "int8":
-            numbers = _in_8_bits(numbers, np.asarray(options.ranges, dtype=np.float32))
+            numbers = _in_8_bits(vectors, np.asarray(options.ranges, dtype=np.float32))
         elif options.embedding == "binary":
-            numbers = np.packbits(numbers > 0, axis=1)
+            numbers = np.packbits(vectors > 0, axis=1)
         offsets = np.arange(len(numbers) + 1) * numbers.shape[1]
         schema = self.output_schema(spec, options)
         return pa.table([to_arrow(Ragged(numbers.ravel(), offsets), schema.types[0])], schema=schema)
@@ -260,7 +261,8 @@ def _in_8_bits(vectors: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """Return vectors (N, D) as int8: 256 equal steps of each range (2, D); what is outside gets the nearest step."""
     steps = (ranges[1] - ranges[0]) / 255
     levels = np.floor((vectors - ranges[0]) / np.where(steps == 0, 1, steps))
-    return (np.clip(levels, 0, 255) - 128).astype(np.int8)
+    numbers: np.ndarray = (np.clip(levels, 0, 255) - 128).astype(np.int8)
+    return numbers
 
 
 task = FeatureExtraction()

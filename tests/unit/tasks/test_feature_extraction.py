@@ -272,7 +272,7 @@ def test_optimize_compares_vectors_by_their_cosines(encoder: Path) -> None:
     table = pa.table({"text": [f"{text} {row}" for row in range(12) for text in TEXTS]})
     done = tl.optimize(encoder, table, runtimes=["varlen", "int8", tilted], budget=60, engine=tl.Local(processes=1))
     found = {one.runtime: one for one in done.candidates}
-    assert found["varlen"].verdict in ("chosen", "agrees")
+    assert found["varlen"].verdict in ("chosen", "agrees", "agrees, but is slower")
     assert found["varlen"].agreement == pytest.approx(1.0, abs=1e-5)
     assert found["misbehaving:tilted"].verdict == "outside: the mean cosine is 0.7071, the lowest 0.7071"
     assert json.loads((encoder / "runtime.json").read_text())["task"] == "feature_extraction"
