@@ -173,7 +173,7 @@ def _processed(images: Sequence[np.ndarray], processor: Any) -> np.ndarray:
     skip = {"do_rescale": False, "do_normalize": False} if fused else {}
     made = np.stack(processor(list(images), input_data_format="channels_last", **skip)["pixel_values"])
     if not fused:
-        return made.astype(np.float32, copy=False)
+        return np.asarray(made, dtype=np.float32)
     mean, deviation = (np.asarray(each, np.float32) for each in (processor.image_mean, processor.image_std))
     factor, shift = processor.rescale_factor / deviation, -mean / deviation
     numbers: np.ndarray = np.multiply(made, factor.astype(np.float32)[:, None, None], dtype=np.float32)
