@@ -53,6 +53,41 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("--no-deps", "optimum-intel==2.2.0"),
     ),
+    # As above, with the sentence-transformers of today; its extra `onnx` cannot be installed: it wants transformers 5,
+    # optimum-onnx one before 4.58.
+    "embeddings-openvino": (
+        (
+            *SHARED,
+            "scipy==1.17.1",
+            "scikit-learn==1.9.1",
+            "sentence-transformers==6.2.0",
+            "transformers==5.5.4",
+            "huggingface-hub<1.22",
+            "datasets<5",
+            "optimum==2.3.0",
+            "openvino==2026.4.1",
+            "openvino-tokenizers==2026.4.1.0",
+            "nncf==3.4.0",
+            "requests>=2.33,<3",
+            "setuptools",
+        ),
+        ("--no-deps", "optimum-intel==2.2.0"),
+    ),
+    "fastembed": (("fastembed==0.9.1", "numpy==2.4.6"),),
+    "candle": (("candding==0.1.0", "embed_anything==0.7.1", "numpy==2.4.6"),),
+    "zentorch": (
+        (*SHARED, "zentorch==2.13.0.2", "sentence-transformers==6.2.0", "transformers==5.23.0", "setuptools"),
+    ),
+    "daft-embeddings": (
+        (
+            *SHARED,
+            "sentence-transformers==6.2.0",
+            "transformers==5.23.0",
+            "pyarrow==25.0.1",
+            "daft==0.7.26",
+            "pillow",
+        ),
+    ),
     "daft": (("numpy==2.4.6", "pyarrow==25.0.1", "daft==0.7.26"),),
     "deepspeed": (
         (*SHARED, "transformers==5.23.0", "huggingface-hub==2.4.0", "setuptools", "wheel", "ninja"),

@@ -40,7 +40,7 @@ def settings_of(model: str | Path, runtime: str, batch_tokens: int | None = None
         keep=(),
         key=None,
         prefix="",
-        all_probabilities=True,
+        all_probabilities=models.load_spec(model).label is not None,
         null="error",
         row_timeout_s=600.0,
         batch_tokens=batch_tokens,
@@ -50,14 +50,17 @@ def settings_of(model: str | Path, runtime: str, batch_tokens: int | None = None
 def prepare(setup: dict[str, Any]) -> Mapping[str, Score]:
     """Export and calibrate, where the runtime does so; its memory is not the scoring process's."""
     runtime, folder = plugins.load("runtimes", setup["runtime"]), Path(setup["model"])
-    reason = runtime.never.get(models.load_spec(folder).task) or runtime.refusal(folder)
+    task = models.load_spec(folder).task
+    reason = runtime.never.get(task) or runtime.refusal(folder)
+    if runtime.tasks is not None and task not in runtime.tasks:
+        reason = f"it computes {', '.join(runtime.tasks)} only"
     if reason:
         raise Refused(reason)
     if hasattr(runtime, "prepare"):
         from torchlake.models import exports
         from torchlake.scoring.scorer import prepare_runtime
 
-        if exports.current(folder, setup["runtime"]) is None:
+        if exports.current(folder, setup["runtime"], task) is None:
             settings = settings_of(setup["model"], setup["runtime"], None)
             prepare_runtime(settings, setup["runtime"], pa.table({settings.text: setup["texts"]}))
     return {}
@@ -98,10 +101,13 @@ def in_two_steps(scorer: Scorer) -> Mapping[str, Score]:
 
 
 def score_texts(scorer: Scorer, texts: list[str]) -> tuple[np.ndarray, int]:
-    """Probabilities (N, C), and the padded tokens handed to the forward pass."""
+    """Probabilities (N, C) or vectors (N, D), and the padded tokens handed to the forward pass."""
     before = scorer.padded_tokens
     scored = scorer.score(scorer.tokenize(pa.array(texts, pa.string()), {}))
     assert scored["error"].null_count == len(texts), scored["error"].drop_null()[0]
+    if "embedding" in scored.column_names:
+        vectors = scored["embedding"].combine_chunks().flatten().to_numpy()
+        return vectors.reshape(len(texts), -1), scorer.padded_tokens - before
     columns = [scored[name].to_numpy() for name in scored.column_names if name.startswith("prob_")]
     return np.stack(columns, axis=1), scorer.padded_tokens - before
 

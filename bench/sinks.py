@@ -3,8 +3,8 @@
 A job of a million rows of a label and a score, in a process of its own for each sink, in turn. The model is a wait of a
 fixed time for each chunk of 10,000 rows, so that all else is the sink's. Memory is the peak over what the process held
 after its imports. Then outputs of many tiny parts: a plan, a resumed job that finds every part, its commit, `verify`
-and `open`, whose memory is that of pyarrow's dataset of so many files. Parts of these are written without waiting for the
-disk: that time is the disk's, and the same for each.
+and `open`, whose memory is that of pyarrow's dataset of so many files. Parts of these are written without waiting for
+the disk: that time is the disk's, and the same for each.
 """
 
 import json

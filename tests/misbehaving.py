@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from torchlake.models import load
+from torchlake.runtimes import eager
 
 KILLER, SLEEPER, RAISER, POISON, GLUTTON = "terrible", "stale", "clumsy", "empty", "boring"
 
@@ -85,3 +86,15 @@ def killed_while_it_loads(folder: Path, spec: load.TaskSpec, *, device: str):
         Path(os.environ["KILLED_ONCE"]).touch(exist_ok=False)
         os.kill(os.getpid(), signal.SIGKILL)
     return inner
+
+
+def tilted(folder: Path, spec: load.TaskSpec, *, device: str):
+    """An embedding model whose vectors are turned by 45 degrees."""
+    inner = eager.load(folder, spec, device=device)
+
+    def forward(**batch: np.ndarray) -> np.ndarray:
+        vectors = inner(**batch)
+        turned = np.stack([-vectors[:, 1::2], vectors[:, ::2]], axis=2).reshape(vectors.shape)
+        return np.asarray((vectors + turned) / np.sqrt(2, dtype=np.float32))
+
+    return forward

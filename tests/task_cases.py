@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,6 +34,8 @@ class Case:
     "Reasons of error rows, and what such a row has in some of its columns."
     predict: dict[str, Any] = field(default_factory=dict)
     "Options of `predict`."
+    trains: bool = True
+    "Whether `build` writes what a run starts from; False: what is scored."
 
     def sections(self, folder: Path, base: Path, **train: Any) -> dict[str, Any]:
         """Sections of a job over 96 rows; 20 steps."""
@@ -74,6 +78,67 @@ def searches(rows: int) -> pa.Table:
     columns = {"query": queries, "passage": table["text"], "other": others["text"], "same": same}
     return pa.table({"id": table["id"], **columns})
 
+
+def moods(rows: int, *, words: bool = False) -> pa.Table:
+    """Reviews with the spans of their good and bad words, or lists of words with tags; every fifth is four long."""
+    texts, labels = tiny.reviews(4 * rows, seed=5)["text"].to_pylist(), []
+    texts = [" ".join(texts[row : row + (4 if row % 5 == 0 else 1)]) for row in range(rows)]
+    for text in texts:
+        found, start = [], 0
+        for word in text.split():
+            mood = "GOOD" if word in tiny.GOOD else "BAD" if word in tiny.BAD else ""
+            if words:
+                found.append(f"B-{mood}" if mood else "O")
+            elif mood:
+                found.append({"start": start, "end": start + len(word), "label": mood})
+            start += len(word) + 1
+        labels.append(found)
+    ids = pa.array(range(rows), pa.int64())
+    return pa.table({"id": ids, "text": [text.split() for text in texts] if words else texts, "label": labels})
+
+
+def verdicts(rows: int) -> pa.Table:
+    """Reviews, and what they come to in words."""
+    table = tiny.reviews(rows, seed=7)
+    return table.set_column(2, "summary", pa.array([f"it is {label}" for label in table["label"].to_pylist()]))
+
+
+def questions(rows: int) -> pa.Table:
+    """What the one good, or the one bad word of a text is; every fifth text is long."""
+    random = np.random.default_rng(6)
+    made: list[Row] = []
+    for row in range(rows):
+        words = random.choice(tiny.OTHER, size=90 if row % 5 == 0 else 12).tolist()
+        moods = {"good": random.choice(tiny.GOOD), "bad": random.choice(tiny.BAD)}
+        for place, word in zip(random.choice(len(words), size=2, replace=False), moods.values(), strict=True):
+            words[place] = str(word)
+        text, asked = " ".join(words), str(random.choice(["good", "bad"]))
+        start = len(" ".join(words[: words.index(moods[asked])])) + (words.index(moods[asked]) > 0)
+        answer = {"text": [str(moods[asked])], "answer_start": [start]}
+        made.append({"id": row, "question": f"is it {asked} ?", "context": text, "answers": answer})
+    return pa.Table.from_pylist(made)
+
+
+def build_entailment(folder: Path) -> Path:
+    """A classifier of pairs with the classes of natural language inference, and a head drawn at random."""
+    spec = tiny.spec_for("single_label", ("contradiction", "entailment", "neutral"))
+    tiny.build_model(folder, encoder=tiny.build_encoder(folder.parent / "encoder"), spec=spec)
+    (folder / "task.json").unlink()
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+IMAGE = {"model": {"task": "image_classification"}, "predict": {"batch_tokens": 16}}
+BAD_IMAGES = (
+    ("null_input", {"image": None}),
+    ("null_input", {"image": {"bytes": None, "path": None}}),
+    ("corrupt_image", {"image": {"bytes": b"", "path": None}}),
+    ("corrupt_image", {"image": {"bytes": b"no image", "path": None}}),
+    ("corrupt_image", {"image": {"bytes": tiny.digits(1)["image"][0].as_py()["bytes"][:-60], "path": None}}),
+    ("image_too_large", {"image": {"bytes": tiny.huge_png(), "path": None}}),
+    ("missing_image", {"image": {"bytes": None, "path": "/nowhere/cat.png"}}),
+    ("missing_image", {"image": {"bytes": None, "path": "cat.png"}}),
+)
 
 CASES = {
     "text_classification": Case(
@@ -124,6 +189,59 @@ CASES = {
         data={"text": "passage", "text_pair": "other", "label": "same", "problem": "regression"},
         model={"task": "feature_extraction"},
         bad=(("null_input", {"passage": None}),),
+    ),
+    "image_classification": Case(
+        build=tiny.build_vision, table=tiny.digits, bad=BAD_IMAGES, data={"problem": "single_label"}, **IMAGE
+    ),
+    "image_augmented": Case(
+        build=partial(tiny.build_vision, kind="resnet"),
+        table=tiny.digits,
+        bad=BAD_IMAGES,
+        **IMAGE | {"model": IMAGE["model"] | {"task_options": {"random_crop": 0.6, "random_flip": True}}},
+    ),
+    "image_batch_norm": Case(
+        build=partial(tiny.build_vision, kind="resnet"),
+        table=tiny.digits,
+        **IMAGE | {"model": IMAGE["model"] | {"task_options": {"batch_norm": "batch"}}},
+    ),
+    "token_classification": Case(
+        build=tiny.build_encoder,
+        table=moods,
+        model={"task": "token_classification", "max_length": 24, "task_options": {"stride": 8}},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": " \n"})),
+    ),
+    "tags_of_words": Case(
+        build=partial(tiny.build_encoder, kind="roberta"),
+        table=partial(moods, words=True),
+        model={"task": "token_classification", "max_length": 32},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": []}), ("null_input", {"text": [" ", None]})),
+    ),
+    "question_answering": Case(
+        build=tiny.build_encoder,
+        table=questions,
+        data={"label": "answers"},
+        model={"task": "question_answering", "max_length": 40, "task_options": {"stride": 10}},
+        bad=(
+            ("null_input", {"question": None}),
+            ("null_input", {"context": ""}),
+            ("question_too_long", {"question": "good " * 500}),
+        ),
+    ),
+    "text2text_generation": Case(
+        build=tiny.build_encoder_decoder,
+        table=verdicts,
+        data={"label": "summary"},
+        model={"task": "text2text_generation", "task_options": {"prefix": "sum up : "}},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": ""})),
+        predict={"max_new_tokens": 6},
+    ),
+    "zero_shot_classification": Case(
+        build=build_entailment,
+        table=lambda rows: tiny.reviews(rows, seed=8),
+        model={"task": "zero_shot_classification"},
+        bad=(("null_input", {"text": None}), ("null_input", {"text": " "})),
+        predict={"task": "zero_shot_classification", "task_options": {"candidate_labels": ["good", "bad", "a film"]}},
+        trains=False,
     ),
     "text_and_numbers": Case(
         build=tiny.build_encoder,

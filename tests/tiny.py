@@ -3,7 +3,10 @@
 Plain functions, so that scripts and other processes can import them too: `from tiny import build_encoder`.
 """
 
+import io
 import json
+import struct
+import zlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +15,14 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertModel,
     DistilBertConfig,
@@ -26,8 +32,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    ResNetConfig,
+    ResNetModel,
     RobertaConfig,
     RobertaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTImageProcessorPil,
+    ViTModel,
 )
 
 from torchlake.engines import Engine, Worker
@@ -189,6 +202,51 @@ def build_embedder(folder: Path, **options: Any) -> Path:
     return folder
 
 
+def build_vision(folder: Path, *, kind: Literal["vit", "resnet"] = "vit", seed: int = 0) -> Path:
+    """A model for images of 16 x 16 pixels without a head; the ResNet's BatchNorm has seen random images."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if kind == "vit":
+            shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+            drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            model: Any = ViTModel(ViTConfig(image_size=16, patch_size=4, **shape, **drops))
+        else:
+            shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+            model = ResNetModel(ResNetConfig(layer_type="basic", **shape)).train()
+            with torch.no_grad():
+                for _ in range(50):
+                    model(torch.randn(16, 3, 16, 16))
+    with quiet():
+        model.eval().save_pretrained(folder)
+        ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    return folder
+
+
+def digits(rows: int) -> pa.Table:
+    """Handwritten digits of scikit-learn: id int64, image (Hugging Face's struct of a PNG and no path), label int64."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    files = []
+    for values in found.images[:rows]:
+        file = io.BytesIO()
+        Image.fromarray((values / 16 * 255).astype("u1")).convert("RGB").save(file, "PNG")
+        files.append({"bytes": file.getvalue(), "path": None})
+    image = pa.array(files, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    ids, label = pa.array(range(len(files)), pa.int64()), pa.array(found.target[:rows].astype(np.int64))
+    return pa.table({"id": ids, "image": image, "label": label})
+
+
+def huge_png() -> bytes:
+    """A PNG of a few hundred bytes that says it has 10 gigapixels."""
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 300)), (b"IEND", b""))
+    parts = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -224,6 +282,27 @@ def build_language_model(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.2)
+    with quiet():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_encoder_decoder(folder: Path, *, kind: Literal["bart", "t5"] = "t5", seed: int = 0) -> Path:
+    """An encoder-decoder as the hub has them, without dropout. Same seed, same bytes."""
+    tokenizer = bpe_tokenizer()
+    ids: dict[str, Any] = {"vocab_size": len(tokenizer), "pad_token_id": 1, "eos_token_id": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if kind == "t5":
+            shape: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+            config = T5Config(**shape, **ids, decoder_start_token_id=1, dropout_rate=0.0)
+            model: Any = T5ForConditionalGeneration(config)
+        else:
+            shape = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 128}
+            shape |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+            shape |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0}
+            model = BartForConditionalGeneration(BartConfig(**shape, **ids, bos_token_id=0, decoder_start_token_id=2))
     with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

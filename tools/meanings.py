@@ -29,6 +29,9 @@ OUTPUTS: list[tuple[str, Any, tuple[str, ...], bool]] = [
     ("text_classification", "regression", (), False),
     ("text_generation", "next_token", (), False),
     ("feature_extraction", "feature_extraction", (), False),
+    ("token_classification", "spans", (), False),
+    ("question_answering", "answer", (), False),
+    ("text2text_generation", "text", (), False),
 ]
 "Task, problem, classes, and whether all probabilities are asked for."
 COLUMNS = {
@@ -36,11 +39,15 @@ COLUMNS = {
     "truncated": "Whether the text was longer than the model's limit and was cut.",
     "error": "Null, or the reason why the row has no prediction.",
     "label": "The predicted class, in the type of the training labels; with several labels, those of at least 0.5.",
-    "score": "Probability of the most probable class.",
+    "score": "Probability of the most probable class, or of the answer.",
     "prob_CLASS": "Probability of each class; with `--all-probabilities` only.",
     "prediction": "The predicted number, in the units of the training labels.",
     "embedding": "The vector of the text; all of a model have the same size.",
-    "generated_text": "The text after the prompt.",
+    "spans": "The labeled spans of the text, in characters, or in words of a list of words; `end` is exclusive.",
+    "answer": "The part of the text that answers the question; null if the model says that none does.",
+    "start": "The answer's first character.",
+    "end": "One past the answer's last character.",
+    "generated_text": "The text after the prompt, or for the text.",
     "generated_tokens": "Number of generated tokens.",
     "finish_reason": "`stop` (end token or stop text) or `length` (`--max-new-tokens` reached).",
 }
@@ -58,6 +65,10 @@ REASONS = {
     "bad_label": "has a label that the model does not know; in `evaluate` only.",
     "chat_limit": "exceeded the time, memory or length that rendering a chat template may take.",
     "prompt_too_long": "has a prompt that leaves no room for `--max-new-tokens`.",
+    "corrupt_image": "is an image that is empty, truncated or in no known format.",
+    "image_too_large": "is an image with more than 89,478,485 pixels, or a file of more than 256 MiB.",
+    "missing_image": "names an image that is not there or may not be read.",
+    "question_too_long": "has a question of more than half of the model's tokens.",
     "unknown_token": "has a token for which the model has no embedding.",
     "non_finite": "gave NaN or infinity.",
     "out_of_memory": "did not fit into memory, alone in its batch.",

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from torchlake.tasks import ColumnOptions
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 SOURCE = Path(tl.__file__).parent
+ENCODERS = Path(__file__).parents[1] / "tests" / "conformance" / "encoders.json"
 NOTE = "<!-- Written by tools/reference.py from the code: change the code and run `make reference`. -->"
 ALIASES = {"Runtime": Callable[..., Callable[[np.ndarray, np.ndarray], np.ndarray]]}
 "Types that are shown by a name."
@@ -168,6 +170,8 @@ def _kind(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     kind = next(one for one in kinds if one != "string") if isinstance(kinds, list) else str(kinds)
     if kind == "array":
         return f"list of {_kind(schema['items'], schemas)}"
+    if kind == "object" and schema["additionalProperties"] is True:
+        return "mapping of names to values"
     if kind == "object":
         return f"mapping of names to {_kind(schema['additionalProperties'], schemas)}"
     limits = {"minimum": "≥", "ge": "≥", "exclusiveMinimum": ">", "gt": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -409,6 +413,36 @@ def _prose(text: str) -> str:
     return "\n\n".join(lines)
 
 
+# encoders
+
+
+def encoders_page() -> Iterator[str]:
+    """Which runtimes embed texts with which encoders, as the conformance suite found it."""
+    found: dict[str, dict[str, str | None]] = json.loads(ENCODERS.read_text(encoding="utf-8"))
+    runtimes = list(dict.fromkeys(runtime for family in found.values() for runtime in family))
+    yield "# Encoders and runtimes"
+    yield ""
+    yield "The runtimes that embed texts (`feature_extraction`) with each encoder. The conformance suite compares"
+    yield "vectors of a small model of each with those of `eager`: `yes` means that they agree. `optimize` compares"
+    yield "those of your model."
+    yield ""
+    rows = [
+        (f"`{name}`", *("yes" if each.get(runtime, "") is None else "no" for runtime in runtimes))
+        for name, each in found.items()
+    ]
+    yield from table(("encoder", *(f"`{runtime}`" for runtime in runtimes)), rows)
+    reasons: dict[str, list[str]] = {}
+    for family in found.values():
+        for runtime, reason in family.items():
+            if reason is not None and runtime not in reasons.setdefault(reason, []):
+                reasons[reason].append(runtime)
+    yield ""
+    yield "Why not:"
+    yield ""
+    for reason, names in reasons.items():
+        yield f"- {', '.join(f'`{name}`' for name in names)}: {reason}."
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job.md": job_page,
     "job-train.md": job_train_page,
@@ -416,6 +450,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "command-line-models.md": command_line_models_page,
     "output.md": output_page,
     "exit-codes.md": exit_codes_page,
+    "encoders.md": encoders_page,
     "environment.md": environment_page,
     "python.md": python_page,
     "python-models.md": python_models_page,

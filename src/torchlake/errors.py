@@ -19,6 +19,7 @@
     ├── MissingExtra               64  an optional library is not installed
     ├── RankFailed                 70  a process of a launched group failed
     ├── OutOfMemory                70  a rank ran out of memory; smaller micro-batches are tried next
+    ├── RowErrors                  70  rows of a batch cannot be used; scoring makes error rows of them
     └── Interrupted            130/143  stopped by SIGINT or SIGTERM, after saving
         ├── StopAsked             143  stopped by the file `stop` in the run folder, after saving
         └── MoreRoom              143  ranks stopped, after saving, so that more of them can start
@@ -28,6 +29,7 @@ of the Python API may catch the standard type.
 """
 
 import signal
+from collections.abc import Mapping
 
 
 class TorchlakeError(ValueError):
@@ -42,6 +44,15 @@ class UsageError(TorchlakeError):
 
 class TaskError(UsageError):
     """The code of a task breaks the protocol of `torchlake.tasks`; the message names the task and the method."""
+
+
+class RowErrors(TorchlakeError):
+    """Some rows of a batch cannot be used, the others can; a task's `collate` raises it."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = dict(reasons)
+        "{position in the batch: reason}"
 
 
 class MissingExtra(UsageError):

@@ -93,6 +93,12 @@ def write_tables(folder: Path) -> None:
         cursor.adbc_ingest("reviews", tiny.reviews(40))
         connection.commit()
     pq.write_table(pa.table({"text": ["a good", "the bad film"]}), folder / "prompts.parquet")
+    pq.write_table(task_cases.questions(60), folder / "questions.parquet")
+    pq.write_table(task_cases.verdicts(60), folder / "summaries.parquet")
+    for row in tiny.digits(60).to_pylist():
+        image = folder / "photos" / str(row["label"]) / f"{row['id']}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(row["image"]["bytes"])
 
 
 @pytest.fixture
@@ -102,6 +108,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_roberta: Path, 
         shutil.copytree(tiny_roberta, tmp_path / name)
     shutil.copytree(tiny_gpt2, tmp_path / "gpt2")
     write_tables(tmp_path)
+    tiny.build_vision(tmp_path / "vit-base")
+    tiny.build_encoder_decoder(tmp_path / "t5-small")
+    task_cases.build_entailment(tmp_path / "nli-model")
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)

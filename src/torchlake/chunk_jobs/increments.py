@@ -104,8 +104,9 @@ def _in_mode(output: Output, mode: Any) -> Output:
 
 
 def position_name(table: str, settings: Mapping[str, Any]) -> str:
-    """The name of a job's position in a table: the same for the same settings."""
-    return f"torchlake-{fingerprint([table, settings])[:32]}"
+    """The name of a job's position in a table: the same for the same settings, except for ranges that it found."""
+    chosen = {name: value for name, value in settings.items() if name != "ranges"}
+    return f"torchlake-{fingerprint([table, chosen])[:32]}"
 
 
 def full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:

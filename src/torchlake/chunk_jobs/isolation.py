@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from torchlake.chunk_jobs.poison_rows import Attempt
-from torchlake.errors import Interrupted, StorageError, ran_out_of_memory
+from torchlake.errors import Interrupted, RowErrors, StorageError, ran_out_of_memory
 
 
 def run_isolated(
@@ -25,8 +25,9 @@ def run_isolated(
 ) -> None:
     """Call `run` with all `rows` (B,) int64 of a batch; if it raises, with halves of them, down to single rows.
 
-    A single row that raises gets its reason in `errors`. `out_of_memory(rows)` is called when a batch of several rows
-    did not fit. Raises `passed_on` exceptions, Interrupted and StorageError as they are.
+    A single row that raises gets its reason in `errors`. Rows that a RowErrors names get theirs, and the others run
+    again. `out_of_memory(rows)` is called when a batch of several rows did not fit. Raises `passed_on` exceptions,
+    Interrupted and StorageError as they are.
     """
     not_of_a_row: tuple[type[Exception], ...] = (Interrupted, StorageError, *passed_on)
     pending = [rows]
@@ -37,6 +38,10 @@ def run_isolated(
                 run(batch)
         except not_of_a_row:
             raise
+        except RowErrors as named:
+            errors |= {int(batch[position]): reason for position, reason in named.reasons.items()}
+            if len(named.reasons) < len(batch):
+                pending.append(np.delete(batch, list(named.reasons)))
         except Exception as error:
             if _device_is_lost(error):
                 if attempt is not None:

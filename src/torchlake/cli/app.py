@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from torchlake import plugins
 from torchlake.cli import commands
@@ -169,6 +170,7 @@ def predict(
     key: o.Key = None,
     columns: o.Columns = None,
     all_probabilities: o.AllProbabilities = False,
+    embedding: o.Embedding = None,
     prefix: o.Prefix = None,
     max_error_rate: o.MaxErrorRate = None,
     overwrite: o.Overwrite = False,
@@ -179,6 +181,7 @@ def predict(
     add_columns: o.AddColumns = False,
     target_file_size: o.TargetFileSize = None,
     task: o.TaskName = None,
+    task_options: o.TaskOptions = None,
     runtime: o.RuntimeName = None,
     engine: o.EngineName = None,
     processes: o.Processes = None,
@@ -413,6 +416,8 @@ def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
         named = [_pair("--inputs", text, "image=photo") for text in given["inputs"]]
         given["inputs"] = {name: _one_or_all([column for other, column in named if other == name]) for name, _ in named}
     given |= {name: _one_or_all(given[name]) for name in ("text", "text_pair") if isinstance(given.get(name), list)}
+    if "task_options" in given:
+        given["task_options"] = dict(_task_option(text) for text in given["task_options"])
     lists = {"columns", "partition_by", "runtimes"} & given.keys()  # written "a, b", or each by itself
     return given | {name: [word.strip() for text in given[name] for word in text.split(",")] for name in lists}
 
@@ -427,3 +432,14 @@ def _pair(option: str, text: str, example: str) -> tuple[str, str]:
     if not (key and equals):
         raise UsageError(f"{option} {text}: write it as key=value, such as {example}")
     return key, value
+
+
+def _task_option(text: str) -> tuple[str, Any]:
+    """The name and the value, written as in YAML, of `--task-option`."""
+    name, equals, value = text.partition("=")
+    try:
+        if equals:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise UsageError(f"--task-option {text}: write it as name=value, such as candidate_labels=[good,bad]")

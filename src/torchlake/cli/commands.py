@@ -28,8 +28,8 @@ from torchlake.errors import MissingExtra, TorchlakeError, UsageError
 if TYPE_CHECKING:
     from torchlake.engines import Engine
     from torchlake.exporting.export import Format
+    from torchlake.exporting.sentence_transformers import Pooling
     from torchlake.scoring.predict import Scored
-    from torchlake.tasks._embedder_folder import Pooling
     from torchlake.training.folds import Folds
 
 log = logging.getLogger(__name__)

@@ -85,6 +85,14 @@ TaskName = Annotated[
     str | None,
     _execution("--task", "NAME", f"Task of a folder without task.json: {_names('tasks')} (default: that of its head)."),
 ]
+TaskOptions = Annotated[
+    list[str] | None,
+    _execution(
+        "--task-option",
+        "NAME=VALUE",
+        "Option of the task, such as candidate_labels=[good,bad], in place of the model's; repeatable.",
+    ),
+]
 RuntimeName = Annotated[
     str | None,
     _execution(
@@ -211,6 +219,12 @@ Columns = Annotated[
 ]
 AllProbabilities = Annotated[
     bool, _output("--all-probabilities", None, "Add a column with the probability of each class.")
+]
+Embedding = Annotated[
+    str | None,
+    _output(
+        "--embedding", "float32|int8|binary", "Form of vectors: numbers, 8-bit numbers, or signs (default: float32)."
+    ),
 ]
 Prefix = Annotated[str | None, _output("--prefix", "TEXT", "Prefix for the names of prediction columns.")]
 MaxErrorRate = Annotated[

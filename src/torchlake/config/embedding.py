@@ -83,6 +83,41 @@ def read_embedding(folder: Path) -> Embedding:
         raise DataError(f"{folder / MODULES}: is not in the layout of sentence-transformers ({error!r})") from error
 
 
+def write_layout(folder: Path, how: Embedding) -> None:
+    """Write these files beside an encoder, for a model without Dense modules.
+
+    The class names are those that every version of sentence-transformers since 2.0 accepts.
+    """
+    assert not how.dense, "their weights are not here"
+    kinds = ("Transformer", "Pooling", *(["Normalize"] if how.normalize else []))
+    modules = [
+        {
+            "idx": at,
+            "name": str(at),
+            "path": f"{at}_{kind}" if at else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for at, kind in enumerate(kinds)
+    ]
+    pooling: dict[str, Any] = {"word_embedding_dimension": how.dimensions // len(how.poolings)}
+    prompts = {"default": how.prompt} if how.prompt else {}
+    contents = {
+        MODULES: modules,
+        "1_Pooling/config.json": pooling | {flag: name in how.poolings for name, flag in POOLINGS.items()},
+        SETTINGS: {"max_seq_length": how.max_length, "do_lower_case": how.lowercase},
+        PROMPTS: {
+            "prompts": prompts,
+            "default_prompt_name": next(iter(prompts), None),
+            "similarity_fn_name": "cosine",
+        },
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        atomic_io.write_json(folder / name, content, site="exported.layout")
+    for module in modules[2:]:
+        (folder / str(module["path"])).mkdir(exist_ok=True)
+
+
 def _read_modules(folder: Path, width: int) -> Embedding:
     kinds, paths = [], []
     for module in atomic_io.read_json(folder / MODULES):

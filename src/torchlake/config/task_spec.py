@@ -22,7 +22,7 @@ WITHOUT_CLASSES = ("regression", *GENERATIVE)
 CLOSED = ("text_classification", "text_generation")
 "Tasks that have no problems of their own."
 SCALE = ("mean", "deviation")
-OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs", "dimensions")
+OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs", "dimensions", "options")
 "Fields that may be absent from task.json."
 SEPARATOR = " "
 "Between the texts of several columns."
@@ -57,6 +57,8 @@ class TaskSpec:
     "Columns of the task's other inputs, by the input's name."
     dimensions: int | None = None
     "Numbers of an embedding; None for other tasks."
+    options: Mapping[str, Any] = field(default_factory=dict)
+    "The task's own options (`model.task_options`), all of them with their values."
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -100,7 +102,7 @@ def label_name(label: Label) -> str:
 
 def spec_to_json(spec: TaskSpec) -> dict[str, Any]:
     """The content of task.json; optional fields only if they are set, as in earlier versions."""
-    values = {**asdict(spec), "inputs": dict(spec.inputs)}
+    values = {**asdict(spec), "inputs": dict(spec.inputs), "options": dict(spec.options)}
     return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value not in (None, {})}
 
 
@@ -156,7 +158,10 @@ def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(f"{file}: dimensions is {dimensions!r}; a number of 1 or more is expected")
     if wrong is not None:
         raise DataError(f"{file}: {wrong} is {value[wrong]!r}; names of columns are expected")
-    return {**found, "text_pair": pair, "inputs": inputs, "dimensions": dimensions}
+    options = value.get("options", {})
+    if not isinstance(options, dict):
+        raise DataError(f"{file}: options is {options!r}; the task's options by name are expected")
+    return {**found, "text_pair": pair, "inputs": inputs, "dimensions": dimensions, "options": options}
 
 
 def _check_scale(file: Path, value: dict[str, Any]) -> None:

@@ -49,6 +49,17 @@ class Features:
         )
 
 
+def first_equal(features: Features, rows: np.ndarray) -> np.ndarray:
+    """For each of some rows (B,), the first of them that has the same inputs: itself, if there is none before."""
+    codes = np.zeros(len(features), dtype=np.int64)
+    for array in features.arrays.values():
+        of_array = _as_bytes(array).dictionary_encode().indices.to_numpy()
+        codes = np.unique(codes * (int(of_array.max(initial=0)) + 1) + of_array, return_inverse=True)[1]
+    _, first, group = np.unique(codes[rows], return_index=True, return_inverse=True)
+    chosen: np.ndarray = rows[first[group]]
+    return chosen
+
+
 def text_features(tokens: tuple[np.ndarray, np.ndarray, np.ndarray], **others: Array) -> Features:
     """The features of tokenized rows: values (T,), offsets (N + 1,) and removed tokens (N,)."""
     values, offsets, cut = tokens
@@ -128,6 +139,17 @@ def joined_outputs(pieces: Sequence[np.ndarray], shape: tuple[int, ...] | None =
         whole[(slice(first, first + len(piece)), *map(slice, piece.shape[1:]))] = piece
         first += len(piece)
     return whole
+
+
+def _as_bytes(array: Array) -> pa.Array:
+    """The bytes of each row, without a copy."""
+    if isinstance(array, Ragged):
+        values, offsets = array.values, array.offsets * array.values.itemsize
+    else:
+        values, offsets = array, np.arange(len(array) + 1) * (array.nbytes // max(1, len(array)))
+    content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    buffers = [None, pa.py_buffer(offsets.astype(np.int64)), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.large_binary(), len(array), buffers)
 
 
 def _concatenated(arrays: Sequence[Array]) -> Array:

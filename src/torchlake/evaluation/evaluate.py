@@ -144,7 +144,7 @@ def evaluate(
             text=spec.text or None,
             **({} if spec.text_pair is None else {"text_pair": spec.text_pair}),
             inputs=spec.inputs,
-            all_probabilities=True,
+            all_probabilities=not plugins.load("tasks", spec.task).generates,
             prefix=PREFIX,
             engine=engine,
             runtime=runtime,

@@ -12,12 +12,11 @@ from typing import Literal, get_args
 from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.exporting import graphs
-from torchlake.exporting.sentence_transformers import write_sentence_transformers
+from torchlake.exporting.sentence_transformers import Pooling, write_sentence_transformers
 from torchlake.models import folders
 from torchlake.models.safety import check_folder
 from torchlake.models.write import new_folder
 from torchlake.tables.record import local_output
-from torchlake.tasks._embedder_folder import Pooling
 
 Format = Literal["onnx", "openvino", "sentence-transformers"]
 KIND = "export"

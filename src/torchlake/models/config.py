@@ -47,6 +47,8 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "bert": _BERT,
     "camembert": {**_BERT, "pad_token_id": 1},
     "distilbert": {**_BERT, "num_hidden_layers": 6},
+    "electra": {**_BERT, "hidden_size": 256, "num_attention_heads": 4, "embedding_size": 128},
+    "mpnet": {**_BERT, "vocab_size": 30527, "pad_token_id": 1},
     "roberta": {**_BERT, "vocab_size": 50265, "pad_token_id": 1},
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
 }
@@ -166,6 +168,15 @@ def pad_id(config: "PretrainedConfig") -> int | None:
 def _valid_id(value: Any) -> int | None:
     # Early Llamas have -1: none.
     return value if isinstance(value, int) and value >= 0 else None
+
+
+def decoder_start(config: "PretrainedConfig") -> int:
+    """Return the token that an encoder-decoder's answer begins with. Raises DataError if there is none."""
+    found = (getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"))
+    token = next((one for one in found if isinstance(one, int) and one >= 0), None)
+    if token is None:
+        raise DataError("config.json has no decoder_start_token_id: set the token that the decoder starts with")
+    return token
 
 
 def set_pad_id(config: "PretrainedConfig", token: int) -> None:

@@ -26,10 +26,13 @@ FOLDER = "runtimes"
 FORMAT = 2
 "Increased when runtimes would compute older exports differently than measured; those then count as absent."
 
+CLASSIFIES = "text_classification"
+"The task of exports that do not name one."
 
-def current(folder: Path, name: str) -> Path | None:
-    """Return the folder of the runtime's export of the model in `folder`; None if there is none of these weights and
-    this format.
+
+def current(folder: Path, name: str, task: str = CLASSIFIES) -> Path | None:
+    """Return the folder of the runtime's export of the model in `folder`; None if there is none of these weights, this
+    task and this format.
 
     Cost: one read of its files.
     """
@@ -40,7 +43,7 @@ def current(folder: Path, name: str) -> Path | None:
         manifest = atomic_io.check_manifest(place)
     except DataError:
         return None
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT or manifest.get("task", CLASSIFIES) != task:
         return None
     return place if manifest.get("weights") == folders.model_hash(folder) else None
 
@@ -52,7 +55,9 @@ def identity(folder: Path, name: str) -> str | None:
 
 
 @contextmanager
-def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -> Iterator[Path]:
+def making(
+    folder: Path, name: str, *, rows: int, versions: Mapping[str, str], task: str = CLASSIFIES
+) -> Iterator[Path]:
     """Yield an empty folder for an export, which atomically replaces an older one when the block ends.
 
     `rows` is the number of the user's rows that it was calibrated on, `versions` are those of the libraries. If two
@@ -75,6 +80,7 @@ def making(folder: Path, name: str, *, rows: int, versions: Mapping[str, str]) -
             site="export",
             format=FORMAT,
             runtime=name,
+            task=task,
             weights=folders.model_hash(folder),
             rows=rows,
             versions=dict(versions),

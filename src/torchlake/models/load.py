@@ -63,8 +63,21 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+ZERO_SHOT = "zero_shot_classification"
+"The task of classifiers of pairs that are asked about any classes."
 EMBEDS = "feature_extraction"
 "The task of encoders without a head."
+HEADS = {
+    "ForSequenceClassification": "text_classification",
+    "ForImageClassification": "image_classification",
+    "ForTokenClassification": "token_classification",
+    "ForQuestionAnswering": "question_answering",
+}
+OWN_PROBLEMS = {"token_classification": "spans", "question_answering": "answer"}
+"Problems of tasks that have only one."
+INPUTS = {"image_classification": ("image",), "question_answering": ("question", "context")}
+"Inputs of tasks that do not read a `text`."
+"By the suffix of a class of transformers, the task that its head is for."
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "The suffix of causal language models in transformers."
 PROBLEM_TYPES: dict[Problem, Any] = {
@@ -77,11 +90,15 @@ PROBLEM_TYPES: dict[Problem, Any] = {
 def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     """Return the task in task.json, or else that of sentence-transformers' modules.json or of the head in config.json.
 
-    `task` "feature_extraction" takes the encoder of a folder that says none of these, or has a head. Raises DataError
+    `task` "feature_extraction" takes the encoder of a folder that says none of these, or has a head;
+    "zero_shot_classification" takes any classifier. Raises DataError
     if there is nothing.
     """
     folder = model_folder(folder)
     check_folder(folder)
+    if task == ZERO_SHOT:
+        length = max_length(folder)
+        return TaskSpec(task=task, problem=task, labels=(), text="text", label=None, max_length=length)
     if (folder / TASK_FILE).exists():
         return spec_from_json(folder / TASK_FILE, atomic_io.read_json(folder / TASK_FILE))
     if task == EMBEDS or (task is None and (folder / MODULES).exists()):
@@ -96,7 +113,17 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
             label=None,
             max_length=max_length(folder),
         )
-    if not head.architecture.endswith("ForSequenceClassification"):
+    if head.architecture.endswith("ForConditionalGeneration") and load_config(folder).is_encoder_decoder:
+        return TaskSpec(
+            task="text2text_generation",
+            problem="text",
+            labels=(),
+            text="text",
+            label="label",
+            max_length=max_length(folder),
+        )
+    of_head = _task_of(head.architecture)
+    if of_head is None:
         raise DataError(
             f"{folder}: config.json has the architecture {head.architecture}, which neither classifies nor generates "
             f"text, and there is no {TASK_FILE}. Fine-tune it first (torchlake train), or name a fine-tuned model; for "
@@ -105,17 +132,24 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     problems = {name: problem for problem, name in PROBLEM_TYPES.items()}
     names = head.names
     problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
+    problem = OWN_PROBLEMS.get(of_head, problem)
     labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
     if len(set(labels)) != len(labels):
         raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
+    inputs = INPUTS.get(of_head, ())
     return TaskSpec(
-        task="text_classification",
+        task=of_head,
         problem=problem,
         labels=labels,
-        text="text",
+        text="" if inputs else "text",
         label="label",
-        max_length=max_length(folder),
+        max_length=0 if of_head == "image_classification" else max_length(folder),
+        inputs={name: name for name in inputs},
     )
+
+
+def _task_of(architecture: str) -> str | None:
+    return next((task for suffix, task in HEADS.items() if architecture.endswith(suffix)), None)
 
 
 def _embedding_spec(folder: Path) -> TaskSpec:
@@ -200,7 +234,7 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
 def head_spec(folder: Path) -> TaskSpec | None:
     """Return the task that the head of a model folder was trained for; None without a head or names of its classes."""
     check_folder(folder)
-    if not read_head(folder).architecture.endswith("ForSequenceClassification"):
+    if _task_of(read_head(folder).architecture) is None:
         return None
     try:
         return load_spec(folder)

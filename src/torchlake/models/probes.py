@@ -83,9 +83,9 @@ def find_unreached(model: nn.Module, task: Any, batch: Batch) -> list[str]:
 
 
 def _cannot_process(model: nn.Module, task: Any, batch: Batch, error: Exception) -> str:
-    if not task.auto_class:
+    if not task.auto_class or INPUT_IDS not in batch:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
-        return f"the task {task.name!r}: its module cannot compute a batch of one row ({shapes}): {in_words(error)}"
+        return f"the task {task.name!r}: the model cannot compute a batch of one row ({shapes}): {in_words(error)}"
     return (
         f"{type(model).__name__} cannot process a row of {batch[INPUT_IDS].shape[1]} tokens of its tokenizer "
         f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."
@@ -99,14 +99,15 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any, spec: TaskSpec) -> bool:
-    """Return whether padding changes a classifier's result for a row, despite the attention mask.
+    """Return whether padding changes the outputs for a row, or for its tokens, despite the attention mask.
 
     XLNet uses the last position of a row, Funnel averages neighbors: their batches have rows of one length only. The
     model's mode is restored.
     """
     together_in = task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)
     alone_in = [
-        {name: each for name, each in one.items() if name != MASK} for one in batches(task, made, processor, spec)
+        {name: each for name, each in one.items() if name != MASK or not each.all()}
+        for one in batches(task, made, processor, spec)
     ]
     training = model.training
     model.eval()
@@ -116,7 +117,8 @@ def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any,
             alone = [task.outputs(run(model, task, one)) for one in alone_in]
     finally:
         model.train(training)
-    return not _agree(together, torch.cat(alone))
+    pairs = ((both[tuple(map(slice, one.shape[1:]))], one[0]) for both, one in zip(together, alone, strict=True))
+    return not all(_agree(both, one) for both, one in pairs)
 
 
 def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, Any]) -> bool:

@@ -140,7 +140,7 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any], about: About = About()) 
     except PackageNotFoundError:
         release = "from its source folder"
     auto_class = about.auto_class
-    output = "text" if spec.problem in GENERATIVE else "number"
+    output = "text" if spec.problem in (*GENERATIVE, "text") else "number"
     front = {"library_name": "transformers", "pipeline_tag": about.hub_task, "tags": ["torchlake", spec.problem]}
     if "base" in card and not Path(str(card["base"])).is_absolute():  # a local path is useless on the hub
         front["base_model"] = str(card["base"]).partition("@")[0]
@@ -164,11 +164,13 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any], about: About = About()) 
         text += "\n| metric | value | 95 % interval |\n|---|---|---|\n"
         text += "\n".join(_metric_line(name, value) for name, value in metrics.items()) + "\n"
     if auto_class:
+        images = auto_class.endswith("ForImageClassification")
+        name, processor = ("processor", "AutoImageProcessor") if images else ("tokenizer", "AutoTokenizer")
         text += (
             "\nWith transformers:\n\n```python\n"
-            f"from transformers import {auto_class}, AutoTokenizer\n"
+            f"from transformers import {auto_class}, {processor}\n"
             f"model = {auto_class}.from_pretrained(folder)\n"
-            "tokenizer = AutoTokenizer.from_pretrained(folder)\n```\n"
+            f"{name} = {processor}.from_pretrained(folder)\n```\n"
         )
     return text + ("\nWith torchlake:\n\n```bash\ntorchlake predict FOLDER table.parquet scored/\n```\n")
 
@@ -186,6 +188,8 @@ def _columns(spec: TaskSpec) -> list[str]:
 def _lengths(spec: TaskSpec) -> dict[str, str]:
     if spec.label is None:
         return {"trained on": f"blocks of {spec.max_length} tokens, texts concatenated"}
+    if not spec.max_length:
+        return {}
     return {"longest input": f"{spec.max_length} tokens; longer texts are truncated"}
 
 

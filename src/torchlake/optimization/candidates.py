@@ -53,6 +53,7 @@ class Candidate:
     failed: int | None = None
     agreement: float | None = None
     difference: float | None = None
+    vectors: bool = False
     metric: str | None = None
     change: float | None = None
     change_low: float | None = None
@@ -137,7 +138,8 @@ def _export(bench: Bench, runtime: Runtime) -> Stopped | None:
     module = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
     if module is None or not hasattr(module, "prepare"):
         return None
-    if not module.CALIBRATED and exports.current(Path(bench.settings.model), runtime_name(runtime)) is not None:
+    folder, name = Path(bench.settings.model), runtime_name(runtime)
+    if not module.CALIBRATED and exports.current(folder, name, bench.spec.task) is not None:
         return None
     if module.CALIBRATED and len(bench.sample.calibration) == 0:
         return Stopped(verdict="not tried: the sample has no rows to calibrate with")

@@ -235,11 +235,10 @@ def _barrier(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str,
 
 
 def _answers(scorer: Scorer, scored: pa.Table) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the probabilities (M, C) of a scored table, and the reasons of failed rows by position."""
-    names = scorer.task.probability_names(scorer.spec)
-    columns = [scored[name].to_numpy(zero_copy_only=False) for name in names]
+    """Return the answers (M, C) in a scored table, NaN where a row failed, and the reasons by position."""
     reasons = enumerate(scored["error"].to_pylist())
-    return np.column_stack(columns).astype(np.float32), {row: reason for row, reason in reasons if reason is not None}
+    answers = scorer.task.read_answers(scored, scorer.spec).astype(np.float32)
+    return answers, {row: reason for row, reason in reasons if reason is not None}
 
 
 def _crash_verdict(trace: str, deadline_s: float) -> str:

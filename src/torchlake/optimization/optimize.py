@@ -5,7 +5,8 @@
 A candidate is a runtime with a number of threads per process, at its best batch size. It runs in as many processes as
 `predict` would start, so its rows per second are those of `predict`. It is inside the tolerance if no probability
 differs from eager's by more than 0.001, or if min_rate labels agree and, on a labeled sample, the metric does not drop
-by more than allowed. A candidate that crashes, hangs, raises, or does not fit into the budget is reported and skipped.
+by more than allowed; vectors are compared by their cosines. A candidate that crashes, hangs, raises, or does not fit
+into the budget is reported and skipped.
 Cost: the budget, and the exports of the candidates, which stay in the model folder.
 """
 
@@ -28,6 +29,7 @@ from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
 from torchlake.models import folders
+from torchlake.models.load import EMBEDS
 from torchlake.optimization.candidates import (
     AGREES,
     Bench,
@@ -107,7 +109,8 @@ def optimize(
     `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; the sample may
     have no labels. `task` is as in `predict`. A candidate is inside the tolerance if at least `min_agreement` of the
     labels are eager's and the accuracy (several labels per row: the task's F1; regression: the error, in standard
-    deviations of the target) drops by no more than `max_drop`. `budget` ("5min", or seconds) is for all candidates
+    deviations of the target) drops by no more than `max_drop`; vectors, if their mean cosine to eager's is at least
+    `min_agreement`, and the lowest not ten times as far from 1. `budget` ("5min", or seconds) is for all candidates
     together; eager, the reference, is always measured. `runtimes` are the names to try (default: all), or functions as
     in `predict`.
 
@@ -135,13 +138,14 @@ def optimize(
     settings = ScoringSettings(
         model=str(folder),
         runtime=REFERENCE,
+        task=task if isinstance(task, str) else None,
         text=spec.text,
         text_pair=spec.text_pair,
         inputs=dict(spec.inputs),
         keep=(),
         key=None,
         prefix="",
-        all_probabilities=True,
+        all_probabilities=spec.task != EMBEDS,
         null="error",
         row_timeout_s=MIN_REFERENCE_S,
         batch_tokens=None,
@@ -160,12 +164,13 @@ def optimize(
         write_rows(bench.scratch / "rows", drawn.rows)
         write_rows(bench.scratch / "calibration", drawn.calibration)
         found, device = _try_all(bench, others)
-    return _choose(folder, found, device, len(drawn.rows))
+    return _choose(folder, spec.task, found, device, len(drawn.rows))
 
 
 def _check_comparable(folder: Path, task: Task) -> None:
-    """Raise UsageError for a task whose answers are neither classes nor a number: they cannot be compared here."""
-    if not task.has_labels or type(task).output_columns is not Task.output_columns:
+    """Raise UsageError for a task whose answers are neither classes, a number nor vectors: they cannot be compared."""
+    classes = task.has_labels and type(task).output_columns is Task.output_columns
+    if not classes and task.name != EMBEDS:
         raise UsageError(f"{folder}: {task.name} runs only under {REFERENCE}; there is nothing to choose from.")
 
 
@@ -224,7 +229,7 @@ def _try_all(bench: Bench, others: Sequence[Runtime]) -> tuple[list[Candidate], 
     return found, measured[0].device
 
 
-def _choose(folder: Path, found: list[Candidate], device: str, sample_rows: int) -> Optimized:
+def _choose(folder: Path, task: str, found: list[Candidate], device: str, sample_rows: int) -> Optimized:
     """Choose the fastest candidate that agrees, and write the choice into the model folder."""
     best = max((one for one in found if one.verdict == AGREES), key=rate)
     assert best.batch_tokens is not None
@@ -244,6 +249,7 @@ def _choose(folder: Path, found: list[Candidate], device: str, sample_rows: int)
         return done
     write_choice(
         folder,
+        task=task,
         runtime=done.runtime,
         batch_tokens=done.batch_tokens,
         threads=done.threads,

@@ -36,7 +36,7 @@ def read_labels(
     try:
         parts = spread(partial(_count, data.label, count), bundles, size=plan.rows * READ_BYTES, name="read the labels")
         with closing(parts):
-            found: LabelColumn = task.decide_labels(parts, data.problem)
+            found: LabelColumn = task.name_labels(task.decide_labels(parts, data.problem), spec)
         check_classes(found)
     except DataError as error:
         raise DataError(f"{table.source}, column {data.label!r}: {error}") from error

@@ -91,7 +91,13 @@ def prepare(
     source = open_table(table, columns=spec.columns, options=options, spread=engine.spread)
     task = plugins.load("tasks", spec.task)
     check_training_columns(source.schema, task, spec, source.source, tokenizer)
-    plan = plan_chunks(source, columns=spec.columns, cached=planned_inputs(output), spread=engine.spread)
+    plan = plan_chunks(
+        source,
+        columns=spec.columns,
+        chunk_rows=task.chunk_rows,
+        cached=planned_inputs(output),
+        spread=engine.spread,
+    )
     fingerprint = {
         "format": 1,
         "tokenizer": None if tokenizer is None else folders.tokenizer_hash(tokenizer),

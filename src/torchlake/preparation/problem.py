@@ -100,6 +100,7 @@ def draft_spec(job: Job) -> TaskSpec:
         inputs={
             name: data.inputs.get(name, name) for name in others if name in data.inputs or name not in task.optional
         },
+        options=task.checked_options(job.model.task_options, ConfigError),
     )
 
 

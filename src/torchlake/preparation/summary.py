@@ -122,10 +122,15 @@ def _read(prepared: Path) -> tuple[np.ndarray, np.ndarray | None, Counter[str]]:
         reasons += count_reasons(table["error"].drop_null())
         table = table.filter(pc.is_null(table["error"]))
         lengths.append(table["length"].to_numpy())
-        if "target" in names:
+        if "target" in names and not _is_of_tokens(table["target"].type):
             targets.append(_numbers(table["target"].combine_chunks()))
     whole = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int32)
     return whole, np.concatenate(targets) if targets else None, reasons
+
+
+def _is_of_tokens(kind: pa.DataType) -> bool:
+    """Whether targets are of a row's tokens, not of the row."""
+    return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 
 
 def _numbers(targets: pa.Array | pa.ChunkedArray) -> np.ndarray:

@@ -1,35 +1,43 @@
 """BERT, RoBERTa, DistilBERT and similar encoders as plain tensors, for forward passes over concatenated rows.
 
     ids, mask (B, L) -> tokens (T,) without padding -> layers -> first token of each row (B, H) -> logits (B, C)
+                                                              -> pooled tokens of each row (B, P) -> vectors (B, D)
 
 These encoders (Vaswani et al. 2017, with the norm after each block; Devlin et al. 2018) consist of the same few
 products under different module names. With the plain tensors a runtime can skip padding, and in the last layer
-everything but the first token, the only one that their classifiers read (a twelfth of RoBERTa-base's work, a sixth of
-MiniLM's).
+everything but the first token, if that is the only one that is read, as by classifiers (a twelfth of RoBERTa-base's
+work, a sixth of MiniLM's). What pools tokens is the task's own module.
 
 In a batch sorted by length, rows of equal length are neighbors, so attention runs over them together without a mask;
 each further length in a batch costs one more call per layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlake import atomic_io
+from torchlake import atomic_io, plugins
 from torchlake.config.task_spec import TASK_FILE, TaskSpec
 from torchlake.errors import DataError
 from torchlake.models.config import encoder_config
-from torchlake.models.load import load_weights
+from torchlake.models.load import EMBEDS, load_weights
 
 if TYPE_CHECKING:
     import torch
 
 ACTIVATIONS = ("gelu", "relu")
 ROBERTA_LIKE = ("camembert", "roberta", "xlm-roberta")
-MODEL_TYPES = ("bert", "distilbert", *ROBERTA_LIKE)
+MODEL_TYPES = ("bert", "distilbert", "electra", "mpnet", *ROBERTA_LIKE)
+OTHERS = {
+    "deberta": "its attention reads the distance of tokens, too",
+    "deberta-v2": "its attention reads the distance of tokens, too",
+    "modernbert": "its positions turn queries and keys, and most of its layers read neighbors only",
+    "nomic_bert": "its positions turn queries and keys",
+}
+"Why other well-known encoders are not of this family."
 
 BODIES = {"camembert": "roberta", "xlm-roberta": "roberta"}
 "Prefix of the encoder's tensor names, if it is not the model type."
@@ -57,8 +65,10 @@ BERT = _Names(
     up="intermediate.dense",
     down="output.dense",
     last_norm="output.LayerNorm",
-    head=("{}.pooler.dense", "classifier"),
+    head=("pooler.dense", "classifier"),
 )
+MPNET = replace(BERT, qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"), out="attention.attn.o")
+MPNET = replace(MPNET, norm="attention.LayerNorm")
 DISTILBERT = _Names(
     layers="transformer.layer",
     qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
@@ -106,7 +116,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """A classifier of this family."""
+    """A classifier of this family, or an embedding model."""
 
     words: "torch.Tensor"
     "(vocabulary, H)"
@@ -121,7 +131,13 @@ class Encoder:
     padding_id: int | None
     "RoBERTa-like models count positions from this id; None: from 0."
     head: "torch.nn.Module"
-    "First tokens (B, H) -> logits (B, C)."
+    "First tokens (B, H) -> logits (B, C); of an embedding model, pooled tokens (B, P) -> vectors (B, D) in fp32."
+    pools: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None" = None
+    "States (B, L, H) and mask (B, L) -> pooled tokens (B, P); None: the head gets first tokens."
+
+    embeds: bool = False
+    distances: "torch.Tensor | None" = None
+    "(heads, positions, positions), added to the scores of attention, by the distance of two tokens (MPNet)."
 
     @property
     def width(self) -> int:
@@ -141,9 +157,10 @@ class Encoder:
             words=moved(self.words),
             positions=moved(self.positions),
             second=None if self.second is None else moved(self.second),
+            distances=None if self.distances is None else moved(self.distances),
             norm=moved(self.norm),
             layers=tuple(moved(layer) for layer in self.layers),
-            head=self.head.to(device, dtype),
+            head=self.head.to(device, None if self.embeds else dtype),
         )
 
 
@@ -158,12 +175,15 @@ def refusal(folder: Path) -> str | None:
     config = atomic_io.read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
-        return f"it knows the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}"
+        why = f": {OTHERS[kind]}" if kind in OTHERS else ""
+        return f"it knows the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}{why}"
     activation = config.get("hidden_act", config.get("activation", "gelu"))
     if activation not in ACTIVATIONS:
         return f"it knows the activations {' and '.join(ACTIVATIONS)} only, and this model has {activation!r}"
     if config.get("is_decoder") or config.get("position_embedding_type", "absolute") != "absolute":
         return "it knows encoders with absolute positions only"
+    if kind == "electra" and config.get("embedding_size", 128) != config.get("hidden_size", 256):
+        return "it knows ELECTRA with embeddings as wide as its states only"
     return None
 
 
@@ -174,45 +194,70 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
     weights of queries, keys and values are concatenated and therefore copied; the others stay in a memory map that
     processes share.
     """
-    import torch
 
     config = encoder_config(folder)
     assert config is not None, "refusal() accepts only these model types"
-    tensors = load_weights(folder)
-    take = _TensorReader(folder, {_current_name(name): tensor for name, tensor in tensors.items()})
-    distilled = config["model_type"] == "distilbert"
-    names = DISTILBERT if distilled else BERT
-    prefix = BODIES.get(config["model_type"], config["model_type"])
-    eps = 1e-12 if distilled else config["layer_norm_eps"]
-    positions = take(f"{prefix}.embeddings.position_embeddings.weight")
+    body = f"{BODIES.get(config['model_type'], config['model_type'])}."
+    tensors = {_current_name(name).removeprefix(body): tensor for name, tensor in load_weights(folder).items()}
+    take = _TensorReader(folder, tensors)
+    kind = config["model_type"]
+    names = {"distilbert": DISTILBERT, "mpnet": MPNET}.get(kind, BERT)
+    eps = 1e-12 if kind == "distilbert" else config["layer_norm_eps"]
+    positions = take("embeddings.position_embeddings.weight")
     second = None
-    if not distilled:
-        types = take(f"{prefix}.embeddings.token_type_embeddings.weight")
+    if kind not in ("distilbert", "mpnet"):
+        types = take("embeddings.token_type_embeddings.weight")
         positions, second = positions + types[0], types[1] - types[0] if len(types) > 1 else None
+    embeds = spec.task == EMBEDS
+    head: Any = (
+        plugins.load("tasks", spec.task).load_vectors(folder) if embeds else _classifier(take, names, spec, config)
+    )
+    return Encoder(
+        words=take("embeddings.word_embeddings.weight"),
+        positions=positions,
+        second=second,
+        norm=take.norm("embeddings.LayerNorm", eps),
+        layers=tuple(take.layer(f"{names.layers}.{index}", names, eps) for index in range(config["num_hidden_layers"])),
+        heads=config["num_attention_heads"],
+        activation=config["hidden_act"],
+        padding_id={"mpnet": 1}.get(kind, config["pad_token_id"] if kind in ROBERTA_LIKE else None),
+        head=head,
+        pools=head.pool if embeds and head.how.poolings != ("cls",) else None,
+        embeds=embeds,
+        distances=_distances(take("encoder.relative_attention_bias.weight"), len(positions))
+        if kind == "mpnet"
+        else None,
+    )
+
+
+def _distances(by_bucket: "torch.Tensor", positions: int) -> "torch.Tensor":
+    """Return (heads, positions, positions) of MPNet's numbers by bucket of distances, (buckets, heads)."""
+    import torch
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    places = torch.arange(positions)
+    buckets = MPNetEncoder.relative_position_bucket(places[None] - places[:, None], num_buckets=len(by_bucket))
+    return by_bucket[buckets].permute(2, 0, 1).contiguous()
+
+
+def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Mapping[str, Any]) -> "torch.nn.Module":
+    import torch
+
+    kind = config["model_type"]
+    activation = {"distilbert": torch.nn.ReLU, "electra": torch.nn.GELU}.get(kind, torch.nn.Tanh)
+    like_roberta = kind in (*ROBERTA_LIKE, "electra", "mpnet")
     head: list[torch.nn.Module] = []
-    for name in names.head if prefix != "roberta" else ("classifier.dense", "classifier.out_proj"):
-        linear = take.linear(name.format(prefix))
+    for name in ("classifier.dense", "classifier.out_proj") if like_roberta else names.head:
+        linear = take.linear(name)
         outputs, inputs = linear.weight.shape
         module = torch.nn.Linear(inputs, outputs, device="meta")
         module.load_state_dict({"weight": linear.weight, "bias": linear.bias}, assign=True)
-        head += [module] if head else [module, torch.nn.ReLU() if distilled else torch.nn.Tanh()]
+        head += [module] if head else [module, activation()]
     if len(linear.bias) != max(1, len(spec.labels)):
         raise DataError(
-            f"{folder}: the head has {len(linear.bias)} outputs, {TASK_FILE} names {len(spec.labels)} classes"
+            f"{take.folder}: the head has {len(linear.bias)} outputs, {TASK_FILE} names {len(spec.labels)} classes"
         )
-    return Encoder(
-        words=take(f"{prefix}.embeddings.word_embeddings.weight"),
-        positions=positions,
-        second=second,
-        norm=take.norm(f"{prefix}.embeddings.LayerNorm", eps),
-        layers=tuple(
-            take.layer(f"{prefix}.{names.layers}.{index}", names, eps) for index in range(config["num_hidden_layers"])
-        ),
-        heads=config["num_attention_heads"],
-        activation=config["hidden_act"],
-        padding_id=config["pad_token_id"] if config["model_type"] in ROBERTA_LIKE else None,
-        head=torch.nn.Sequential(*head),
-    )
+    return torch.nn.Sequential(*head)
 
 
 @dataclass(frozen=True, slots=True)

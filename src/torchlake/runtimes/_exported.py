@@ -23,9 +23,9 @@ def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | No
     return None
 
 
-def export_folder(folder: Path, name: str, *, calibrated: bool) -> Path:
+def export_folder(folder: Path, name: str, *, calibrated: bool, task: str) -> Path:
     """Return the folder of the runtime's export. Raises UsageError if there is none for these weights."""
-    export = exports.current(folder, name)
+    export = exports.current(folder, name, task)
     if export is None:
         why = ", calibrated on rows like those to score" if calibrated else ""
         raise UsageError(

@@ -2,6 +2,8 @@
 
     prompts, padding moved to the left -> generate -> answers, as in torchlake/models/generation.py
 
+An encoder-decoder (T5, BART) reads its prompts as they are, and its answer begins with a token of its own.
+
 Rows of a batch do not influence each other. With padding on the left all prompts end at the same position; the mask
 excludes the padding, and positions count from each row's own first token. Sampling uses a counter-based generator
 keyed by a hash of the job's seed and the row's tokens. So a text is the same in another batch, process or attempt
@@ -21,6 +23,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from torchlake.models.config import decoder_start
 from torchlake.models.generation import END, NON_FINITE, NOTHING, GenerationOptions, decoded, stop_place
 from torchlake.models.load import load_tokenizer
 from torchlake.runtimes import Forward
@@ -29,7 +32,7 @@ from torchlake.runtimes import Forward
 def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
     """Return the Forward that answers prompts with `model`, loaded from `folder` and already on its device."""
     tokenizer = load_tokenizer(folder)
-    ends = _ends(model, tokenizer)
+    ends, reads_apart = _ends(model, tokenizer), bool(model.config.is_encoder_decoder)
     # Ignore the folder's generation_config.json (sampling, penalties): no job shows those settings.
     model.generation_config = GenerationConfig()
     config = GenerationConfig(
@@ -38,12 +41,16 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
+        decoder_start_token_id=decoder_start(model.config) if reads_apart else None,
     )
 
     def generate(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        ids, mask = left_padded(input_ids, attention_mask, tokenizer.pad_token_id)
-        choosing = _Choosing(options, draws(input_ids, attention_mask, options), ids.shape[1], model.device)
-        stopping = _Stopping(tokenizer, options.stop, ends, ids.shape)
+        ids, mask = input_ids, attention_mask
+        if not reads_apart:
+            ids, mask = left_padded(input_ids, attention_mask, tokenizer.pad_token_id)
+        before = 1 if reads_apart else ids.shape[1]  # tokens of the output that are not the answer
+        choosing = _Choosing(options, draws(input_ids, attention_mask, options), before, model.device)
+        stopping = _Stopping(tokenizer, options.stop, ends, (len(ids), before))
         with torch.inference_mode():
             out = model.generate(
                 input_ids=torch.from_numpy(ids).to(model.device),
@@ -52,7 +59,7 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
                 logits_processor=[choosing],
                 stopping_criteria=[stopping] if options.stop else [],
             )
-        written = out[:, ids.shape[1] :].cpu().numpy()
+        written = out[:, before:].cpu().numpy()
         answers = _answers(written, ends, stopping.lengths, options.max_new_tokens)
         answers[choosing.non_finite.cpu().numpy()] = NON_FINITE
         return answers

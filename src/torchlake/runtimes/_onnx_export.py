@@ -1,4 +1,6 @@
-"""Export a classifier as an ONNX graph: `input_ids` and `attention_mask`, (B, L) int64, to `logits`, (B, C) float32.
+"""Export a model as an ONNX graph: `input_ids` and `attention_mask`, (B, L) int64, to its outputs, float32.
+
+A classifier's are `logits`, (B, C), those of an embedding model `embedding`, (B, D).
 
 This uses torch's tracing exporter: for a six-layer MiniLM it takes 3 s, the torch.export one 17 s, and ONNX Runtime
 runs the traced graph some 4 % faster. Because a trace may bake in the example's shape or one side of a branch, every
@@ -15,25 +17,30 @@ from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
+from torchlake.models.load import EMBEDS
 from torchlake.runtimes import Forward, _encoder, _encoder_module, _exported
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 GRAPH = "model.onnx"
 OPSET = 18
 INPUTS = ("input_ids", "attention_mask")
 SHAPES = ((1, 1), (3, 1), (1, 9), (4, 6))
+OUTPUTS = {EMBEDS: "embedding"}
+"By task, the name of the output; else logits."
 AGREEMENT = 1e-3
-"Of logits: far above rounding, far below the error of a wrong graph."
+"Of outputs, as a share of the largest: far above rounding, far below the error of a wrong graph."
+SMALL = 0.1
+"Outputs below are compared as if the largest were this; the numbers of a vector of length 1 are about this large."
 
 
 def write(folder: Path, spec: TaskSpec, path: Path) -> None:
     """Export the model to `path` and compare it with the model. Raises UsageError if either fails."""
     import torch
 
-    model = plugins.load("tasks", spec.task).load_model(folder, spec)
+    task = plugins.load("tasks", spec.task)
+    model, output = task.load_model(folder, spec), OUTPUTS.get(spec.task, "logits")
     example = tuple(torch.from_numpy(array) for array in _rows(model, (2, 7)))
     axes = {0: "batch", 1: "length"}
     try:
@@ -41,16 +48,16 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
         with warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                _module(folder, spec, model),
+                _module(folder, spec, task, model),
                 example,
                 str(path),
                 dynamo=False,
                 opset_version=OPSET,
                 input_names=list(INPUTS),
-                output_names=["logits"],
-                dynamic_axes={**dict.fromkeys(INPUTS, axes), "logits": {0: "batch"}},
+                output_names=[output],
+                dynamic_axes={**dict.fromkeys(INPUTS, axes), output: {0: "batch"}},
             )
-        _check(model, forward(path))
+        _check(task, model, forward(path))
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
     except Exception as error:
@@ -63,7 +70,7 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
 
 def graph(folder: Path, spec: TaskSpec, scratch: Path) -> Path:
     """Return the model's fp32 graph: the stored export of the runtime `onnx`, or a new one in `scratch`."""
-    kept = exports.current(folder, "onnx")
+    kept = exports.current(folder, "onnx", spec.task)
     if kept is not None:
         return kept / GRAPH
     write(folder, spec, scratch / GRAPH)
@@ -94,32 +101,32 @@ def forward(path: Path, *, device: str = "cpu") -> Forward:
     runner = session(path, device=device)
 
     def run(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        logits: np.ndarray = runner.run(["logits"], {"input_ids": input_ids, "attention_mask": attention_mask})[0]
-        return logits
+        outputs: np.ndarray = runner.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})[0]
+        return outputs
 
     return run
 
 
-def _module(folder: Path, spec: TaskSpec, model: "PreTrainedModel") -> "torch.nn.Module":
-    """Return the module to export: for known encoders, only what the classifier reads."""
+def _module(folder: Path, spec: TaskSpec, task: Any, model: "torch.nn.Module") -> "torch.nn.Module":
+    """Return the module to export: for known encoders, only what is read of them."""
     import torch
 
     if _encoder.refusal(folder) is None:
         return _encoder_module.make_module(_encoder.read(folder, spec))
 
-    class Logits(torch.nn.Module):
+    class Outputs(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-            return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+            return task.outputs(self.model(input_ids=input_ids, attention_mask=attention_mask))
 
     # The exporter restores a module's mode, and a new module is in training mode.
-    return Logits().train(False)
+    return Outputs().train(False)
 
 
-def _check(model: "PreTrainedModel", exported: Forward) -> None:
+def _check(task: Any, model: "torch.nn.Module", exported: Forward) -> None:
     """Raise UsageError unless the graph agrees with the model on rows of other shapes than the example."""
     import torch
 
@@ -127,20 +134,18 @@ def _check(model: "PreTrainedModel", exported: Forward) -> None:
         ids, mask = _rows(model, shape)
         # The model gets each row alone, because padding changes the results of some models.
         with torch.inference_mode():
-            rows = [
-                model(input_ids=torch.from_numpy(row[kept == 1])[None]).logits
-                for row, kept in zip(ids, mask, strict=True)
-            ]
+            alone = [torch.from_numpy(row[kept == 1])[None] for row, kept in zip(ids, mask, strict=True)]
+            rows = [task.outputs(model(input_ids=row, attention_mask=torch.ones_like(row))) for row in alone]
         expected = torch.cat(rows).numpy()
         difference = float(np.abs(exported(ids, mask) - expected).max())
-        if not difference <= AGREEMENT * max(1.0, float(np.abs(expected).max())):
+        if not difference <= AGREEMENT * max(SMALL, float(np.abs(expected).max())):
             raise UsageError(
-                f"its ONNX graph gives other answers than the model: logits differ by {difference:.3g} for a batch of "
+                f"its ONNX graph gives other answers than the model: they differ by {difference:.3g} for a batch of "
                 f"{shape[0]} x {shape[1]} tokens. Take another runtime; 'eager' runs every model."
             )
 
 
-def _rows(model: "PreTrainedModel", shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _rows(model: Any, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Return random ids without padding, and their mask; the second half of the second row is padding."""
     pad_id = model.config.pad_token_id or 0
     ids = np.random.default_rng(shape[1]).integers(0, model.config.vocab_size, shape)

@@ -49,7 +49,7 @@ def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
 
 def graph(folder: Path, spec: TaskSpec, batches: Batches, scratch: Path) -> Path:
     """Return the 8-bit graph for these rows: the stored one of `onnx_int8`, or a new one in `scratch`."""
-    kept = exports.current(folder, "onnx_int8")
+    kept = exports.current(folder, "onnx_int8", spec.task)
     if kept is not None and (kept / ROWS).read_text(encoding="ascii") == _fingerprint(batches):
         return kept / _onnx_export.GRAPH
     write(folder, spec, batches, scratch)

@@ -122,7 +122,7 @@ def forward(folder: Path, *, precision: str) -> Forward:
 
     def run(input_ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
         inputs = {"input_ids": np.ascontiguousarray(input_ids), "attention_mask": np.ascontiguousarray(attention_mask)}
-        logits: np.ndarray = request.infer(inputs, share_inputs=True)[0]
-        return logits
+        outputs: np.ndarray = request.infer(inputs, share_inputs=True)[0]
+        return outputs
 
     return run

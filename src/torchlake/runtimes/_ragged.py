@@ -3,11 +3,12 @@
     linear(Linear) -> (x, residual) -> x weight^T + bias [+ residual]
     feed_forward(Layer) -> x -> x + down(activation(up(x)))
 
-The last layer is computed for first tokens only: their queries, with the keys and values of every token.
+If only first tokens are read, so is the last layer: their queries, with the keys and values of every token.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,7 @@ Multiply = Callable[["torch.Tensor", "torch.Tensor | None"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One layer's products. In the last layer `first` computes the queries, and `inner` keys and values only."""
+    """One layer's products. With `first`, which computes the queries of first tokens, `inner` has keys and values."""
 
     inner: Multiply
     out: Multiply
@@ -47,17 +48,15 @@ def make_forward(
     width, heads, padding_id, head = encoder.width, encoder.heads, encoder.padding_id, encoder.head
     words, positions, norm = encoder.words, encoder.positions, encoder.norm
     device = words.device
-    attend = _attend if device.type == "cpu" else _attend_flash
+    attend = partial(_attend, distances=encoder.distances) if device.type == "cpu" else _attend_flash
     blocks = []
-    for layer in encoder.layers[:-1]:
-        blocks.append(_Block(linear(layer.qkv), linear(layer.out), layer.norm, feed_forward(layer), layer.last_norm))
-    last = encoder.layers[-1]
-    queries, keys_values = _split(last.qkv, width)
-    blocks.append(
-        _Block(
-            linear(keys_values), linear(last.out), last.norm, feed_forward(last), last.last_norm, first=linear(queries)
-        )
-    )
+    for layer in encoder.layers:
+        queries, inner = (None, layer.qkv)
+        if layer is encoder.layers[-1] and encoder.pools is None:
+            queries, inner = _split(layer.qkv, width)
+        first = None if queries is None else linear(queries)
+        out, up_and_down = linear(layer.out), feed_forward(layer)
+        blocks.append(_Block(linear(inner), out, layer.norm, up_and_down, layer.last_norm, first))
 
     def forward(
         input_ids: np.ndarray, attention_mask: np.ndarray, token_type_ids: np.ndarray | None = None
@@ -82,8 +81,9 @@ def make_forward(
                     context = attend(queries, keys, values, rows, first=True)
                 x = _normalize(block.out(context, x), block.norm)
                 x = _normalize(block.feed_forward(x), block.last_norm)
-            logits: np.ndarray = head(x).float().cpu().numpy()
-        return logits
+            read = x if encoder.pools is None else pool(x, rows, encoder.pools)
+            outputs: np.ndarray = head(read).float().cpu().numpy()
+        return outputs
 
     return forward
 
@@ -93,6 +93,18 @@ def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
     return Linear(qkv.weight[:width], qkv.bias[:width]), Linear(qkv.weight[width:], qkv.bias[width:])
 
 
+def pool(x: "torch.Tensor", rows: PackedRows, pools: Callable[..., "torch.Tensor"]) -> "torch.Tensor":
+    """Return (B, P) of states (T, H): rows of equal length together, which need no mask."""
+    import torch
+
+    found, at = [], 0
+    for count, length in rows.length_groups():
+        states = x[at : at + count * length].view(count, length, -1)
+        found.append(pools(states, states.new_ones((count, length))))
+        at += count * length
+    return torch.cat(found)
+
+
 def _normalize(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":
     import torch
 
@@ -100,11 +112,17 @@ def _normalize(x: "torch.Tensor", norm: Norm) -> "torch.Tensor":
 
 
 def _attend(
-    queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: PackedRows, *, first: bool
+    queries: "torch.Tensor",
+    keys: "torch.Tensor",
+    values: "torch.Tensor",
+    rows: PackedRows,
+    *,
+    first: bool,
+    distances: "torch.Tensor | None",
 ) -> "torch.Tensor":
     """Attention within each row: keys and values (T, heads, D); queries likewise, or first tokens' (B, heads, D).
 
-    Returns (T, H) or (B, H).
+    `distances` as in `Encoder`. Returns (T, H) or (B, H).
     """
     import torch
 
@@ -116,10 +134,11 @@ def _attend(
         k, v = (part[at:end].view(count, length, heads, depth).transpose(1, 2) for part in (keys, values))
         place = slice(begin, begin + count * num_queries)
         q = queries[place].view(count, num_queries, heads, depth).transpose(1, 2)
-        if length <= SHORT and values.dtype == torch.bfloat16:
+        added = None if distances is None else distances[None, :, :num_queries, :length]
+        if length <= SHORT and values.dtype == torch.bfloat16 and added is None:
             mixed = _mix_short(q, k, v)
         else:
-            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
         context[place].view(count, num_queries, heads, depth).copy_(mixed.transpose(1, 2))
         at, begin = end, begin + count * num_queries
     return context.view(-1, heads * depth)

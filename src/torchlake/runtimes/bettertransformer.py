@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlake import atomic_io
 from torchlake.config.task_spec import TaskSpec
 from torchlake.runtimes import Forward, _encoder
 
@@ -24,7 +25,9 @@ TOKEN_TYPES = False
 
 
 def refusal(folder: Path) -> str | None:
-    """As `_encoder.refusal`; the fused operator also needs an even number of heads."""
+    """As `_encoder.refusal`; the fused operator also needs an even number of heads, and no numbers by distance."""
+    if atomic_io.read_json(folder / "config.json").get("model_type") == "mpnet":
+        return "PyTorch's fused layer adds no numbers to the scores of attention, as 'mpnet' does"
     return _encoder.refusal(folder) or (
         "PyTorch's fused layer wants an even number of attention heads" if _encoder.heads(folder) % 2 else None
     )

@@ -11,10 +11,10 @@ from pathlib import Path
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _products, _ragged
+from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged
 
 TOLERANCE = 0.02
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 
@@ -26,7 +26,7 @@ def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
     if not hardware.supports_bf16():
         return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'int8'"
-    return _encoder.refusal(folder)
+    return _packed.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -38,6 +38,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     if not hardware.supports_bf16() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         reason = refusal(folder) or "this torch was built without oneDNN: take 'varlen'"
         raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
+    if _packed.is_one(folder):
+        return _packed.make_forward(folder, spec, linear=_linear, dtype=torch.bfloat16)
     encoder = _encoder.read(folder, spec).to("cpu", torch.bfloat16)
 
     def feed_forward(layer: _encoder.Layer) -> _encoder.Apply:

@@ -19,7 +19,7 @@ from torchlake.errors import UsageError
 from torchlake.runtimes import Forward
 
 TOLERANCE = 1e-5
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 
@@ -57,11 +57,11 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     pad_id = model.config.pad_token_id or 0
     longest = spec.max_length
 
-    def logits_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits: torch.Tensor = model(**inputs).logits
-        return logits
+    def outputs_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs: torch.Tensor = task.outputs(model(**inputs))
+        return outputs
 
-    compiled = torch.compile(logits_of, fullgraph=True, dynamic=True)
+    compiled = torch.compile(outputs_of, fullgraph=True, dynamic=True)
 
     def forward(**batch: np.ndarray) -> np.ndarray:
         rows, length = batch["input_ids"].shape
@@ -76,7 +76,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         with torch.inference_mode(), warnings.catch_warnings():
             # torch's compiler imports deprecated parts of torch.
             warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
-            logits: np.ndarray = compiled(inputs)[:rows].float().cpu().numpy()
-        return logits
+            outputs: np.ndarray = compiled(inputs)[:rows].float().cpu().numpy()
+        return outputs
 
     return forward

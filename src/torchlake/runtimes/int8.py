@@ -15,10 +15,10 @@ from pathlib import Path
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _ragged
+from torchlake.runtimes import Forward, _encoder, _packed, _ragged
 
 TOLERANCE = 0.05
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 
@@ -30,7 +30,7 @@ SMALLEST_SCALE = 1e-30
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
-    return hardware.int8_refusal() or _encoder.refusal(folder)
+    return hardware.int8_refusal() or _packed.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
@@ -45,6 +45,8 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
         raise UsageError(
             "The runtime 'int8' needs a torch that was built with oneDNN; this one was not. Take 'varlen'."
         )
+    if _packed.is_one(folder):
+        return _packed.make_forward(folder, spec, linear=_linear)
     encoder = _encoder.read(folder, spec)
     activation = encoder.activation
     activate = torch.nn.functional.gelu if activation == "gelu" else torch.relu_

@@ -16,7 +16,7 @@ from torchlake.runtimes import Forward, _exported, _onnx_export
 
 TOLERANCE = 1e-5
 CALIBRATED = False
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
 refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxruntime"))
@@ -24,11 +24,13 @@ refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxrunti
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Export the model into its folder. Raises UsageError if that fails, StorageError, and as `models.load_model`."""
-    with exports.making(folder, "onnx", rows=0, versions=_exported.versions("onnx", "onnxruntime")) as place:
+    with exports.making(
+        folder, "onnx", rows=0, versions=_exported.versions("onnx", "onnxruntime"), task=spec.task
+    ) as place:
         _onnx_export.write(folder, spec, place / _onnx_export.GRAPH)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export on `device`. Raises UsageError without an export of these weights or such a device."""
-    export = _exported.export_folder(folder, "onnx", calibrated=CALIBRATED)
+    export = _exported.export_folder(folder, "onnx", calibrated=CALIBRATED, task=spec.task)
     return _onnx_export.forward(export / _onnx_export.GRAPH, device=device)

@@ -17,7 +17,7 @@ from torchlake.runtimes import Forward, _calibration, _exported, _onnx_export, _
 
 TOLERANCE = 0.06
 CALIBRATED = True
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
 
@@ -33,7 +33,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
     Raises UsageError without rows or if the export fails, StorageError, and as `models.load_model`.
     """
     rows, versions = _calibration.num_rows(batches), _exported.versions("onnx", "onnxruntime")
-    with exports.making(folder, "onnx_int8", rows=rows, versions=versions) as place:
+    with exports.making(folder, "onnx_int8", rows=rows, versions=versions, task=spec.task) as place:
         _onnx_int8.write(folder, spec, batches, place)
 
 
@@ -42,5 +42,5 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     _exported.check_cpu("onnx_int8", device)
     if reason := hardware.int8_refusal():
         raise UsageError(f"The runtime 'onnx_int8' cannot run {folder}: {reason}")
-    export = _exported.export_folder(folder, "onnx_int8", calibrated=CALIBRATED)
+    export = _exported.export_folder(folder, "onnx_int8", calibrated=CALIBRATED, task=spec.task)
     return _onnx_export.forward(export / _onnx_export.GRAPH)

@@ -16,7 +16,7 @@ from torchlake.runtimes import Forward, _exported, _onnx_export, _openvino
 
 TOLERANCE = 1e-5
 CALIBRATED = False
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
 refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
@@ -25,7 +25,9 @@ refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "o
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Export the model into its folder. Raises UsageError if that fails, StorageError, and as `models.load_model`."""
     with (
-        exports.making(folder, "openvino", rows=0, versions=_exported.versions("openvino", "onnx")) as place,
+        exports.making(
+            folder, "openvino", rows=0, versions=_exported.versions("openvino", "onnx"), task=spec.task
+        ) as place,
         TemporaryDirectory(dir=place) as scratch,
     ):
         _openvino.write(_onnx_export.graph(folder, spec, Path(scratch)), place)
@@ -34,4 +36,6 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export. Raises UsageError on a GPU, and without an export of these weights."""
     _exported.check_cpu("openvino", device)
-    return _openvino.forward(_exported.export_folder(folder, "openvino", calibrated=CALIBRATED), precision="f32")
+    return _openvino.forward(
+        _exported.export_folder(folder, "openvino", calibrated=CALIBRATED, task=spec.task), precision="f32"
+    )

@@ -18,7 +18,7 @@ from torchlake.runtimes import Forward, _calibration, _exported, _onnx_int8, _op
 
 TOLERANCE = 0.06
 CALIBRATED = True
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
 refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "onnx", "onnxruntime"))
@@ -31,7 +31,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
     """
     rows, versions = _calibration.num_rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
     with (
-        exports.making(folder, "openvino_int8", rows=rows, versions=versions) as place,
+        exports.making(folder, "openvino_int8", rows=rows, versions=versions, task=spec.task) as place,
         TemporaryDirectory(dir=place) as scratch,
     ):
         graph = _onnx_int8.graph(folder, spec, batches, Path(scratch))
@@ -42,7 +42,7 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the export. Raises UsageError on a GPU, and without an export of these weights."""
     _exported.check_cpu("openvino_int8", device)
-    export = _exported.export_folder(folder, "openvino_int8", calibrated=CALIBRATED)
+    export = _exported.export_folder(folder, "openvino_int8", calibrated=CALIBRATED, task=spec.task)
     return _openvino.forward(export, precision=_precision())
 
 

@@ -1,30 +1,35 @@
-"""Concatenated rows: no padding, and nothing is computed that the classifier does not read.
+"""Concatenated rows: no padding, and nothing is computed that the head does not read.
 
-For BERT, RoBERTa, DistilBERT and similar models. On a CPU in fp32, with logits that differ from `eager`'s by rounding
-only. On a GPU in bf16, because the variable-length kernel of Flash Attention 2 (Dao 2023; `torch.nn.attention.varlen`)
-has no fp32: probabilities differ in the third decimal there.
+For BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and similar models. On a CPU in fp32, with logits that differ from
+`eager`'s by rounding only. On a GPU in bf16, because the variable-length kernel of Flash Attention 2 (Dao 2023;
+`torch.nn.attention.varlen`) has no fp32: probabilities differ in the third decimal there.
 """
 
 from pathlib import Path
 
 from torchlake.config.task_spec import TaskSpec
-from torchlake.runtimes import Forward, _encoder, _products, _ragged
+from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged
 
 TOLERANCE = 1e-5
-tasks: tuple[str, ...] | None = ("text_classification",)
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
 never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
-refusal = _encoder.refusal
+refusal = _packed.refusal
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the encoder. Raises as `models.load_model`."""
     import torch
 
+    linear = _products.linear if device == "cpu" and _products.use_onednn() else _linear
+    if _packed.is_one(folder):
+        _packed.check_device("varlen", folder, device)
+        return _packed.make_forward(folder, spec, linear=linear)
     encoder = _encoder.read(folder, spec)
+    if encoder.distances is not None:
+        _packed.check_device("varlen", folder, device)
     if device != "cpu":
         encoder = encoder.to(device, torch.bfloat16)
-    linear = _products.linear if device == "cpu" and _products.use_onednn() else _linear
 
     def feed_forward(layer: _encoder.Layer) -> _encoder.Apply:
         up, down = linear(layer.up, encoder.activation), linear(layer.down)

@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.chunk_jobs.job import workspace_of
+from torchlake.chunk_jobs.options import refuse_unknown
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
@@ -32,6 +33,7 @@ from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sinks._find import Write
+from torchlake.tasks import ANY
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,11 @@ class Model:
         with self._lock:
             self._scorer = None
 
+    @property
+    def _reads_text(self) -> bool:
+        """Whether its only column holds texts, not images or lists of words."""
+        return ANY not in plugins.load("tasks", self.spec.task).inputs.values()
+
     def _to_table(self, rows: Sequence[Any]) -> tuple[pa.Table, dict[int, str]]:
         """Return rows as a table, and errors of invalid ones. Raises UsageError for rows of another form."""
         names = self.spec.input_columns
@@ -95,7 +102,7 @@ class Model:
             return pa.table({name: array for name, (array, _) in columns.items()}), errors
         if len(names) != 1:
             raise UsageError(f"This model reads several columns: give mappings with the keys {', '.join(names)}.")
-        column, errors = self._to_column(rows)
+        column, errors = (self._to_column if self._reads_text else self._to_array)(rows)
         return pa.table({names[0]: column}), errors
 
     def _to_array(self, values: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
@@ -128,20 +135,27 @@ class Model:
         self.close()
 
 
+class GenerationArguments(TypedDict, total=False):
+    """The options of text generation; `predict` documents them."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    stop: str | Sequence[str] | None
+    seed: int | None
+
+
 def load(
     model: str | Path,
     *,
     task: Any = None,
+    task_options: Mapping[str, Any] | None = None,
     runtime: Runtime | None = None,
     all_probabilities: bool = False,
     null: Literal["error", "score"] = "error",
     batch_tokens: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: str | Sequence[str] | None = None,
-    seed: int | None = None,
+    **generation: Unpack[GenerationArguments],
 ) -> Model:
     """Load a model into this process, as a function of texts.
 
@@ -153,21 +167,15 @@ def load(
     block, frees its memory. A text that crashes or hangs a kernel crashes or hangs this process: score untrusted texts
     with `predict`.
     """
+    refuse_unknown("load", generation, GenerationArguments.__annotations__)
     check_options({"null": null, "batch_tokens": batch_tokens})
-    generation = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": stop,
-        "seed": seed,
-    }
     settings, _, _ = scoring_settings(
         model,
         runtime,
         generation,
         text=None,
         task=task,
+        task_options=task_options,
         all_probabilities=all_probabilities,
         null=null,
         batch_tokens=batch_tokens,

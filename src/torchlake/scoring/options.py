@@ -20,7 +20,7 @@ from torchlake.errors import UsageError
 from torchlake.models import exports, folders
 from torchlake.models.config import load_config, tensor_parallel_refusal
 from torchlake.models.generation import GenerationOptions, generation_options
-from torchlake.models.load import load_spec
+from torchlake.models.load import EMBEDS, load_spec
 from torchlake.processes.hardware import gpus
 from torchlake.scoring.rows import (
     Runtime,
@@ -35,6 +35,9 @@ from torchlake.scoring.worker import make_preparing_worker, output_schema
 from torchlake.tasks import PROMPT
 from torchlake.tasks._inputs import check_columns
 
+FORMS = ("float32", "int8", "binary")
+"Of vectors."
+
 log = logging.getLogger(__name__)
 
 
@@ -42,9 +45,11 @@ class PredictOptions(JobArguments, total=False):
     """The options of `predict` besides columns, runtime and engine; documented there."""
 
     task: Any
+    task_options: Mapping[str, Any]
     text_pair: str | Sequence[str]
     inputs: Mapping[str, str | Sequence[str]]
     all_probabilities: bool
+    embedding: Literal["float32", "int8", "binary"]
     prefix: str
     null: Literal["error", "score"]
     batch_tokens: int | None
@@ -68,7 +73,7 @@ def split_options(
     refuse_unknown("predict", given, PredictOptions.__annotations__)
     check_options(given)
     names = [{one.name for one in fields(group)} for group in (ScoringSettings, GenerationOptions)]
-    names[0].add("task")
+    names[0] |= {"task"}
     scoring, generation = ({name: given[name] for name in given if name in own} for own in names)  # type: ignore[literal-required]
     if given.get("sample") is not None and not given.get("temperature"):
         generation.pop("seed", None)
@@ -94,13 +99,15 @@ def scoring_settings(
     """Return the workers' settings, the task and the runtime for a model folder.
 
     `generation` holds fields of `GenerationOptions` (None: the default), `settings` further fields of
-    `ScoringSettings`. `recorded` is the runtime of the output that this job continues: it replaces another default.
-    Raises UsageError for options that the model does not support.
+    `ScoringSettings`, of which `task_options` are those that differ from the model's. `recorded` is the runtime of the
+    output that this job continues: it replaces another default. Raises UsageError for options that the model does not
+    support.
     """
     if isinstance(runtime, str):
         plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
-    spec = with_columns(known_spec(folder, task), text=text, text_pair=text_pair, inputs=inputs)
+    known = known_spec(folder, task, settings.pop("task_options", None))
+    spec = with_columns(known, text=text, text_pair=text_pair, inputs=inputs)
     devices = settings.get("gpus_per_process", 1)
     if devices > 1:
         choice = replace(requested(folder, spec.task, _shared_runtime(runtime, devices)), why="default")
@@ -112,6 +119,8 @@ def scoring_settings(
         choice = requested(folder, spec.task, runtime)
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
+    if "embedding" in settings and spec.task != EMBEDS:
+        raise UsageError(f"embedding={settings['embedding']!r} is for {EMBEDS}; {folder} is a model for {spec.task}.")
     made = ScoringSettings(
         model=str(folder),
         task=task if isinstance(task, str) else None,
@@ -120,6 +129,7 @@ def scoring_settings(
         text=spec.text,
         text_pair=spec.text_pair,
         inputs=dict(spec.inputs),
+        task_options=dict(spec.options),
         keep=tuple(dict.fromkeys([key, *columns] if key else columns)),
         key=key,
         batch_tokens=batch_tokens or choice.batch_tokens,
@@ -130,8 +140,11 @@ def scoring_settings(
     return made, spec, choice
 
 
-def known_spec(folder: Path, task: Any) -> TaskSpec:
-    """Return the task of a model folder, whose code is installed or, as `task`, given. Raises UsageError if not."""
+def known_spec(folder: Path, task: Any, task_options: Mapping[str, Any] | None = None) -> TaskSpec:
+    """Return the task of a model folder, whose code is installed or, as `task`, given, with some of its options.
+
+    Raises UsageError if there is no such code, or for an option that the task does not have.
+    """
     if isinstance(task, str):
         plugins.load("tasks", task)  # refuse a wrong name
     spec = load_spec(folder, task if isinstance(task, str) else None)
@@ -143,7 +156,8 @@ def known_spec(folder: Path, task: Any) -> TaskSpec:
             f"{folder}: is a model of the task {spec.task!r}, which is not installed here, and code is never loaded "
             "from a model folder. Give the task in Python (task=), or install the package that has it."
         )
-    return spec
+    known = plugins.load("tasks", spec.task)
+    return replace(spec, options=known.checked_options({**spec.options, **(task_options or {})}, UsageError))
 
 
 def with_columns(
@@ -184,7 +198,9 @@ def _named(columns: str | Sequence[str]) -> Columns:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Raise UsageError for a value out of range."""
-    check_values(given, counts=("batch_tokens", "gpus_per_process"), choices={"null": ("error", "score")})
+    check_values(
+        given, counts=("batch_tokens", "gpus_per_process"), choices={"null": ("error", "score"), "embedding": FORMS}
+    )
 
 
 def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:
@@ -236,7 +252,7 @@ def checked_input(settings: ScoringSettings, spec: TaskSpec, schema: pa.Schema, 
 def make_export(settings: ScoringSettings, engine: Engine) -> None:
     """Export the model for a runtime that needs it, unless it was exported before; in a separate process."""
     folder, runtime = Path(settings.model), settings.runtime
-    module = lacks_export(folder, runtime)
+    module = lacks_export(folder, runtime, settings.spec.task)
     if module is None:
         return
     if module.CALIBRATED:
@@ -267,10 +283,13 @@ def fingerprint_of(settings: ScoringSettings, spec: TaskSpec) -> dict[str, Any]:
         "text": settings.text if isinstance(settings.text, str) else list(settings.text),
         **({} if settings.text_pair is None else {"text_pair": settings.text_pair}),
         **({} if not settings.inputs else {"inputs": dict(settings.inputs)}),
+        **({} if not settings.task_options else {"task_options": dict(settings.task_options)}),
         "key": settings.key,
         "columns": list(settings.keep),
         "prefix": settings.prefix,
         "all_probabilities": settings.all_probabilities,
+        **({} if settings.embedding == "float32" else {"embedding": settings.embedding}),
+        **({} if not settings.ranges else {"ranges": [list(each) for each in settings.ranges]}),
         "null": settings.null,
         "batch_tokens": settings.batch_tokens,
         **({} if settings.generation is None else {"generation": asdict(settings.generation)}),

@@ -15,6 +15,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from torchlake import plugins
 from torchlake.chunk_jobs.increments import (
     Increment,
     file_increment,
@@ -43,6 +44,7 @@ from torchlake.scoring.options import (
     scoring_settings,
     split_options,
 )
+from torchlake.scoring.ranges import with_ranges
 from torchlake.scoring.rows import Runtime, ScoringSettings, runtime_name
 from torchlake.scoring.runtime_choice import RuntimeChoice
 from torchlake.scoring.worker import ScoredChunk, output_schema
@@ -136,12 +138,15 @@ def predict(
     text of a pair, and `inputs` the columns of the task's other inputs by name (defaults: as in training); `key` a
     column of unique values without nulls, copied instead of a generated `row_id`; `columns` are further columns to
     copy; `prefix` is put before the names of the prediction columns; `all_probabilities` adds a column per class.
+    `embedding` is the form of vectors: "float32", "int8" (256 steps of ranges that are found on a sample and recorded)
+    or "binary" (signs, 8 in a byte).
 
     Rows of stored tables: those for which `where` is true ("stars >= 3 and lang = 'en'"), of these a `sample` (a share;
     `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out. `csv` says
     how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
 
     Model: `task` is the task of yours that the model was trained with; an installed one is found by its name.
+    `task_options` are options of the task, in place of those that the model was trained with.
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
     for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded tokens of
     a batch. `null="score"` scores rows without text as the empty string; by default they are error rows. Rows
@@ -208,6 +213,9 @@ def predict(
         )
     if settings.gpus_per_process > 1:
         check_devices(settings, has_gpus=bool(gpus()) or not isinstance(engine or Local(), Local))
+    output_options = replace(
+        output_options, chunk_rows=output_options.chunk_rows or plugins.load("tasks", spec.task).chunk_rows
+    )
     call = _Call(settings=settings, spec=spec, engine=engine, choice=choice, options=output_options)
     if output_options.incremental:
         return _predict_new(table, place, call)
@@ -272,6 +280,8 @@ def _predict_frame(
 ) -> Any:
     """The frame with predictions; `native` is the engine that a lazy frame belongs to."""
     options.read.refuse_for_frames()
+    if settings.embedding == "int8":
+        raise UsageError("embedding='int8' is for an output, which records the ranges of the 8 bits: give one.")
     if settings.gpus_per_process > 1:
         raise UsageError(
             f"gpus_per_process={settings.gpus_per_process} is for an output folder, whose processes are restarted if "
@@ -299,6 +309,7 @@ def _predict_table(
     refuse_collisions(schema.names, schema.names)
     plan = plan_input(source, output, columns, options, schema=schema, key=settings.key, engine=runner)
     make_export(settings, runner)  # the fingerprint has the export
+    settings = with_ranges(settings, source, output.earlier().fingerprint, runner)
     fingerprint = fingerprint_of(settings, spec)
     positions = increment.positions if increment else full_position(plan, output, fingerprint)
     if positions is None:
@@ -341,6 +352,7 @@ def _provenance(
     rows: int,
 ) -> dict[str, Any]:
     tokens, padded = sum(chunk.tokens for chunk in made), sum(chunk.padded_tokens for chunk in made)
+    could = sum(chunk.rows for chunk in made)
     return {
         "model": settings.model,
         "engine": "local" if engine is None else type(engine).__name__.lower(),
@@ -353,6 +365,8 @@ def _provenance(
         "rows_scored": rows,
         "seconds": round(seconds, 3),
         "forward_seconds": round(sum(chunk.seconds for chunk in made), 3),
+        "distinct": round(sum(chunk.distinct for chunk in made) / could, 4) if could else 1.0,
+        "waiting_seconds": round(sum(chunk.waited for chunk in made), 3),
         "tokens": tokens,
         "padding": round(1 - tokens / padded, 4) if padded else 0.0,
         "errors": [example for chunk in made for example in chunk.examples][:20],

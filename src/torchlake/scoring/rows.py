@@ -24,7 +24,7 @@ from torchlake.models import load as models
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward
 from torchlake.tables.arrays import is_blank, nulls_as_empty, string_column, without_rows
-from torchlake.tasks import PROMPT, TEXT, Inputs
+from torchlake.tasks import PROMPT, TEXT, ColumnOptions, Inputs
 from torchlake.tasks._inputs import NULL_INPUT, check_column, read_inputs, rows_of
 
 Runtime = str | Callable[..., Forward]
@@ -48,6 +48,8 @@ class ScoringSettings:
     "The column of the second text of a pair."
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs."
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    "The task's own options."
     keep: tuple[str, ...]
     "Columns copied from the input to the output, key first."
     key: str | None
@@ -55,6 +57,10 @@ class ScoringSettings:
     prefix: str = ""
     "Prefix of the names of the prediction columns."
     all_probabilities: bool = False
+    embedding: str = "float32"
+    "The form of vectors: float32, int8 or binary."
+    ranges: tuple[tuple[float, ...], ...] = ()
+    "For int8, of each number of a vector the lowest and the highest value (2, D)."
     null: str = "error"
     "`error`: rows without text become error rows; `score`: they are scored as the empty string."
     row_timeout_s: float = 600.0
@@ -72,7 +78,18 @@ class ScoringSettings:
     def spec(self) -> TaskSpec:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
-        return replace(trained, text=self.text, text_pair=self.text_pair, inputs=dict(self.inputs))
+        columns = {"text": self.text, "text_pair": self.text_pair, "inputs": dict(self.inputs)}
+        return replace(trained, **columns, options=dict(self.task_options))
+
+    @property
+    def column_options(self) -> ColumnOptions:
+        """What changes the prediction columns."""
+        return ColumnOptions(
+            all_probabilities=self.all_probabilities,
+            stop=() if self.generation is None else self.generation.stop,
+            embedding=self.embedding,
+            ranges=self.ranges,
+        )
 
 
 def runtime_name(runtime: Runtime) -> str:
@@ -105,7 +122,8 @@ class RowReader:
         self.spec = self.settings.spec
         self.task = plugins.load("tasks", self.spec.task)
         self.processor: Any = self.task.load_processor(folder, self.spec, scoring=True)
-        self.max_prompt = max_prompt_tokens(folder, self.settings.generation)
+        continues = self.task.inputs.get("text") == PROMPT  # its answer shares the model's positions with the prompt
+        self.max_prompt = max_prompt_tokens(folder, self.settings.generation) if continues else None
         self.embeddings = models.embeddings(folder)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:

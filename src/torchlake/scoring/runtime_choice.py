@@ -111,10 +111,10 @@ def chosen(folder: Path, task: str, device: Callable[[], str]) -> RuntimeChoice:
     return instead
 
 
-def lacks_export(folder: Path, runtime: Any) -> ModuleType | None:
+def lacks_export(folder: Path, runtime: Any, task: str) -> ModuleType | None:
     """Return the runtime's module if it has to `prepare` this model first, else None."""
     module: ModuleType | None = plugins.load("runtimes", runtime) if isinstance(runtime, str) else None
-    if module is None or not hasattr(module, "prepare") or exports.current(folder, runtime) is not None:
+    if module is None or not hasattr(module, "prepare") or exports.current(folder, runtime, task) is not None:
         return None
     return module
 
@@ -122,6 +122,7 @@ def lacks_export(folder: Path, runtime: Any) -> ModuleType | None:
 def write_choice(
     folder: Path,
     *,
+    task: str,
     runtime: str,
     batch_tokens: int,
     threads: int,
@@ -134,6 +135,7 @@ def write_choice(
     value = {
         "format": 1,
         "weights": folders.model_hash(folder),
+        "task": task,
         "runtime": runtime,
         "batch_tokens": batch_tokens,
         "threads": threads,
@@ -165,6 +167,8 @@ def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable
     runtime = value["runtime"]
     if value["weights"] != folders.model_hash(folder):
         return "it was made for other weights, and the model has changed since"
+    if value.get("task", task) != task:
+        return f"it was measured for the task {value['task']!r}"
     try:
         refuse_unable(runtime, task)
     except TorchlakeError as error:
@@ -172,7 +176,7 @@ def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable
     reason = refusal(runtime, folder)
     if reason is not None:
         return f"the runtime {runtime!r} cannot run here: {reason}"
-    if lacks_export(folder, runtime) is not None:
+    if lacks_export(folder, runtime, task) is not None:
         return f"the export of the runtime {runtime!r} is missing, damaged or of other weights"
     here = device()
     if value["device"] != here:

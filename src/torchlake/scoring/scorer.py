@@ -8,7 +8,8 @@ be generated.
 A row never affects another one: `chunk_jobs/isolation.py` halves a batch that raises until the failing row is alone,
 and `chunk_jobs/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
 later ones start smaller.
-Sorting costs one argsort per chunk and saves the padding.
+Sorting costs one argsort per chunk and saves the padding. Rows with equal inputs are computed once, because tables
+repeat themselves; that costs a hash per row. Sampled texts are the exception.
 """
 
 import gc
@@ -16,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -29,15 +30,14 @@ from torchlake.chunk_jobs.isolation import run_isolated
 from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import length_batches
-from torchlake.data.features import joined_outputs
-from torchlake.errors import TaskError
+from torchlake.data.features import first_equal, joined_outputs
+from torchlake.errors import TaskError, Unavailable
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE
 from torchlake.runtimes import Forward
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
 from torchlake.tables.arrays import from_numpy, from_strings
-from torchlake.tasks import ColumnOptions
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,15 @@ class Scorer:
     spec: TaskSpec = field(init=False)
     batch_tokens: int = field(init=False)
     device: str = field(init=False)
+    distinct: int = field(init=False, default=0)
+    "Rows that were computed: equal ones once."
+    tokens: int = field(init=False, default=0)
+    "Their tokens."
     padded_tokens: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
+    "Of forward passes."
+    waited: float = field(init=False, default=0.0)
+    "Seconds in which the model waited for the inputs of a batch."
     startup: dict[str, float] = field(init=False)
     "Seconds of each step up to the end of the first batch."
 
@@ -108,18 +115,25 @@ class Scorer:
         """Return the task's prediction columns, `truncated` and `error` for all `work.count` rows, in their order."""
         errors = dict(work.errors)
         found: list[tuple[np.ndarray, np.ndarray]] = []
-        alone = [] if attempt is None else sorted(attempt.suspects["score"])
-        singles = [np.flatnonzero(work.rows == row) for row in alone]
-        for batch in [single for single in singles if len(single)]:
-            self._run(work, batch, found, errors, attempt)
-        free = np.flatnonzero(~np.isin(work.rows, [*alone, *errors]))
+        ready = np.flatnonzero(~np.isin(work.rows, list(errors)))
+        suspected = np.isin(work.rows[ready], [] if attempt is None else list(attempt.suspects["score"]))
+        ready = np.concatenate([ready[suspected], ready[~suspected]])  # a suspect stands for the rows that equal it
+        first = ready if self._samples else first_equal(work.features, ready)
+        computed = ready[first == ready]
+        alone, free = np.split(computed, [int(np.isin(computed, ready[: suspected.sum()]).sum())])
+        for row in alone:
+            self._run(work, row[None], found, errors, attempt)
         lengths = work.features.lengths[free] + self._new_tokens
         cuts = length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
         for batch, collated in self._collated(work, [free[cut] for cut in cuts]):
             self._run(work, batch, found, errors, attempt, collated)
         if attempt is not None:
             attempt.idle()
-        return self._assemble(work, found, errors)
+        self.distinct += len(alone) + len(free)
+        self.tokens += int(work.features.lengths[[*alone, *free]].sum())
+        same = np.arange(len(work.rows))
+        same[ready] = first
+        return self._assemble(work, work.rows[same], found, errors)
 
     def _collated(
         self, work: Work, batches: list[np.ndarray]
@@ -142,6 +156,11 @@ class Scorer:
         return inputs
 
     @property
+    def _samples(self) -> bool:
+        """Whether answers are drawn."""
+        return self.settings.generation is not None and self.settings.generation.temperature > 0
+
+    @property
     def _new_tokens(self) -> int:
         """Maximum tokens generated for a row."""
         return 0 if self.settings.generation is None else self.settings.generation.max_new_tokens
@@ -161,10 +180,12 @@ class Scorer:
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
             made, ready = ready, None  # the batch as a whole; its halves are made again
+            asked = time.perf_counter()
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
             began = time.perf_counter()
             out = self.forward(**inputs)
             seconds = time.perf_counter() - began
+            self.waited += began - asked
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
             self.padded_tokens += padded(rows)
@@ -179,25 +200,35 @@ class Scorer:
             self.batch_tokens = max(1, min(self.batch_tokens, padded(rows)) // 2)
             log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
-        run_isolated(work.rows[batch], forward, errors, attempt, passed_on=(TaskError,), out_of_memory=shrink)
+        run_isolated(
+            work.rows[batch], forward, errors, attempt, passed_on=(TaskError, Unavailable), out_of_memory=shrink
+        )
 
-    def _assemble(self, work: Work, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]) -> pa.Table:
-        settings = self.settings
-        stop = () if settings.generation is None else settings.generation.stop
-        options = ColumnOptions(all_probabilities=settings.all_probabilities, stop=stop)
+    def _assemble(
+        self, work: Work, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
+    ) -> pa.Table:
+        """Return the columns; `same` (M,) is the row that was computed for each of `work.rows`."""
+        if errors:
+            errors |= {
+                int(row): errors[one] for row, one in zip(work.rows, same.tolist(), strict=True) if one in errors
+            }
+        options = self.settings.column_options
         rows = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, dtype=np.int64)
         kept = np.flatnonzero(~np.isin(rows, list(errors)))
         kept = kept[np.argsort(rows[kept])]
         scored = rows[kept]
         if len(scored):
             answers = self.task.answers(joined_outputs([out for _, out in found])[kept], self.spec)
+            if self.task.kept_back:
+                options = replace(options, features=work.features.take(np.searchsorted(work.rows, scored)))
             columns = self.task.output_columns(answers, self.processor, self.spec, options)
         else:
             columns = self.task.output_schema(self.spec, options).empty_table()
         position = np.full(work.count, -1, dtype=np.int64)
         position[scored] = np.arange(len(scored))
+        position[work.rows] = position[same]
         table = columns.take(from_numpy(position, null=position < 0))
-        table = table.rename_columns([settings.prefix + name for name in table.column_names])
+        table = table.rename_columns([self.settings.prefix + name for name in table.column_names])
         truncated = np.zeros(work.count, dtype=bool)
         truncated[work.rows] = work.features.cut > 0
         table = table.append_column(pa.field("truncated", pa.bool_()), from_numpy(truncated))

@@ -26,7 +26,6 @@ from torchlake.tables.arrays import from_numpy, from_strings
 from torchlake.tables.output.parts import Part
 from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
-from torchlake.tasks import ColumnOptions
 
 LENGTH = "length"
 "The column of what a row costs in a batch, if that is not its number of tokens."
@@ -37,12 +36,18 @@ class ScoredChunk:
     """A worker's report on a chunk that it has written."""
 
     part: Part
+    rows: int = 0
+    "Rows that could be scored."
+    distinct: int = 0
+    "Those that were computed: equal rows once."
     tokens: int = 0
-    "Tokens of the rows that were scored, without padding."
+    "Their tokens, without padding."
     padded_tokens: int = 0
     "The same with padding."
     seconds: float = 0.0
     "Time in forward passes."
+    waited: float = 0.0
+    "Seconds in which the model waited for the inputs of a batch."
     runtime: str = ""
     "The runtime that ran; empty for a part of an earlier attempt."
     startup: Mapping[str, float] = field(default_factory=dict)
@@ -68,13 +73,16 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
         table, work = ready
-        padded, seconds = scorer.padded_tokens, scorer.seconds
+        before = (scorer.distinct, scorer.tokens, scorer.padded_tokens, scorer.seconds, scorer.waited)
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
             part=workspace.parts.write(name, output, chunk=chunk.index),
-            tokens=int(work.features.lengths.sum()),
-            padded_tokens=scorer.padded_tokens - padded,
-            seconds=scorer.seconds - seconds,
+            rows=len(work.rows),
+            distinct=scorer.distinct - before[0],
+            tokens=scorer.tokens - before[1],
+            padded_tokens=scorer.padded_tokens - before[2],
+            seconds=scorer.seconds - before[3],
+            waited=scorer.waited - before[4],
             runtime=scorer.runtime,
             startup=scorer.startup,
             examples=examples_of(chunk, output["error"]),
@@ -172,7 +180,7 @@ def make_preparing_worker(settings: ScoringSettings) -> Callable[[Iterator[str]]
 def output_schema(settings: ScoringSettings, spec: TaskSpec, source: pa.Schema) -> pa.Schema:
     """Return the schema of the scored table."""
     task = plugins.load("tasks", spec.task)
-    predicted = task.output_schema(spec, ColumnOptions(all_probabilities=settings.all_probabilities))
+    predicted = task.output_schema(spec, settings.column_options)
     return pa.schema(
         [
             *([pa.field("row_id", pa.string())] if settings.key is None else []),

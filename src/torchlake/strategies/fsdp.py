@@ -94,7 +94,7 @@ def _units(model: nn.Module, *, reshard: bool) -> list[tuple[list[nn.Module], bo
     in the rest if other modules have their weights too (encoder-decoders), which a unit must gather for all of them.
     """
     inside = [([layer], reshard) for layer in layers(model)]
-    embedding, head = (getattr(model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output"))
+    embedding, head = _end(model, "input"), _end(model, "output")
     ends: list[nn.Module] = [each for each in (embedding, head) if isinstance(each, nn.Embedding | nn.Linear)]
     weights = {id(parameter) for each in ends for parameter in each.parameters()}
     holders = [each for each in model.modules() if any(id(p) in weights for p in each.parameters(recurse=False))]
@@ -105,6 +105,15 @@ def _units(model: nn.Module, *, reshard: bool) -> list[tuple[list[nn.Module], bo
     first = [([embedding], reshard)] if embedding in ends else []
     last = [([head], False)] if head in ends else []
     return [*first, *inside, *last]
+
+
+def _end(model: nn.Module, which: str) -> nn.Module | None:
+    """The model's embeddings of its "input" or "output" tokens, if it has any: a model for images may have none."""
+    try:
+        found: nn.Module | None = getattr(model, f"get_{which}_embeddings", lambda: None)()
+        return found
+    except NotImplementedError:
+        return None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ differs. The engine, the strategy and the number of ranks never matter to it:
     Features  are flat arrays: `Ragged` for values of any number per row, or numpy of a fixed width. Training stores
               them once and reads each batch from disk, so an epoch does no preprocessing except `collate`.
     A batch   is a dict of numpy arrays of B rows, the keyword arguments of the model. An exception there costs scoring
-              the one row that causes it.
+              the one row that causes it; RowErrors names all such rows of the batch at once.
     The loss  is summed over the rows that a rank has at once, and divided by `divisor` of the whole batch: it must not
               be a mean, or it would depend on the number of ranks.
     A model   is built by code that is installed or given, never by code in a folder; its weights are safetensors.
@@ -34,7 +34,7 @@ import pyarrow as pa
 from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
 from torchlake.data.batching import Ragged, pad, ranges, rectangle
 from torchlake.data.features import INPUT_IDS, Array, Features, as_matrix, from_arrow, text_features
-from torchlake.errors import TaskError
+from torchlake.errors import TaskError, TorchlakeError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import DIRECTIONS, Direction, validation_metrics
 from torchlake.models import load, write
@@ -72,6 +72,12 @@ class ColumnOptions:
     "Whether to add a column for each class."
     stop: Sequence[str] = ()
     "Strings that end a generated text."
+    embedding: str = "float32"
+    "The form of vectors: float32, int8 or binary."
+    ranges: Sequence[Sequence[float]] = ()
+    "The lowest and the highest value (2, D) of each number of a vector, for int8."
+    features: Features | None = None
+    "The features of the rows, if the task keeps arrays back."
 
 
 class Task:
@@ -106,8 +112,12 @@ class Task:
     "Whether the loss of a row depends on the batch's other rows, as with in-batch negatives."
     measures_outputs: bool = True
     "Whether `metrics` are computed from outputs; False: only from the loss, and a validation keeps no outputs."
+    options: Mapping[str, Any] = {}
+    "Its own options (`model.task_options`, `predict(task_options=)`) with their defaults, as values of JSON."
     collates_ahead: bool = False
     "Whether `collate` takes long (decoding images): then a thread does it while the model computes."
+    chunk_rows: int | None = None
+    "Most rows of a chunk by default, if rows take longer, or more memory, than their columns show; None: no limit."
     forward_options: Mapping[str, Any] = {}
     "Keyword arguments of the model besides the batch."
     kept_back: Sequence[str] = ()
@@ -147,6 +157,10 @@ class Task:
     def decide_labels(self, parts: Iterable[Any], problem: Problem | None = None) -> LabelColumn:
         """Return the label column of which these are the parts; infer the problem if it is None."""
         return _label_column.decide_labels(parts, problem)
+
+    def name_labels(self, found: LabelColumn, spec: TaskSpec) -> LabelColumn:
+        """Return the label column with the classes as the options say; by default as found."""
+        return found
 
     def find_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
@@ -323,9 +337,14 @@ class Task:
         """Return the columns that hold `answers` if all probabilities are requested."""
         return _classes.probability_names(spec)
 
+    def read_answers(self, scored: pa.Table, spec: TaskSpec) -> np.ndarray:
+        """Return the answers in prediction columns (all probabilities), NaN where a row has an error."""
+        names = self.probability_names(spec)
+        return np.column_stack([scored[name].to_numpy(zero_copy_only=False) for name in names])
+
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
         """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; no row lacks one."""
-        answers = np.column_stack([scored[name].to_numpy() for name in self.probability_names(spec)])
+        answers = self.read_answers(scored, spec)
         targets = from_arrow(self.encode_labels(labels, spec))
         return self.metrics(answers, self.collate_targets(as_matrix(targets), np.arange(len(labels)), spec), spec)
 
@@ -341,7 +360,26 @@ class Task:
         own = (mine.metrics, mine.measure, mine.count_labels, mine.decide_labels)
         return own == (Task.metrics, Task.measure, Task.count_labels, Task.decide_labels)
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for a value that `options` cannot have, other than one of another type."""
+
     # What torchlake calls: the methods above, checked.
+
+    def checked_options(self, given: Mapping[str, Any], error: type[TorchlakeError]) -> dict[str, Any]:
+        """Return all options with the values that are given. Raises `error` for one that the task does not have."""
+        known = ", ".join(self.options) or "none"
+        for name, value in given.items():
+            if name not in self.options:
+                raise error(f"task_options: {self.name} has no option {name!r}; it has: {known}")
+            default = self.options[name]
+            if not _is_like(value, default):
+                raise error(f"task_options: {name} is {value!r}; a value like {default!r} is expected")
+        options = {**self.options, **{name: _as_json(value) for name, value in given.items()}}
+        try:
+            self.check_options(options)
+        except ValueError as wrong:
+            raise error(f"task_options: {wrong}") from None
+        return options
 
     def _check_width(self, shape: Sequence[int], spec: TaskSpec) -> None:
         """Raise TaskError for outputs that are not one number per class."""
@@ -395,6 +433,19 @@ class Task:
                 f"the task {self.name!r}: the loss does not depend on the model's outputs; is one detached?"
             )
         return loss
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Return whether an option's value is of the type of its default; a whole number is a number, too."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, list):
+        return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+    return isinstance(value, type(default)) or (isinstance(default, float) and isinstance(value, int))
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def load_encoder(folder: Path, *, weights: bool) -> "nn.Module":

@@ -42,27 +42,27 @@ class Embedder(nn.Module):
     def embed(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
         """Return the vectors (B, D) of one text of each row."""
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **others).last_hidden_state
-        vectors: torch.Tensor = self.vectors(states, attention_mask)
+        vectors: torch.Tensor = self.vectors(self.vectors.pool(states, attention_mask))
         return vectors
 
 
 class Vectors(nn.Module):
-    """States (B, L, H), padded on the right, and their mask (B, L) to vectors (B, D) in fp32."""
+    """Pooled states (B, P) to vectors (B, D), in fp32. `pool` makes them of states (B, L, H); runtimes call both."""
 
     def __init__(self, how: Embedding, folder: Path) -> None:
         super().__init__()
         self.how = how
         self.dense = nn.Sequential(*(_load_dense(each, folder) for each in how.dense))
 
-    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        vectors = self.dense(pooled.float())[:, : self.how.dimensions]
+        return nn.functional.normalize(vectors, dim=-1) if self.how.normalize else vectors
+
+    def pool(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return pooled states (B, P) of states (B, L, H), padded on the right, and their mask (B, L)."""
         states, real = states.float(), mask.unsqueeze(-1)
         parts = [_pooled(name, states, real) for name in self.how.poolings]
-        return self.finish(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
-
-    def finish(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of pooled states (B, H)."""
-        vectors = self.dense(pooled)[:, : self.how.dimensions]
-        return nn.functional.normalize(vectors, dim=-1) if self.how.normalize else vectors
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _pooled(name: str, states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -72,8 +72,8 @@ def _pooled(name: str, states: torch.Tensor, real: torch.Tensor) -> torch.Tensor
     if name == "cls":
         return states[:, 0]
     if name == "lasttoken":
-        last = real.sum(dim=1).long().clamp(min=1) - 1
-        return states[torch.arange(len(states), device=states.device), last[:, 0]]
+        last = real.sum(dim=1, keepdim=True).long().clamp(min=1) - 1
+        return states.gather(1, last.expand(-1, -1, states.shape[-1]))[:, 0]
     if name == "max":
         return states.masked_fill(real == 0, -torch.inf).amax(dim=1)
     if name == "weightedmean":
@@ -97,8 +97,13 @@ def _load_dense(dense: Dense, folder: Path) -> nn.Module:
     return nn.Sequential(linear, getattr(nn, dense.activation)())
 
 
+def load_vectors(folder: Path) -> Vectors:
+    """Return what follows the encoder in a folder that has passed `check_folder`. Raises DataError."""
+    return Vectors(read_embedding(folder), folder)
+
+
 def load_embedder(folder: Path) -> Embedder:
-    """Return the model in a folder that has passed `check_folder`, in fp32 in evaluation mode. Raises DataError."""
-    module = Embedder(load_encoder(folder, weights=True), Vectors(read_embedding(folder), folder))
+    """Return the model in such a folder, in fp32 in evaluation mode. Raises DataError."""
+    module = Embedder(load_encoder(folder, weights=True), load_vectors(folder))
     module.train(False)
     return module

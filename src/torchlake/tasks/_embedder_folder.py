@@ -6,41 +6,18 @@ Pooling, prompts and the other settings are those of the base model; a plain enc
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
-from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS
+from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, write_layout
 
 if TYPE_CHECKING:
     import torch
 
-Pooling = Literal["mean", "cls", "max", "lasttoken"]
-POOLING = "1_Pooling/config.json"
-KINDS = ("Transformer", "Pooling", "Normalize")
-FLAGS: dict[Pooling, str] = {
-    "mean": "pooling_mode_mean_tokens",
-    "cls": "pooling_mode_cls_token",
-    "max": "pooling_mode_max_tokens",
-    "lasttoken": "pooling_mode_lasttoken",
-}
 WEIGHTS = "model.safetensors"
 ENCODER, DENSE = "encoder.", "vectors.dense."
 "Prefixes of the module's tensors."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How an encoder's token states become the vector of a text."""
-
-    pooling: Pooling
-    normalize: bool = False
-    max_length: int
-    "Tokens; longer texts are truncated."
-    lowercase: bool = False
-    "Whether texts become lower case before they are tokenized."
-    prompts: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_folder(
@@ -63,8 +40,7 @@ def write_folder(
         folder / "config.json", {**config.to_dict(), "architectures": [architecture]}, site="model.config"
     )
     if not (base / MODULES).is_file():
-        layout = Layout(pooling="mean", max_length=max_length)
-        write_layout(folder, layout, dimension=int(config.hidden_size))
+        write_layout(folder, Embedding(dimensions=int(config.hidden_size), max_length=max_length))
         return
     dense = iter(range(len(state)))
     for module in atomic_io.read_json(base / MODULES):
@@ -83,30 +59,3 @@ def write_folder(
             shutil.copyfile(base / name, folder / name)
     settings = atomic_io.read_json(base / SETTINGS) if (base / SETTINGS).is_file() else {}
     atomic_io.write_json(folder / SETTINGS, {**settings, "max_seq_length": max_length}, site="model.settings")
-
-
-def write_layout(folder: Path, layout: Layout, *, dimension: int) -> None:
-    """Write the files of sentence-transformers beside an encoder's, whose states have `dimension` numbers."""
-    kinds = KINDS if layout.normalize else KINDS[:2]
-    modules = [
-        {"idx": place, "name": str(place), "path": "" if place == 0 else f"{place}_{kind}", "type": _type(kind)}
-        for place, kind in enumerate(kinds)
-    ]
-    pooling = {"word_embedding_dimension": dimension}
-    pooling |= {flag: name == layout.pooling for name, flag in FLAGS.items()}
-    contents = {
-        MODULES: modules,
-        POOLING: pooling,
-        SETTINGS: {"max_seq_length": layout.max_length, "do_lower_case": layout.lowercase},
-        PROMPTS: {"prompts": dict(layout.prompts), "default_prompt_name": None, "similarity_fn_name": "cosine"},
-    }
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        atomic_io.write_json(folder / name, content, site="exported.layout")
-    if layout.normalize:
-        (folder / "2_Normalize").mkdir()
-
-
-def _type(kind: str) -> str:
-    """Return the class's import path that every version since 2.0 accepts."""
-    return f"sentence_transformers.models.{kind}"

@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_WRITERS = {
+    "AutoModelForCausalLM": ("causal language model", "GPT-2, GPT-J, OPT, Llama, Qwen or Mistral"),
+    "AutoModelForSeq2SeqLM": ("encoder-decoder", "T5, BART, Pegasus or Marian"),
+}
+_CHOICES = {
+    "": "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa.",
+    "AutoModelForImageClassification": "Choose a model such as ViT, DeiT, Swin, ConvNeXt or ResNet.",
+}
+"What to do about a model that has no head for a task, by its Auto class."
+
 
 def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool = False) -> "PreTrainedModel":
     """Load the encoder `base` with a new head for `spec`, in fp32. The head is drawn from torch's global generator.
@@ -44,17 +54,17 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
     folder = model_folder(base)
     check_folder(folder)
     if spec.problem in GENERATIVE:
-        return _language_model(folder, auto_class, empty=empty)
+        return language_model(folder, auto_class, empty=empty)
     trained = head_spec(folder)
     config = whole_config(folder, auto_class)
     names = [label_name(label) for label in spec.labels] or ["value"]
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
-    config.problem_type = PROBLEM_TYPES[spec.problem]
+    config.problem_type = PROBLEM_TYPES.get(spec.problem)
     if type(config) not in getattr(transformers, auto_class)._model_mapping:
         raise DataError(
             f"{folder}: the architecture {config.model_type!r} has no head for {spec.task} in transformers. "
-            "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa."
+            f"{_CHOICES.get(auto_class, _CHOICES[''])}"
         )
     if empty:
         return _empty_model(config, auto_class)
@@ -78,14 +88,18 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
     return model
 
 
-def _language_model(folder: Path, auto_class: str, *, empty: bool) -> "PreTrainedModel":
+def language_model(base: str | Path, auto_class: str, *, empty: bool) -> "PreTrainedModel":
+    """Load a model that writes text, with its head. Raises DataError if the architecture has no such class."""
     import transformers
 
+    folder = model_folder(base)
+    check_folder(folder)
     config = load_config(folder)
     if type(config) not in getattr(transformers, auto_class)._model_mapping:
+        kind, models = _WRITERS[auto_class]
         raise DataError(
-            f"{folder}: the architecture {config.model_type!r} has no causal language model in transformers. Choose a "
-            "causal language model such as GPT-2, GPT-J, OPT, Llama, Qwen or Mistral."
+            f"{folder}: the architecture {config.model_type!r} has no {kind} in transformers. Choose a {kind} such as "
+            f"{models}."
         )
     if empty:
         return _empty_model(whole_config(folder, auto_class), auto_class)

@@ -22,7 +22,7 @@ from torchlake import atomic_io
 from torchlake.config.embedding import Embedding, read_embedding
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.batching import Ragged, pad
-from torchlake.data.features import INPUT_IDS, Array, Features, text_features
+from torchlake.data.features import INPUT_IDS, Array, Features, text_features, to_arrow
 from torchlake.errors import ConfigError, DataError, TaskError, UsageError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.metrics import Direction
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 FURTHER = {PAIR: ("pair_ids", "pair_mask"), "negative": ("negative_ids", "negative_mask")}
 "The inputs of a training row besides its first text, and the arguments of `Embedder` that they become."
+FORMS = {"float32": pa.list_(pa.float32()), "int8": pa.list_(pa.int8()), "binary": pa.binary()}
+"The types of vectors by `embedding`; binary: the signs, 8 in a byte."
 SEARCH_METRICS = ("recall_at_1", "recall_at_10", "mrr_at_10")
 BEYOND = "is not from -1 to 1, as the cosine of two texts is: scale the column (scores from 0 to 5: divide by 5)"
 
@@ -180,6 +182,12 @@ class FeatureExtraction(Task):
         module = load_embedder(folder)
         return module if options.get("dtype") is None else module.to(options["dtype"])
 
+    def load_vectors(self, folder: Path) -> "nn.Module":
+        """Return what makes vectors of token states, for runtimes with an encoder of their own."""
+        from torchlake.tasks._embedder import load_vectors
+
+        return load_vectors(folder)
+
     def save_model(
         self, folder: Path, model_or_state: Any, config: Any, processor: TextReader, spec: TaskSpec, **card: Any
     ) -> None:
@@ -223,17 +231,38 @@ class FeatureExtraction(Task):
         """
         if options.all_probabilities:
             raise UsageError("all_probabilities: an embedding model has no classes.")
-        return pa.schema([("embedding", pa.list_(pa.float32()))])
+        return pa.schema([("embedding", FORMS[options.embedding])])
 
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
         """Return the vectors as a column, of rows of several texts those of the first."""
-        answers = answers[:, 0] if answers.ndim == 3 else answers
+        vectors = (answers[:, 0] if answers.ndim == 3 else answers).astype(np.float32, copy=False)
+        numbers: np.ndarray = vectors
+        if options.embedding == "int8":
+            numbers = _in_8_bits(vectors, np.asarray(options.ranges, dtype=np.float32))
+        elif options.embedding == "binary":
+            numbers = np.packbits(vectors > 0, axis=1)
+        offsets = np.arange(len(numbers) + 1) * numbers.shape[1]
         schema = self.output_schema(spec, options)
-        vectors = pa.array(answers.astype(np.float32, copy=False).ravel())
-        offsets = pa.array(np.arange(len(answers) + 1, dtype=np.int32) * answers.shape[1])
-        return pa.table([pa.ListArray.from_arrays(offsets, vectors)], schema=schema)
+        return pa.table([to_arrow(Ragged(numbers.ravel(), offsets), schema.types[0])], schema=schema)
+
+    def read_answers(self, scored: pa.Table, spec: TaskSpec) -> np.ndarray:
+        """Return the vectors (N, D)."""
+        column = scored["embedding"].combine_chunks()
+        vectors = np.full((len(column), spec.dimensions or 0), np.nan, dtype=np.float32)
+        vectors[column.is_valid().to_numpy(zero_copy_only=False)] = (
+            column.flatten().to_numpy().reshape(-1, vectors.shape[1])
+        )
+        return vectors
+
+
+def _in_8_bits(vectors: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """Return vectors (N, D) as int8: 256 equal steps of each range (2, D); what is outside gets the nearest step."""
+    steps = (ranges[1] - ranges[0]) / 255
+    levels = np.floor((vectors - ranges[0]) / np.where(steps == 0, 1, steps))
+    numbers: np.ndarray = (np.clip(levels, 0, 255) - 128).astype(np.int8)
+    return numbers
 
 
 task = FeatureExtraction()

@@ -93,6 +93,19 @@ def _encoded(tokenizer: Any, texts: Sequence[str], chat: bool) -> Iterator[list[
         yield from (each.ids for each in backend.encode_batch_fast(rows, add_special_tokens=not chat))
 
 
+def written_columns(answers: np.ndarray, tokenizer: Any, stop: Sequence[str]) -> pa.Table:
+    """Return written tokens (B, W) int32 as the columns `ANSWERS`, in row order."""
+    texts, counts, reasons = [], [], []
+    for answer in answers:
+        written = answer[(answer != NOTHING) & (answer != END)]
+        text = decoded(tokenizer, written)
+        place = stop_place(text, stop)
+        texts.append(text[:place])
+        counts.append(len(written))
+        reasons.append("length" if place is None and END not in answer else "stop")
+    return pa.table([texts, counts, reasons], schema=ANSWERS)
+
+
 class TextGeneration(Task):
     """A causal language model, which learns its texts and writes their continuations."""
 
@@ -199,15 +212,7 @@ class TextGeneration(Task):
 
         A text is cut before a stop string; the count includes the stop string's tokens but not the end token.
         """
-        texts, counts, reasons = [], [], []
-        for answer in answers:
-            written = answer[(answer != NOTHING) & (answer != END)]
-            text = decoded(processor, written)
-            place = stop_place(text, options.stop)
-            texts.append(text[:place])
-            counts.append(len(written))
-            reasons.append("length" if place is None and END not in answer else "stop")
-        return pa.table([texts, counts, reasons], schema=ANSWERS)
+        return written_columns(answers, processor, options.stop)
 
 
 task = TextGeneration()

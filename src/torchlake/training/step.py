@@ -145,6 +145,7 @@ def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
     """
     devices = [state.group.device] if state.group.device.type == "cuda" else []
     doing = "trying the largest micro-batch"
+    buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}  # statistics of BatchNorm
     with torch.random.fork_rng(devices):
         with distributed.explain_lost_peers(state.group, doing):
             add_gradients(state, rows, factor=1.0, seed=0)
@@ -152,6 +153,9 @@ def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
             state.strategy.clip_norm(state.module, math.inf if train.clip_norm is None else train.clip_norm, 1.0)
             skipped = torch.zeros((), dtype=torch.bool, device=state.group.device)
             state.strategy.step(state.module, state.optimizer, skipped)
+    with torch.no_grad():
+        for name, buffer in state.model.named_buffers():
+            buffer.copy_(buffers[name])
 
 
 def read_step(

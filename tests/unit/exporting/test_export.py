@@ -13,9 +13,9 @@ import tiny
 import torchlake as tl
 from torchlake.atomic_io import check_manifest
 from torchlake.cli.main import main
+from torchlake.config.embedding import Embedding, read_embedding, write_layout
 from torchlake.errors import DataError, OutputError, UnsafeError, UsageError
 from torchlake.exporting import sentence_transformers
-from torchlake.exporting.sentence_transformers import Layout, read_embedding, write_layout
 from torchlake.runtimes import _openvino
 
 TEXTS = ["a good film", "the bad film is a bad film, bad and long", "good", "the plot is thin but a good good film"]
@@ -89,15 +89,18 @@ def test_sentence_transformers_gives_the_encoders_embeddings(
 ) -> None:
     from sentence_transformers import SentenceTransformer
 
-    embedding = Layout(pooling=how, normalize=normalize, max_length=8, prompts={"query": "q: "})
-    write_layout(encoder, embedding, dimension=AutoModel.from_pretrained(encoder).config.hidden_size)
+    embedding = Embedding(poolings=(how,), normalize=normalize, max_length=8, dimensions=32, prompt="q: ")
+    write_layout(encoder, embedding)
     assert read_embedding(encoder) == embedding
     folder = tl.export(encoder, tmp_path / "out", format="sentence-transformers")
     assert read_embedding(folder) == embedding
     loaded = SentenceTransformer(str(folder), device="cpu")
-    assert loaded.encode(TEXTS) == pytest.approx(pooled(encoder, how, normalize=normalize), abs=1e-5)
+    assert loaded.encode(TEXTS, prompt="") == pytest.approx(pooled(encoder, how, normalize=normalize), abs=1e-5)
     assert loaded.max_seq_length == 8
-    assert loaded.prompts["query"] == "q: "
+    assert loaded.prompts[loaded.default_prompt_name] == "q: "
+    with tl.load(folder) as embed:
+        vectors = [answer["embedding"] for answer in embed(TEXTS)]
+    assert loaded.encode(TEXTS) == pytest.approx(np.array(vectors), abs=1e-5)
 
 
 def test_what_sentence_transformers_saves_is_read_again(encoder: Path, tmp_path: Path) -> None:
@@ -106,8 +109,7 @@ def test_what_sentence_transformers_saves_is_read_again(encoder: Path, tmp_path:
     folder = tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="cls")
     SentenceTransformer(str(folder), device="cpu").save_pretrained(str(tmp_path / "saved"))
     found = read_embedding(tmp_path / "saved")
-    assert found is not None
-    assert (found.pooling, found.normalize) == ("cls", False)
+    assert (found.poolings, found.normalize) == (("cls",), False)
 
 
 def test_an_encoder_without_pooling_needs_it_and_one_with_it_keeps_it(encoder: Path, tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_an_encoder_without_pooling_needs_it_and_one_with_it_keeps_it(encoder: P
     with pytest.raises(UsageError, match="pooling is one of"):
         tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="sum")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
-    write_layout(encoder, Layout(pooling="mean", max_length=8), dimension=32)
+    write_layout(encoder, Embedding(dimensions=32))
     with pytest.raises(UsageError, match="has mean pooling"):
         tl.export(encoder, tmp_path / "out", format="sentence-transformers", pooling="cls")
 
@@ -124,15 +126,16 @@ def test_an_encoder_without_pooling_needs_it_and_one_with_it_keeps_it(encoder: P
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ([{"path": "", "type": "a.Transformer"}, {"path": "1", "type": "a.Dense"}], "the modules Transformer, Dense"),
-        ([{"path": "", "type": "a.Transformer"}], "the modules Transformer; only"),
-        ([{"path": "", "type": "a.Transformer"}, {"path": "../..", "type": "a.Pooling"}], "leads out"),
-        ({"type": "Transformer"}, "not in the layout"),
-        ([{"path": "", "type": "a.Transformer"}, {"path": "1", "type": "a.Pooling"}], "pools tokens by"),
+        ([("", "Transformer"), ("1", "Dense")], "the modules Transformer, Dense"),
+        ([("", "Transformer")], "the modules Transformer; they have to be"),
+        ([("", "Transformer"), ("1", "LSTM")], "which torchlake does not know"),
+        ([("", "Transformer"), ("../..", "Pooling")], "leads out"),
+        ([("", "Transformer"), ("1", "Pooling")], "pools token states by nothing"),
     ],
 )
-def test_other_modules_are_refused(encoder: Path, tmp_path: Path, modules: object, message: str) -> None:
-    (encoder / "modules.json").write_text(json.dumps(modules))
+def test_other_modules_are_refused(encoder: Path, tmp_path: Path, modules: list[tuple[str, str]], message: str) -> None:
+    kinds = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules]
+    (encoder / "modules.json").write_text(json.dumps(kinds))
     with pytest.raises((DataError, UnsafeError), match=message):
         tl.export(encoder, tmp_path / "out", format="sentence-transformers")
 

@@ -116,13 +116,31 @@ def test_a_key_must_be_one(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_the_record_says_how_many_rows_are_distinct(model: Path, tmp_path: Path) -> None:
+    table = pa.table({"text": ["good film"] * 6 + ["bad film"] * 3 + ["a film", None]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    made = tl.predict(model, tmp_path / "in.parquet", tmp_path / "out")
+    assert made.record["provenance"]["distinct"] == 0.3
+    assert made.record["provenance"]["padding"] >= 0
+    scored = pq.read_table(made.path)
+    assert len(set(zip(scored["label"].to_pylist(), scored["score"].to_pylist(), strict=True))) == 4
+
+
 def test_provenance_names_what_decided_the_answers(model: Path, tmp_path: Path) -> None:
     pq.write_table(tiny.reviews(5).select(["text"]), tmp_path / "in.parquet")
     record = tl.predict(model, tmp_path / "in.parquet", tmp_path / "out", engine=tl.Local(processes=1)).record
     assert record["fingerprint"]["runtime"] == "varlen"
     assert len(record["fingerprint"]["model"]) == 64
     assert record["provenance"]["engine"] == "local"
-    assert record["provenance"].keys() >= {"torch", "transformers", "torchlake", "python", "tokens", "padding"}
+    assert record["provenance"].keys() >= {
+        "torch",
+        "transformers",
+        "torchlake",
+        "python",
+        "tokens",
+        "padding",
+        "distinct",
+    }
 
 
 @pytest.mark.parametrize("name", ["label", "Label", "LABEL"])

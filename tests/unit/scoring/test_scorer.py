@@ -68,6 +68,23 @@ def test_order_is_kept_and_batches_change_no_answer(model: Path) -> None:
         np.testing.assert_allclose(small["score"].to_numpy(), whole["score"].to_numpy(), atol=1e-6)
 
 
+def test_equal_rows_are_computed_once_and_answered_as_alone(model: Path) -> None:
+    """Also those that raise, or give no number."""
+    texts = ["good film " * row for row in range(1, 21)]
+    texts = [*texts, *texts[::3], f"a {RAISER}", POISON, None, *texts[5:9], POISON, f"a {RAISER}", texts[0]]
+    scorer = Scorer(settings=settings(model, runtime=misbehave))
+    table = scorer.score(scorer.tokenize(pa.array(texts), {}))
+    assert scorer.distinct == 22
+    for row, text in enumerate(texts):
+        alone = score(model, [text], runtime=misbehave)
+        assert table["label"][row].as_py() == alone["label"][0].as_py()
+        assert table["error"][row].as_py() == alone["error"][0].as_py()
+        if text in texts[:row]:
+            assert table.slice(row, 1).equals(table.slice(texts.index(text), 1))
+        elif alone["score"][0].is_valid:
+            assert table["score"][row].as_py() == pytest.approx(alone["score"][0].as_py(), abs=1e-6)
+
+
 def test_rows_without_text(model: Path) -> None:
     texts = [None, "", " \t\n", "good film"]
     errors = score(model, texts)["error"].to_pylist()
@@ -90,7 +107,8 @@ def test_a_row_that_raises_costs_itself_only(model: Path) -> None:
 def test_batches_shrink_when_memory_runs_out(model: Path) -> None:
     scorer = Scorer(settings=settings(model, runtime=small_memory))
     before = scorer.batch_tokens
-    table = scorer.score(scorer.tokenize(pa.array(["good film"] * 50), {}))
+    texts = [f"good film {row}" for row in range(50)]
+    table = scorer.score(scorer.tokenize(pa.array(texts), {}))
     assert table["error"].null_count == 50
     assert scorer.batch_tokens < before
 

@@ -16,10 +16,14 @@ from safetensors.torch import save_file
 
 import tiny
 import torchlake as tl
+from misbehaving import tilted
+from torchlake import plugins
 from torchlake.config import embedding
 from torchlake.errors import DataError, UsageError
 from torchlake.models import folders
 from torchlake.models.load import load_spec
+from torchlake.scoring.rows import ScoringSettings
+from torchlake.scoring.scorer import prepare_runtime
 
 TEXTS = ["a great film", "dull", "the film that I liked best of all, and not only for its end " * 3, "a great film"]
 POOLING = "sentence_transformers.models.Pooling"
@@ -224,3 +228,111 @@ def test_a_copied_folder_is_not_changed(minilm: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     vectors_of(folder, TEXTS[:1])
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+EXACT = ["eager", "varlen", "onnx", "openvino"]
+SHORTENED = ["bf16", "int8", "onnx_int8", "openvino_int8"]
+
+
+def with_export(folder: Path, runtime: str) -> None:
+    """Skip if the runtime cannot run here; else let it export the model, calibrated on `TEXTS`."""
+    module = plugins.load("runtimes", runtime)
+    reason = module.refusal(folder)
+    if reason is not None:
+        pytest.skip(reason)
+    if hasattr(module, "prepare"):
+        settings = ScoringSettings(model=str(folder), runtime=runtime, text="text", keep=(), key=None)
+        prepare_runtime(settings, runtime, pa.table({"text": TEXTS * 4}))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken", ["max", "weightedmean", "mean_sqrt_len_tokens"]])
+@pytest.mark.parametrize("runtime", EXACT[1:])
+def test_exact_runtimes_give_the_vectors_of_eager(encoder: Path, runtime: str, pooling: Any) -> None:
+    write_layout(encoder, {"pooling_mode": pooling})
+    with_export(encoder, runtime)
+    expected = vectors_of(encoder, TEXTS, runtime="eager")
+    np.testing.assert_allclose(vectors_of(encoder, TEXTS, runtime=runtime), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("runtime", [*EXACT[1:], *SHORTENED])
+def test_every_runtime_embeds_with_minilm(minilm: Path, tmp_path: Path, runtime: str) -> None:
+    """Cosines to eager's vectors; an exact runtime's vectors are also the same alone, to 1e-5."""
+    folder = shutil.copytree(minilm, tmp_path / "model")
+    with_export(folder, runtime)
+    expected, found = (vectors_of(folder, TEXTS, runtime=name) for name in ("eager", runtime))
+    cosines = (expected * found).sum(axis=1) / np.linalg.norm(found, axis=1)
+    assert cosines.min() >= (1 - 1e-5 if runtime in EXACT else 0.97)
+    if runtime in EXACT:
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(vectors_of(folder, TEXTS[1:2], runtime=runtime)[0], found[1], atol=1e-5)
+
+
+def test_optimize_compares_vectors_by_their_cosines(encoder: Path) -> None:
+    write_layout(encoder, {"pooling_mode": "mean"})
+    table = pa.table({"text": [f"{text} {row}" for row in range(12) for text in TEXTS]})
+    done = tl.optimize(encoder, table, runtimes=["varlen", "int8", tilted], budget=60, engine=tl.Local(processes=1))
+    found = {one.runtime: one for one in done.candidates}
+    assert found["varlen"].verdict in ("chosen", "agrees", "agrees, but is slower")
+    assert found["varlen"].agreement == pytest.approx(1.0, abs=1e-5)
+    assert found["misbehaving:tilted"].verdict == "outside: the mean cosine is 0.7071, the lowest 0.7071"
+    assert json.loads((encoder / "runtime.json").read_text())["task"] == "feature_extraction"
+
+
+def test_an_export_is_of_one_task(tmp_path: Path, tiny_bert: Path) -> None:
+    """A classifier's graph is not used for its embeddings."""
+    folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
+    (folder / "task.json").unlink()
+    (folder / "manifest.json").unlink()
+    table = pa.table({"text": TEXTS})
+    labels = tl.predict(folder, table, runtime="onnx")
+    vectors = tl.predict(folder, table, runtime="onnx", task="feature_extraction")
+    assert labels["label"].null_count == 0
+    assert {len(vector) for vector in vectors["embedding"].to_pylist()} == {32}
+
+
+def test_8_bits_are_those_of_sentence_transformers_in_recorded_ranges(encoder: Path, tmp_path: Path) -> None:
+    """A second job that adds rows takes the same ranges; rows outside of them get the nearest step."""
+    from deltalake import DeltaTable
+    from sentence_transformers.util import quantize_embeddings
+
+    write_layout(encoder, {"pooling_mode": "mean"})
+    table = pa.table({"text": [f"{text} {row}" for row in range(30) for text in TEXTS] + [None]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    options: dict[str, Any] = {"embedding": "int8", "format": "delta", "engine": tl.Local(processes=1)}
+    made = tl.predict(encoder, tmp_path / "in.parquet", tmp_path / "out", **options)
+    found = DeltaTable(str(tmp_path / "out")).to_pyarrow_table()
+    ranges = np.array(made.record["fingerprint"]["ranges"], dtype=np.float32)
+    texts = table["text"].to_pylist()[:-1]
+    expected = quantize_embeddings(vectors_of(encoder, texts), "int8", ranges=ranges)
+    ours = np.array(found["embedding"].to_pylist()[:-1])
+    assert found["embedding"].null_count == 1
+    assert np.abs(ours - expected.astype(int)).max() <= 1  # a number on the edge of two steps
+    assert (ours == expected).mean() > 0.999
+    pq.write_table(pa.table({"text": ["film", "that"]}), tmp_path / "more.parquet")
+    more = tl.predict(encoder, tmp_path / "more.parquet", tmp_path / "out", mode="append", **options)
+    assert more.record["fingerprint"]["ranges"] == made.record["fingerprint"]["ranges"]
+
+
+def test_signs_are_packed_as_sentence_transformers_does(encoder: Path) -> None:
+    from sentence_transformers.util import quantize_embeddings
+
+    write_layout(encoder, {"pooling_mode": "mean"})
+    scored = tl.predict(encoder, pa.table({"text": [*TEXTS, None]}), embedding="binary")
+    assert scored["embedding"].type == pa.binary()
+    expected = quantize_embeddings(vectors_of(encoder, TEXTS), "ubinary")
+    assert [*map(list, scored["embedding"].to_pylist()[:-1])] == expected.tolist()
+    assert scored["embedding"][len(TEXTS)].as_py() is None
+
+
+def test_forms_of_vectors_are_refused_where_they_mean_nothing(encoder: Path, tiny_model: Path, tmp_path: Path) -> None:
+    write_layout(encoder, {"pooling_mode": "mean"})
+    table = pa.table({"text": TEXTS})
+    with pytest.raises(UsageError, match="is for an output, which records the ranges"):
+        tl.predict(encoder, table, embedding="int8")
+    with pytest.raises(UsageError, match="float32, int8, binary; 'int4' was given"):
+        tl.predict(encoder, table, embedding="int4")
+    with pytest.raises(UsageError, match="is for feature_extraction"):
+        tl.predict(tiny_model, table, embedding="binary")
+    pq.write_table(pa.table({"text": pa.array([None, ""], pa.string())}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match="no row of a sample has a vector"):
+        tl.predict(encoder, tmp_path / "in.parquet", tmp_path / "out", embedding="int8")

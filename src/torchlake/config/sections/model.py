@@ -32,6 +32,8 @@ class ModelConfig(BaseModel):
     task of your own whose module needs none."""
     task: TaskName = "text_classification"
     """What the model predicts; a file in torchlake/tasks."""
+    task_options: dict[Name, Any] = {}
+    """Options of the task, by their names; the how-to page of each task lists them."""
     max_length: Int | None = Field(default=None, ge=2)
     """Maximum tokens of a row, including special tokens; for text generation, tokens of a block. null: the model's
     maximum, at most 512."""

@@ -1,0 +1,200 @@
+"""How fast are images scored and trained on, and does decoding ever keep the model waiting?
+
+Scoring: ResNet-50 over a table of paths of JPEG files, each contender in a fresh process with all cores: `predict`, a
+hand-written DataLoader with one worker, and transformers' pipeline; in turn, best of the rounds, imports included.
+`waiting` is the share of the scoring time in which the model has no batch, as the next one is not decoded yet.
+
+Training: a ResNet with 6 blocks from scratch on scikit-learn's digits at 32 x 32, one thread for each process, at 1 and
+2 processes: seconds of an epoch, the share of waiting, accuracy on held-out digits, largest difference of losses.
+
+`--many 100000` scores a folder of so many small images instead, and a tenth of it, and compares peak memory.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from _common import SCRATCH, arguments, finish
+from PIL import Image
+
+import torchlake as tl
+
+CONTENDERS = ("torchlake", "dataloader", "pipeline")
+SIDE = 32
+
+
+def write_photos(folder: Path, number: int) -> Path:
+    """Smooth JPEG images of 640 x 480, about 40 kB each, and a table of their paths."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    paths = [folder / f"{row}.jpg" for row in range(number)]
+    for path in paths:
+        values = random.integers(0, 255, (30, 40, 3), dtype=np.uint8)
+        Image.fromarray(values).resize((640, 480), Image.Resampling.BICUBIC).save(path, quality=90)
+    table = pa.table({"id": range(number), "image": [str(path) for path in paths]})
+    pq.write_table(table, folder / "photos.parquet")
+    return folder / "photos.parquet"
+
+
+def write_small(folder: Path, number: int) -> Path:
+    """Digits as PNG files, repeated, a thousand in each folder, and a table of their paths."""
+    shutil.rmtree(folder, ignore_errors=True)
+    files, paths = [path.read_bytes() for path in small_pngs(SCRATCH / "digits")], []
+    for row in range(number):
+        path = folder / str(row // 1000) / f"{row}.png"
+        if row % 1000 == 0:
+            path.parent.mkdir(parents=True)
+        path.write_bytes(files[row % len(files)])
+        paths.append(str(path))
+    pq.write_table(pa.table({"id": range(number), "image": paths}), folder / "images.parquet")
+    return folder / "images.parquet"
+
+
+def small_pngs(folder: Path) -> list[Path]:
+    from sklearn.datasets import load_digits
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    paths = []
+    for row, values in enumerate(load_digits().images):
+        paths.append(folder / f"{row}.png")
+        image = Image.fromarray((values / 16 * 255).astype(np.uint8)).convert("RGB")
+        image.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(paths[-1])
+    return paths
+
+
+def resnet(folder: Path, *, labels: int | None, **shape: Any) -> Path:
+    """A ResNet with random weights, with a head of so many classes or without one."""
+    import torch
+    from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel, ViTImageProcessorPil
+
+    torch.manual_seed(0)
+    kind = ResNetModel if labels is None else ResNetForImageClassification
+    side = 224 if labels else SIDE
+    kind(ResNetConfig(num_labels=labels or 2, **shape)).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
+    return folder
+
+
+def scored(name: str, model: Path, table: Path) -> tuple[dict[str, Any], pa.Table]:
+    output = SCRATCH / "images-out"
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, str(Path(__file__).with_name("_images_contender.py")), name, model, table, output]
+    done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1]), pq.read_table(output / "labels.parquet").sort_by("id")
+
+
+def score(number: int, rounds: int) -> list[dict[str, Any]]:
+    table, model = write_photos(SCRATCH / "photos", number), resnet(SCRATCH / "resnet-50", labels=1000)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    labels: dict[str, pa.Table] = {}
+    for _ in range(rounds):
+        for name in CONTENDERS:
+            one, labels[name] = scored(name, model, table)
+            found[name].append(one)
+    best = {name: min(each, key=lambda one: one["seconds"]) for name, each in found.items()}
+    rows = []
+    for name, one in best.items():
+        busy = one.get("forward_s", 0) + one.get("waiting_s", 0)
+        same = np.asarray(labels[name]["label"].to_numpy() == labels["pipeline"]["label"].to_numpy())
+        rows.append(
+            {
+                "name": f"score: {name}",
+                "seconds": one["seconds"],
+                "rows_per_s": number / one["seconds"],
+                "over_dataloader": best["dataloader"]["seconds"] / one["seconds"],
+                "waiting": one["waiting_s"] / busy if "waiting_s" in one else None,
+                "agreement": float(same.mean()),
+                "peak_memory_mib": one["peak_memory_mib"],
+            }
+        )
+    return rows
+
+
+def train(epochs: int) -> list[dict[str, Any]]:
+    from sklearn.datasets import load_digits
+
+    paths, label = small_pngs(SCRATCH / "digits"), load_digits().target
+    order = np.random.default_rng(0).permutation(len(paths))
+    for name, rows in (("train", order[:1400]), ("test", order[1400:])):
+        columns = {"image": [str(paths[row]) for row in rows], "label": label[rows].astype(np.int64)}
+        pq.write_table(pa.table(columns), SCRATCH / f"digits-{name}.parquet")
+    shape = {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [2, 2, 2], "layer_type": "basic"}
+    base, made, losses = resnet(SCRATCH / "resnet-6", labels=None, **shape), [], []
+    for processes in (1, 2):
+        run = SCRATCH / f"images-run-{processes}"
+        shutil.rmtree(run, ignore_errors=True)
+        done = tl.train(
+            run=run,
+            engine=tl.Local(processes=processes),
+            data={"train": str(SCRATCH / "digits-train.parquet"), "validation": None, "problem": "single_label"},
+            model={"base": str(base), "task": "image_classification", "task_options": {"batch_norm": "batch"}},
+            train={"epochs": epochs, "batch_size": 50, "learning_rate": 3e-3},
+        )
+        lines = [json.loads(line) for line in (done.path / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "grad_norm" in line]
+        losses.append(np.array([line["loss"] for line in steps]))
+        spent = [sum(line["seconds"] for line in steps if line["epoch"] == epoch + 1) for epoch in range(epochs)]
+        measured = tl.evaluate(done.path / "model", SCRATCH / "digits-test.parquet").metrics
+        made.append(
+            {
+                "name": f"train: {processes} process{'es' * (processes > 1)}",
+                "epoch_s": min(spent),
+                "rows_per_s": 1400 / min(spent),
+                "waiting": sum(line["data_seconds"] for line in steps) / sum(spent),
+                "accuracy": measured["accuracy"].value,
+                "loss_difference": float(np.abs(losses[0] - losses[-1]).max()),
+            }
+        )
+    return made
+
+
+def many(number: int) -> list[dict[str, Any]]:
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+    model = SCRATCH / "vit-small"
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=10, **shape)).save_pretrained(model)
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(model)
+    rows = []
+    for count in (number // 10, number):
+        one, labels = scored("torchlake", model, write_small(SCRATCH / "small", count))
+        busy = one["forward_s"] + one["waiting_s"]
+        rows.append(
+            {
+                "name": f"{count:,} small images",
+                "seconds": one["seconds"],
+                "rows_per_s": count / one["seconds"],
+                "waiting": one["waiting_s"] / busy,
+                "peak_memory_mib": one["peak_memory_mib"],
+                "each_row_once": labels["id"].to_pylist() == list(range(count)),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    options = arguments(__doc__, images=160, rounds=2, epochs=6, many=0)
+    os.environ["TORCHLAKE_PROGRESS"] = "0"
+    if options.many:
+        note = "Peak memory is that of the process that scores."
+        finish("images_many", many(options.many), as_json=options.json, note=note)
+        return
+    rows = [*score(options.images, options.rounds), *train(options.epochs)]
+    note = (
+        f"Scoring: {options.images} JPEG images of 640 x 480 by ResNet-50, best of {options.rounds}; agreement: with "
+        "the pipeline's labels. Training: 1,400 digits at 32 x 32; loss_difference: the largest of a step to 1 process."
+    )
+    finish("images", rows, as_json=options.json, note=note)
+
+
+if __name__ == "__main__":
+    main()

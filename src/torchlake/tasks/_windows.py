@@ -1,0 +1,156 @@
+"""Long rows as windows: each as long as the model can read, and overlapping the one before.
+
+    a row's tokens     [CLS] a b c d [SEP] [CLS] c d e f [SEP] [CLS] e f g [SEP]        size 6, stride 2
+    which window counts       a b c             d e               f g                  half of each overlap
+
+The windows of a row are stored one after the other, all but the last of `size` tokens. A batch of rows with several
+windows is padded to a multiple of `size`, and the model, after `attach`, computes each window as a row of its own; its
+outputs are side by side again. So a long row is still one row to the rest of torchlake. Overlaps cost their share of
+the forward pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlake.data.batching import Ragged, offsets_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MASK = "attention_mask"
+ROWS_AT_ONCE = 1_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The tokens of rows, flat, in windows."""
+
+    lengths: np.ndarray
+    "(N,) int64, tokens of each row, overlaps and special tokens included."
+    ids: np.ndarray
+    "(T,) int32"
+    types: np.ndarray
+    "(T,) uint8, 0 for the first text of a pair, 1 for the second."
+    words: np.ndarray
+    "(T,) int32, each token's word in its text; -1 for special tokens."
+    starts: np.ndarray
+    "(T,) int32, each token's first character in its text."
+    ends: np.ndarray
+    "(T,) int32, one past its last character."
+    counts: np.ndarray
+    "(T,) bool, whether this window decides about the token; False for special tokens, and for one of two overlapping."
+    sequences: np.ndarray
+    "(T,) int8, 0 or 1 for the text that a token is of, -1 for special tokens."
+
+    def ragged(self, values: np.ndarray) -> Ragged:
+        """Return one of the arrays, by row."""
+        return Ragged(values, offsets_of(self.lengths))
+
+    def edges_of_words(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places (W,) of the first and the last token of every word, of tokens that a window decides on."""
+        places = np.flatnonzero(self.counts)
+        rows, words = np.repeat(np.arange(len(self.lengths)), self.lengths)[places], self.words[places]
+        new = np.ones(len(places) + 1, dtype=bool)
+        new[1:-1] = (words[1:] != words[:-1]) | (rows[1:] != rows[:-1])
+        return places[new[:-1]], places[new[1:]]
+
+
+def encode(
+    tokenizer: Any,
+    texts: Sequence[Any],
+    *,
+    size: int,
+    stride: int,
+    pretokenized: bool = False,
+    strategy: str = "longest_first",
+) -> Windows:
+    """Tokenize texts, lists of words or pairs of texts into windows.
+
+    `strategy` "only_second": of pairs, the second texts are cut into windows, each beside the whole first text.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.enable_truncation(size, stride=stride, strategy=strategy, direction="right")
+    lengths = np.zeros(len(texts), dtype=np.int64)
+    pieces: list[tuple[np.ndarray, ...]] = []
+    for first in range(0, len(texts), ROWS_AT_ONCE):
+        some = texts[first : first + ROWS_AT_ONCE]
+        for row, encoding in enumerate(backend.encode_batch(some, is_pretokenized=pretokenized), start=first):
+            windows = [encoding, *encoding.overflowing]
+            for place, window in enumerate(windows):
+                pieces.append(_window(window, place, len(windows), stride, overlapping=1 if _is_pair(window) else 0))
+                lengths[row] += len(window.ids)
+    backend.no_truncation()
+    kinds = (np.int32, np.uint8, np.int32, np.int32, np.int32, bool, np.int8)
+    columns = [np.concatenate(each) for each in zip(*pieces, strict=True)] if pieces else [np.zeros(0)] * 7
+    ids, types, words, starts, ends, counts, sequences = (
+        column.astype(kind) for column, kind in zip(columns, kinds, strict=True)
+    )
+    return Windows(
+        lengths=lengths,
+        ids=ids,
+        types=types,
+        words=words,
+        starts=starts,
+        ends=ends,
+        counts=counts,
+        sequences=sequences,
+    )
+
+
+def _is_pair(window: Any) -> bool:
+    return len(window.sequence_ids) > 0 and max(-1 if one is None else one for one in window.sequence_ids) == 1
+
+
+def _window(window: Any, place: int, of: int, stride: int, *, overlapping: int) -> tuple[np.ndarray, ...]:
+    """The arrays of one window; `overlapping` is the text that is cut."""
+    sequences = np.array([-1 if one is None else one for one in window.sequence_ids], dtype=np.int8)
+    words = np.array([-1 if one is None else one for one in window.word_ids], dtype=np.int32)
+    spans = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)
+    counts = sequences >= 0
+    cut = np.flatnonzero(sequences == overlapping)
+    if place > 0:
+        counts[cut[: stride // 2]] = False
+    if place < of - 1 and stride:
+        counts[cut[len(cut) - (stride - stride // 2) :]] = False
+    ids, types = np.array(window.ids, dtype=np.int32), np.array(window.type_ids, dtype=np.uint8)
+    return ids, types, words, spans[:, 0], spans[:, 1], counts, sequences
+
+
+def pad_windows(batch: Mapping[str, np.ndarray], size: int, pad_id: int) -> dict[str, np.ndarray]:
+    """Return a padded batch (B, L) with L a multiple of `size`, if it has rows of several windows."""
+    width = batch[MASK].shape[1]
+    if width <= size:
+        return dict(batch)
+    more = -width % size
+    fill = {"input_ids": pad_id, "starts": -1, "ends": -1}
+    padded = {
+        name: np.pad(each, ((0, 0), (0, more)), constant_values=fill.get(name, 0)) for name, each in batch.items()
+    }
+    padded[MASK][:, ::size] = 1  # attention needs a token to attend to, also in a window of padding
+    return padded
+
+
+def attach(model: "nn.Module", size: int) -> None:
+    """Let a model of transformers compute rows of several windows; its outputs are (B, L, ...) as its inputs (B, L)."""
+    forward: Callable[..., Any] = model.forward
+
+    def windowed(**batch: Any) -> Any:
+        ids = batch["input_ids"]
+        if ids.shape[1] <= size:
+            return forward(**batch)
+        rows = ids.shape[0]
+        inside = {name: each.reshape(-1, size) if _is_wide(each) else each for name, each in batch.items()}
+        answer = forward(**inside)
+        for name, each in list(answer.items()):
+            answer[name] = each.reshape(rows, ids.shape[1], *each.shape[2:])
+        return answer
+
+    model.forward = windowed
+
+
+def _is_wide(value: Any) -> bool:
+    return hasattr(value, "ndim") and value.ndim == 2

@@ -1,0 +1,182 @@
+"""Image classification and regression: an image in; one class, several classes or a number out.
+
+Training stores the files as they are (`_images.py`), after each was decoded once, so that a bad one is found before the
+first step; every epoch decodes them again, in a thread beside the model. Scoring reads the files that paths name in
+that thread too, so a chunk takes the memory of its paths.
+
+The image processor of the model folder resizes and crops. Its last two steps, pixels to numbers around 0, are one
+multiplication here: the numbers differ from the processor's by rounding.
+
+BatchNorm (ResNet and other convolutional models) would make a row's output depend on the rows beside it, and so on the
+number of ranks. `_batch_norm.py` says what is done about it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake.config.task_spec import TaskSpec
+from torchlake.data.features import Array, Features
+from torchlake.errors import ConfigError, DataError, RowErrors
+from torchlake.models import load
+from torchlake.models.config import in_words
+from torchlake.models.write import quiet
+from torchlake.tasks import ANY, Inputs, Ragged, Task, _images
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PATCH = 16 * 16
+"Pixels that cost about as much as a token of a text."
+CONFIG = "preprocessor_config.json"
+
+
+class ImageClassification(Task):
+    """A model of transformers for images, such as ViT or ResNet."""
+
+    inputs = {"image": ANY}
+    auto_class = "AutoModelForImageClassification"
+    hub_task = "image-classification"
+    options = {"random_crop": 1.0, "random_flip": False, "batch_norm": "frozen"}
+    collates_ahead = True
+    chunk_rows = 1024
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for a share that is none, and for another way of BatchNorm."""
+        if not 0 < options["random_crop"] <= 1:
+            raise ValueError("random_crop is the smallest share of an image's area, above 0 and up to 1 (no crop)")
+        if options["batch_norm"] not in ("frozen", "batch"):
+            raise ValueError(f"batch_norm is {options['batch_norm']!r}; it is frozen or batch")
+
+    def max_length(self, base: Path, requested: int | None) -> int:
+        """Return 0: it reads no text."""
+        if requested is not None:
+            raise ConfigError(f"model.max_length: {self.name} reads no text; leave it out")
+        return 0
+
+    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+        """Return the folder's image processor of transformers, the one without torchvision."""
+        from transformers import AutoImageProcessor
+
+        load.check_folder(folder, weights=False)
+        if not (folder / CONFIG).is_file():
+            raise DataError(f"{folder}: has no image processor ({CONFIG}). Save the model's there too.")
+        _images._pillow()
+        try:
+            with quiet():
+                processor = AutoImageProcessor.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False, backend="pil"
+                )
+        except Exception as error:
+            raise DataError(f"{folder / CONFIG}: cannot be loaded: {in_words(error)}") from error
+        _pixels_of(processor)
+        return processor
+
+    def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
+        """Return the types of the files, and of whether they are named by their paths."""
+        return {"image": pa.large_binary(), "by_path": pa.uint8()}
+
+    def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
+        """Return the contents or paths of the images; no file is read."""
+        files, by_path, errors = _images.files_of(inputs["image"])
+        return _features(files, by_path, errors, processor)
+
+    def examples(
+        self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
+    ) -> tuple[Features, pa.Array | None]:
+        """Return the contents of the images, each decoded once to find the bad ones, and the targets."""
+        files, by_path, errors = _images.files_of(inputs["image"])
+        contents, unread = _images.contents_of(files, by_path, np.arange(len(files)))
+        errors = {**unread, **errors}
+        for row in (row for row in range(len(files)) if row not in errors):
+            try:
+                _images.decode(contents[row])
+            except _images.BadImage as error:
+                errors[row] = str(error)
+        made = _features(_images.stored(contents), np.zeros_like(by_path), errors, processor)
+        return made, None if labels is None else self.encode_labels(labels, spec)
+
+    def collate(
+        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the pixels (B, 3, H, W) float32; raises RowErrors for images that cannot be decoded."""
+        files, by_path = arrays["image"], arrays["by_path"]
+        assert isinstance(files, Ragged), "files have any length"
+        assert isinstance(by_path, np.ndarray), "one number for each row"
+        contents, errors = _images.contents_of(files, by_path, rows)
+        images = []
+        for place, (row, content) in enumerate(zip(rows.tolist(), contents, strict=True)):
+            if place in errors:
+                continue
+            try:
+                image = _images.decode(content)
+            except _images.BadImage as error:
+                errors[place] = str(error)
+                continue
+            images.append(image if seed is None else _augmented(image, seed, row, spec.options))
+        if errors:
+            raise RowErrors(errors)
+        return {"pixel_values": _processed(images, processor)}
+
+    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+        """Return the model that training starts from, its BatchNorm layers as `batch_norm` says."""
+        from torchlake.tasks import _batch_norm
+
+        model = super().base_model(base, spec, empty=empty)
+        _batch_norm.set_up(model, spec.options["batch_norm"], base, check=not empty)
+        return model
+
+
+def _features(files: Ragged, by_path: np.ndarray, errors: dict[int, str], processor: Any) -> Features:
+    costs = np.full(len(files), max(1, _pixels_of(processor) // PATCH), dtype=np.int64)
+    arrays = {"image": files, "by_path": by_path}
+    return Features(arrays=arrays, lengths=costs, cut=np.zeros_like(costs), errors=errors)
+
+
+def _pixels_of(processor: Any) -> int:
+    """Return the pixels of an image that the model gets. Raises DataError if images have different sizes."""
+    cropped = getattr(processor, "do_center_crop", False) and getattr(processor, "crop_size", None)
+    size = dict(cropped or processor.size)
+    height, width = (size.get(name) for name in ("height", "width"))
+    if height is None and type(processor).__name__.startswith("ConvNext"):  # it crops to a square
+        height = width = size.get("shortest_edge")
+    if not height or not width:
+        raise DataError(
+            f"the image processor {type(processor).__name__} gives images of different sizes ({size}), which do "
+            f"not fit into a batch. Set height and width in {CONFIG}."
+        )
+    return int(height) * int(width)
+
+
+def _augmented(image: np.ndarray, seed: int, row: int, options: Mapping[str, Any]) -> np.ndarray:
+    """Return an image cropped and flipped at random, by the epoch's seed and the row alone."""
+    if options["random_crop"] == 1.0 and not options["random_flip"]:
+        return image
+    random = np.random.default_rng([seed, row])
+    if options["random_crop"] < 1.0:
+        image = _images.random_crop(image, random, options["random_crop"])
+    return image[:, ::-1] if options["random_flip"] and random.random() < 0.5 else image
+
+
+def _processed(images: Sequence[np.ndarray], processor: Any) -> np.ndarray:
+    """Return images as the model's numbers (B, 3, H, W) float32."""
+    from transformers.image_processing_backends import PilBackend
+
+    own = {name: getattr(type(processor), name) for name in ("_preprocess", "rescale", "normalize")}
+    plain = all(each is getattr(PilBackend, name, None) for name, each in own.items())
+    fused = plain and processor.do_rescale and processor.do_normalize
+    skip = {"do_rescale": False, "do_normalize": False} if fused else {}
+    made = np.stack(processor(list(images), input_data_format="channels_last", **skip)["pixel_values"])
+    if not fused:
+        return made.astype(np.float32, copy=False)
+    mean, deviation = (np.asarray(each, np.float32) for each in (processor.image_mean, processor.image_std))
+    factor, shift = processor.rescale_factor / deviation, -mean / deviation
+    numbers = np.multiply(made, factor.astype(np.float32)[:, None, None], dtype=np.float32)
+    numbers += shift[:, None, None]
+    return numbers
+
+
+task = ImageClassification()

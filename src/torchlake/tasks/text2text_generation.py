@@ -1,0 +1,189 @@
+"""Text-to-text generation with an encoder-decoder (T5, BART and similar): a text in, another text out.
+
+Training reads a text and learns its target, a column of texts: the model sees each token of the target before it
+predicts the next. Scoring writes with the options of text generation; `max_length` cuts the text that is read.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
+from torchlake.data.batching import Ragged, offsets_of
+from torchlake.data.features import INPUT_IDS, Array, Features
+from torchlake.errors import DataError
+from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.models import load
+from torchlake.models.config import decoder_start
+from torchlake.tasks import NO_TARGET, TEXT, ColumnOptions, Inputs, Task
+from torchlake.tasks._label_values import to_plain_array
+from torchlake.tasks.text_generation import ANSWERS, written_columns
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+DECODER_IDS = "decoder_input_ids"
+
+
+class Text2textGeneration(Task):
+    """An encoder-decoder of transformers."""
+
+    inputs = {"text": TEXT}
+    auto_class = "AutoModelForSeq2SeqLM"
+    hub_task = "text2text-generation"
+    options = {"prefix": "", "max_target_tokens": 128}
+    generates = True
+    measures_outputs = False
+    forward_options = {"use_cache": False}
+    default_metric = {"text": "perplexity"}
+    directions = {"loss": "lower", "perplexity": "lower", "exact_match": "higher"}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for targets without a token."""
+        if options["max_target_tokens"] < 2:
+            raise ValueError("max_target_tokens is 2 or more: one and the end token")
+
+    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+        """Return the tokenizer with all of transformers, which decodes, and knows how answers begin."""
+        tokenizer: Any = load.load_tokenizer(folder)
+        tokenizer.decoder_start = decoder_start(load.load_config(folder))
+        return tokenizer
+
+    # Labels.
+
+    def count_labels(
+        self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
+    ) -> int:
+        """Return the rows with a target."""
+        if problem is not None:
+            raise DataError(f"data.problem is {problem}, and the task {self.name} learns texts; leave it out")
+        rows = 0
+        for array in arrays:
+            texts = _texts(array)
+            rows += len(texts) - texts.null_count
+        return rows
+
+    def decide_labels(self, parts: Iterable[Any], problem: Problem | None = None) -> LabelColumn:
+        """Return that targets are texts."""
+        rows = sum(parts)
+        if not rows:
+            raise DataError("the label column is empty, or null in every row")
+        return LabelColumn(problem="text", labels=(), counts=(), rows=rows)
+
+    def target_type(self, spec: TaskSpec) -> pa.DataType:
+        """Return the type of a target's tokens."""
+        return pa.list_(pa.int32())
+
+    def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
+        """Return the target texts, nulls kept; `examples` makes tokens of them."""
+        return _texts(array)
+
+    def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
+        """Return no row: every text can be learned."""
+        _texts(array)
+        return {}
+
+    # Features.
+
+    def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
+        """Return the types of the text's tokens, and of the target's that the model sees."""
+        return {INPUT_IDS: pa.list_(pa.int32()), DECODER_IDS: pa.list_(pa.int32())}
+
+    def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
+        """Return the tokens of the texts; there is no target yet."""
+        texts = inputs["text"]
+        if prefix := spec.options["prefix"]:
+            texts = pa.array([prefix + text for text in texts.to_pylist()], pa.string())
+        made = super().features({"text": texts}, processor, spec)
+        nothing = Ragged(np.zeros(0, np.int32), np.zeros(len(made) + 1, np.int64))
+        return replace(made, arrays={**made.arrays, DECODER_IDS: nothing})
+
+    def examples(
+        self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
+    ) -> tuple[Features, pa.Array | None]:
+        """Return the tokens of the texts, and of the targets; without targets the texts stand for them."""
+        made = self.features(inputs, processor, spec)
+        wanted = (inputs["text"] if labels is None else self.encode_labels(labels, spec)).to_pylist()
+        most = spec.options["max_target_tokens"]
+        rows = processor(text_target=wanted, truncation=True, max_length=most)["input_ids"] if wanted else []
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        learned = Ragged(np.array([token for row in rows for token in row], dtype=np.int32), offsets_of(lengths))
+        seen = np.roll(learned.values, 1)
+        seen[learned.offsets[:-1][lengths > 0]] = processor.decoder_start
+        arrays = {**made.arrays, DECODER_IDS: Ragged(seen, learned.offsets)}
+        made = replace(made, arrays=arrays, lengths=made.lengths + lengths)
+        offsets = pa.array(learned.offsets, pa.int32())
+        return made, None if labels is None else pa.ListArray.from_arrays(offsets, pa.array(learned.values))
+
+    def collate(
+        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the tokens of the texts, and in training those of the targets that the model sees."""
+        seen = arrays[DECODER_IDS]
+        known = arrays if len(seen.values) else {INPUT_IDS: arrays[INPUT_IDS]}  # type: ignore[union-attr]
+        return super().collate(known, rows, processor, spec)
+
+    # The model.
+
+    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+        """Return the model that training starts from, with its head."""
+        from torchlake.tasks import _pretrained
+
+        return _pretrained.language_model(base, self.auto_class, empty=empty)
+
+    def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
+        """Return a trained model; it has no classes to compare with."""
+        return load.load_model(folder, auto_class=self.auto_class, **options)
+
+    def loss_sum(
+        self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
+    ) -> "torch.Tensor":
+        """Return the cross entropy summed over all tokens; outputs (B, L, V), targets (B, L)."""
+        from torch.nn import functional
+
+        assert targets is not None, "rows have targets"
+        return functional.cross_entropy(
+            outputs.float().flatten(0, 1), targets.long().flatten(), ignore_index=NO_TARGET, reduction="sum"
+        )
+
+    def loss_metrics(self, loss: float) -> dict[str, float]:
+        """Return the perplexity of the targets, exp of the mean loss."""
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    # Outputs to texts.
+
+    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
+        """Return the written tokens."""
+        return outputs
+
+    def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
+        """Return the columns of text generation."""
+        return ANSWERS
+
+    def output_columns(
+        self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
+    ) -> pa.Table:
+        """Return the written texts as columns."""
+        return written_columns(answers, processor, options.stop)
+
+    def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
+        """Return the share of texts that are their targets, but for space around them."""
+        pairs = zip(scored["generated_text"].to_pylist(), labels.to_pylist(), strict=True)
+        return {"exact_match": float(np.mean([written.strip() == wanted.strip() for written, wanted in pairs]))}
+
+
+def _texts(array: pa.Array) -> pa.Array:
+    """Return a column of targets as one array of strings. Raises DataError for other types."""
+    plain = to_plain_array(array)
+    if not (pa.types.is_string(plain.type) or pa.types.is_null(plain.type)):
+        raise DataError(f"the label column holds {array.type}; the task learns texts")
+    return plain.cast(pa.string())
+
+
+task = Text2textGeneration()

@@ -1,0 +1,246 @@
+"""Images: decoding, what a bad one costs, crops and flips, BatchNorm, and digits that a small ViT reads."""
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTImageProcessorPil, ViTModel
+
+import task_cases
+import tiny
+import torchlake as tl
+import training_runs as runs
+from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import ConfigError, DataError, TableError, UsageError
+from torchlake.tasks import _batch_norm, _images
+from torchlake.tasks.image_classification import _augmented, _processed, task
+
+SPEC = TaskSpec(
+    task="image_classification",
+    problem="single_label",
+    labels=tuple(range(10)),
+    text="",
+    label="label",
+    max_length=0,
+    inputs={"image": "image"},
+    options=dict(task.options),
+)
+
+
+def photo(width: int = 90, height: int = 60) -> Image.Image:
+    """A smooth image, as a photograph is."""
+    values = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def digit() -> bytes:
+    content: bytes = tiny.digits(1)["image"][0].as_py()["bytes"]
+    return content
+
+
+@pytest.mark.parametrize("options", [{}, {"quality": 60}, {"progressive": True}, {"subsampling": 0}], ids=str)
+def test_jpeg_has_the_same_pixels_with_and_without_simplejpeg(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = saved(photo(), "JPEG", **options)
+    fast = _images.decode(content)
+    monkeypatch.setattr(_images, "_fast", lambda content: None)
+    np.testing.assert_array_equal(fast, _images.decode(content))
+    gray = saved(photo().convert("L"), "JPEG")
+    assert _images.decode(gray).shape == (60, 90, 3)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
+def test_other_formats_become_rgb(kind: str, mode: str) -> None:
+    if (kind, mode) in {("WEBP", "P"), ("PPM", "P"), ("PPM", "RGBA")}:
+        pytest.skip("Pillow does not write it")
+    pixels = _images.decode(saved(photo().convert(mode), kind))
+    assert (pixels.shape, pixels.dtype) == ((60, 90, 3), np.uint8)
+
+
+def test_an_image_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[_images.ORIENTATION] = 6
+    assert _images.decode(saved(photo(), "JPEG", exif=exif)).shape == (90, 60, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "corrupt_image: it is empty"),
+        (b"GIF89a", "corrupt_image: it is in none of the formats"),
+        (b"%PDF-1.7 no image", "corrupt_image: it is in none of the formats"),
+        (saved(photo(), "JPEG")[:-300], "corrupt_image: image file is truncated"),
+        (saved(photo(), "PNG")[:200], "corrupt_image: "),
+        (saved(photo(), "ICO"), "corrupt_image: it is in none of the formats"),
+        (tiny.huge_png(), "image_too_large: "),
+    ],
+)
+def test_a_bad_image_has_a_reason_without_an_address(content: bytes, reason: str) -> None:
+    with pytest.raises(_images.BadImage) as refused:
+        _images.decode(content)
+    assert str(refused.value).startswith(reason)
+    assert "0x" not in str(refused.value)
+
+
+def test_an_image_above_the_limit_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_images, "MAX_PIXELS", 90 * 60 - 1)
+    with pytest.raises(_images.BadImage, match="image_too_large: 90 x 60 pixels; the limit is 5,399"):
+        _images.decode(saved(photo(), "JPEG"))
+
+
+def test_files_are_read_by_path_and_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a b.png"
+    path.write_bytes(digit())
+    with fsspec.filesystem("memory").open("/images/a.png", "wb") as file:
+        file.write(digit())
+    for name in (str(path), f"file://{path}", "memory://images/a.png"):
+        assert _images.read_file(name) == digit()
+    for name in ("a b.png", str(tmp_path), "/nowhere/a.png", "memory://images/b.png", "http://host/a.png", "\0.png"):
+        with pytest.raises(_images.BadImage, match="missing_image"):
+            _images.read_file(name)
+    monkeypatch.setattr(_images, "MAX_FILE_BYTES", 10)
+    with pytest.raises(_images.BadImage, match="image_too_large: the file"):
+        _images.read_file(str(path))
+
+
+def test_every_form_of_a_column_is_the_same_image(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(digit())
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    columns = [
+        pa.array([digit()], pa.binary()),
+        pa.array([digit()], pa.large_binary()),
+        pa.array([str(path)]),
+        pa.array([{"bytes": digit(), "path": "elsewhere.png"}], struct),
+        pa.array([{"bytes": None, "path": str(path)}], struct),
+    ]
+    for column in columns:
+        files, by_path, errors = _images.files_of(column)
+        assert not errors
+        assert _images.contents_of(files, by_path, np.array([0])) == ([digit()], {})
+    with pytest.raises(TableError, match="the column of images holds int64"):
+        _images.files_of(pa.array([1]))
+
+
+def test_numbers_are_those_of_the_processor(tmp_path: Path) -> None:
+    processor = ViTImageProcessorPil(size={"height": 24, "width": 24}, image_mean=[0.4, 0.5, 0.6])
+    images = [np.asarray(photo()), np.asarray(photo(30, 40))]
+    expected = np.stack(processor(images)["pixel_values"])
+    np.testing.assert_allclose(_processed(images, processor), expected, atol=1e-6)
+
+
+def test_crops_and_flips_depend_on_seed_and_row_alone() -> None:
+    image = np.asarray(photo())
+    options = {"random_crop": 0.3, "random_flip": True}
+    once = [_augmented(image, 5, row, options) for row in range(30)]
+    for row in (29, 0, 13):
+        np.testing.assert_array_equal(once[row], _augmented(image, 5, row, options))
+    assert len({one.shape for one in once}) > 20
+    shares = [one.shape[0] * one.shape[1] / (60 * 90) for one in once]
+    assert 0.25 < min(shares) < max(shares) <= 1
+    assert any(_augmented(image, 6, row, options).shape != one.shape for row, one in enumerate(once))
+    flips = [_augmented(image, 1, row, {"random_crop": 1.0, "random_flip": True}) for row in range(40)]
+    assert 8 < sum(np.array_equal(one, image[:, ::-1]) for one in flips) < 32
+    assert _augmented(image, 1, 0, task.options) is image
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    for given, message in (
+        ({"random_crop": 0}, "random_crop is the smallest share"),
+        ({"batch_norm": "sync"}, "it is frozen or batch"),
+        ({"flip": True}, "has no option 'flip'; it has: random_crop, random_flip, batch_norm"),
+        ({"random_flip": 1}, "random_flip is 1; a value like False is expected"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            task.checked_options(given, UsageError)
+
+
+def test_a_folder_without_an_image_processor_is_refused(tmp_path: Path) -> None:
+    tiny.build_vision(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(DataError, match="has no image processor"):
+        task.load_processor(tmp_path, SPEC, scoring=True)
+
+
+def test_a_network_without_statistics_is_not_frozen(tmp_path: Path) -> None:
+    model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic"))
+    with pytest.raises(ConfigError, match="batch_norm=batch"):
+        _batch_norm.set_up(model, "frozen", tmp_path, check=True)
+
+
+def test_shared_statistics_are_those_of_batch_norm() -> None:
+    torch.manual_seed(0)
+    theirs = torch.nn.BatchNorm2d(3)
+    ours = torch.nn.Sequential(torch.nn.BatchNorm2d(3))
+    _batch_norm.set_up(ours, "batch", Path(), check=False)
+    for _ in range(3):
+        x = torch.randn(4, 3, 5, 6, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        torch.testing.assert_close(ours(x), theirs(y))
+        (ours(x) ** 3).sum().backward()
+        (theirs(y) ** 3).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(ours[0].running_var, theirs.running_var)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+def test_bad_images_stop_a_training_or_are_dropped(tmp_path: Path) -> None:
+    case = task_cases.CASES["image_classification"]
+    sections = case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=2)
+    table, expected = task_cases.with_bad_rows(case, 24)
+    pq.write_table(table, tmp_path / "reviews.parquet")
+    refused = runs.attempt(tmp_path / "refused", sections)
+    assert refused.exit_code == DataError.exit_code
+    assert "null_input" in refused.error
+    sections["data"]["bad_rows"] = "drop"
+    runs.succeed(tmp_path / "run", sections)
+    left_out = json.loads((tmp_path / "run" / "data.json").read_text())["left_out"]
+    assert left_out == dict(Counter(expected.values()))
+
+
+def test_a_loaded_model_takes_contents_and_paths(tmp_path: Path) -> None:
+    case = task_cases.CASES["image_classification"]
+    runs.succeed(tmp_path / "run", case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=2))
+    path = tmp_path / "a.png"
+    path.write_bytes(digit())
+    with tl.load(tmp_path / "run" / "model") as classify:
+        by_content, by_path = classify([digit()])[0], classify([str(path)])[0]
+        assert by_content == by_path
+        assert classify([b"none"])[0]["error"].startswith("corrupt_image")
+
+
+@pytest.mark.slow
+def test_a_small_vit_reads_digits(tmp_path: Path) -> None:
+    """As plain transformers: 0.932 of 397 held-out digits after 12 epochs."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    ViTModel(ViTConfig(image_size=16, patch_size=4, **shape)).save_pretrained(tmp_path / "base")
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "base")
+    table = tiny.digits(1797).take(pa.array(np.random.default_rng(0).permutation(1797)))
+    pq.write_table(table.slice(0, 1400), tmp_path / "train.parquet")
+    pq.write_table(table.slice(1400), tmp_path / "test.parquet")
+    sections = {
+        "data": {"train": str(tmp_path / "train.parquet"), "validation": None, "problem": "single_label"},
+        "model": {"base": str(tmp_path / "base"), "task": "image_classification"},
+        "train": {"epochs": 12, "batch_size": 64, "learning_rate": 3e-3, "weight_decay": 0.05},
+    }
+    runs.succeed(tmp_path / "run", sections)
+    measured = tl.evaluate(tmp_path / "run" / "model", tmp_path / "test.parquet")
+    assert measured.metrics["accuracy"].value >= 0.93
