@@ -14,6 +14,8 @@ from torchlake.errors import DataError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+OWN_MODEL_TYPE = "torchlake"
+"`model_type` in the config.json of a task's own module that has no configuration."
 # Their tables of positions begin with the padding id and its predecessors, which no token can use.
 POSITIONS_AFTER_PADDING = frozenset(
     {
@@ -131,7 +133,8 @@ def positions(folder: Path) -> int | None:
 
 def embeddings(folder: Path) -> int | None:
     """Return how many tokens the model has embeddings for; None if its configuration does not contain the number."""
-    if not (folder / "config.json").exists():
+    file = folder / "config.json"
+    if not file.exists() or atomic_io.read_json(file).get("model_type") == OWN_MODEL_TYPE:
         return None
     encoder = encoder_config(folder)
     config = load_config(folder).get_text_config() if encoder is None else None

@@ -14,6 +14,7 @@ import yaml
 from torchlake import atomic_io
 from torchlake.config.task_spec import GENERATIVE, TASK_FILE, TaskSpec, as_columns, spec_to_json
 from torchlake.failpoints import failpoint
+from torchlake.models.config import OWN_MODEL_TYPE
 from torchlake.tables.output.staging import exchange
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 SHOWN_LABELS = 50
-OWN_MODEL_TYPE = "torchlake"
-"`model_type` in the config.json of a task's own module that has no configuration."
 
 
 @dataclass(frozen=True, kw_only=True)

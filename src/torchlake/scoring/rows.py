@@ -78,8 +78,8 @@ class ScoringSettings:
     def spec(self) -> TaskSpec:
         """The model's task with the columns of this job."""
         trained = models.load_spec(Path(self.model), self.task)
-        columns = {"text": self.text, "text_pair": self.text_pair, "inputs": dict(self.inputs)}
-        return replace(trained, **columns, options=dict(self.task_options))
+        inputs, options = dict(self.inputs), dict(self.task_options)
+        return replace(trained, text=self.text, text_pair=self.text_pair, inputs=inputs, options=options)
 
     @property
     def column_options(self) -> ColumnOptions:

@@ -52,6 +52,7 @@ __all__ = [
     "PAIR",
     "PROMPT",
     "TEXT",
+    "TOKEN_TYPES",
     "ColumnOptions",
     "Features",
     "Inputs",

@@ -54,23 +54,13 @@ class SharedBatchNorm(nn.BatchNorm2d):
         return made.to(x.dtype)
 
 
-_groups: list[Any] = []
-"The process group of all ranks, and the one for statistics."
-
-
 def _summed(values: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, through which gradients flow.
-
-    In a process group of its own, because a thread sums the losses of earlier steps meanwhile.
-    """
+    """The sum over all ranks, through which gradients flow."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return values
     from torch.distributed.nn.functional import all_reduce
 
-    world = distributed.group.WORLD
-    if not _groups or _groups[0] is not world:
-        _groups[:] = [world, distributed.new_group()]
-    summed: torch.Tensor = all_reduce(values, group=_groups[1])
+    summed: torch.Tensor = all_reduce(values)
     return summed
 
 

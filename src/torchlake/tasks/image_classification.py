@@ -51,16 +51,17 @@ class ImageClassification(Task):
         if options["batch_norm"] not in ("frozen", "batch"):
             raise ValueError(f"batch_norm is {options['batch_norm']!r}; it is frozen or batch")
 
-    def max_length(self, base: Path, requested: int | None) -> int:
+    def max_length(self, base: Path | None, requested: int | None) -> int:
         """Return 0: it reads no text."""
         if requested is not None:
             raise ConfigError(f"model.max_length: {self.name} reads no text; leave it out")
         return 0
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return the folder's image processor of transformers, the one without torchvision."""
         from transformers import AutoImageProcessor
 
+        assert folder is not None, "it needs a base"
         load.check_folder(folder, weights=False)
         if not (folder / CONFIG).is_file():
             raise DataError(f"{folder}: has no image processor ({CONFIG}). Save the model's there too.")
@@ -121,18 +122,19 @@ class ImageClassification(Task):
             raise RowErrors(errors)
         return {"pixel_values": _processed(images, processor)}
 
-    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, its BatchNorm layers as `batch_norm` says."""
         from torchlake.tasks import _batch_norm
 
         model = super().base_model(base, spec, empty=empty)
+        assert base is not None, "it needs a base"
         _batch_norm.set_up(model, spec.options["batch_norm"], base, check=not empty)
         return model
 
 
 def _features(files: Ragged, by_path: np.ndarray, errors: dict[int, str], processor: Any) -> Features:
     costs = np.full(len(files), max(1, _pixels_of(processor) // PATCH), dtype=np.int64)
-    arrays = {"image": files, "by_path": by_path}
+    arrays: dict[str, Array] = {"image": files, "by_path": by_path}
     return Features(arrays=arrays, lengths=costs, cut=np.zeros_like(costs), errors=errors)
 
 
@@ -174,7 +176,7 @@ def _processed(images: Sequence[np.ndarray], processor: Any) -> np.ndarray:
         return made.astype(np.float32, copy=False)
     mean, deviation = (np.asarray(each, np.float32) for each in (processor.image_mean, processor.image_std))
     factor, shift = processor.rescale_factor / deviation, -mean / deviation
-    numbers = np.multiply(made, factor.astype(np.float32)[:, None, None], dtype=np.float32)
+    numbers: np.ndarray = np.multiply(made, factor.astype(np.float32)[:, None, None], dtype=np.float32)
     numbers += shift[:, None, None]
     return numbers
 

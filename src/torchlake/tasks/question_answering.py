@@ -60,8 +60,9 @@ class QuestionAnswering(Task):
         if options["stride"] < 0 or options["max_answer_tokens"] < 1:
             raise ValueError("stride is 0 or more, and max_answer_tokens 1 or more")
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return the tokenizer with all of transformers, which knows a text's characters."""
+        assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 
     # Labels.
@@ -187,7 +188,7 @@ class QuestionAnswering(Task):
 
     # The model.
 
-    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, which reads windows."""
         model = super().base_model(base, spec, empty=empty)
         _windows.attach(model, spec.max_length)
@@ -292,10 +293,10 @@ class QuestionAnswering(Task):
             from torchmetrics.functional.text import squad
         except ImportError:
             raise MissingExtra("SQuAD's metrics need 'torchmetrics': pip install 'torchlake[answers]'") from None
-        given = [
+        given: list[Any] = [
             {"id": str(row), "prediction_text": answer or ""} for row, answer in enumerate(scored["answer"].to_pylist())
         ]
-        true = []
+        true: list[Any] = []
         for row, label in enumerate(labels.to_pylist()):
             texts = [text for text, _ in _answers_of(label)] or [""]
             true.append({"id": str(row), "answers": {"text": texts, "answer_start": [0] * len(texts)}})

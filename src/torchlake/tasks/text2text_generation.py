@@ -49,8 +49,9 @@ class Text2textGeneration(Task):
         if options["max_target_tokens"] < 2:
             raise ValueError("max_target_tokens is 2 or more: one and the end token")
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return the tokenizer with all of transformers, which decodes, and knows how answers begin."""
+        assert folder is not None, "it needs a base"
         tokenizer: Any = load.load_tokenizer(folder)
         tokenizer.decoder_start = decoder_start(load.load_config(folder))
         return tokenizer
@@ -131,10 +132,11 @@ class Text2textGeneration(Task):
 
     # The model.
 
-    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, with its head."""
         from torchlake.tasks import _pretrained
 
+        assert base is not None, "it needs a base"
         return _pretrained.language_model(base, self.auto_class, empty=empty)
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":

@@ -56,8 +56,9 @@ class TokenClassification(Task):
         if options["stride"] < 0:
             raise ValueError("stride is the number of tokens that windows of a long text share, 0 or more")
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return the tokenizer with all of transformers, which knows a text's characters."""
+        assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 
     # Labels.
@@ -199,7 +200,7 @@ class TokenClassification(Task):
 
     # The model.
 
-    def base_model(self, base: Path, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, which reads windows."""
         model = super().base_model(base, spec, empty=empty)
         _windows.attach(model, spec.max_length)
@@ -301,7 +302,7 @@ def _mismatch(labels: Sequence[Any], size: int, *, lists: bool) -> str | None:
 
 def _words(row: np.ndarray) -> np.ndarray:
     """Return the words (W, 4) of a row without those that fill it up."""
-    return row[~np.isnan(row[:, TAG])]
+    return np.asarray(row[~np.isnan(row[:, TAG])])
 
 
 def _sources(features: Features) -> list[Any]:

@@ -49,8 +49,9 @@ class ZeroShotClassification(Task):
         if template.count("{}") != 1:
             raise ValueError(f"hypothesis_template is {template!r}; it has to have {{}} once, where the class goes")
 
-    def load_processor(self, folder: Path, spec: TaskSpec, *, scoring: bool) -> Any:
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
         """Return the tokenizer with all of transformers, which tokenizes pairs."""
+        assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:

@@ -27,6 +27,8 @@ OPTIONS = {
         {
             "--profile",
             "--task",
+            "--task-option",
+            "--embedding",
             "--key",
             "--columns",
             "--all-probabilities",

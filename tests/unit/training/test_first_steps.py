@@ -41,6 +41,27 @@ def test_trying_the_largest_micro_batch_changes_no_bit(tmp_path: Path, strategy:
     assert runs.weights_sha256(tmp_path / "tried") == runs.weights_sha256(tmp_path / "plain")
 
 
+def note_modes() -> None:
+    """Each rank notes whether every module of its model is in training mode."""
+    train_step = step.train_step
+
+    def noted(*arguments: Any) -> Any:
+        state = next(one for one in arguments if isinstance(one, TrainState))
+        with Path(os.environ[runs.RUN], f"mode_{state.group.rank}").open("a") as file:
+            file.write(f"{all(module.training for module in state.module.modules())}\n")
+        return train_step(*arguments)
+
+    loop.train_step = noted
+
+
+@pytest.mark.parametrize("strategy", sweep(["ddp", "fsdp"], quick=["ddp"]))
+def test_every_rank_trains_with_dropout(tmp_path: Path, strategy: str) -> None:
+    sections = runs.job(tmp_path, tiny.build_encoder(tmp_path / "base", dropout=0.1), strategy=strategy, max_steps=2)
+    runs.succeed(tmp_path / "run", sections, ranks=2, stub=note_modes)
+    for rank in range(2):
+        assert (tmp_path / "run" / f"mode_{rank}").read_text().split() == ["True", "True"]
+
+
 def little_memory_and_a_try() -> None:
     """Forward passes over more than 100 tokens find no memory; the first step is noted."""
     try_on_cpus()

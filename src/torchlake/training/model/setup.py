@@ -73,6 +73,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
         layers(model), config, per_token=task.packs, device=group.device, dtype=precision.dtype or torch.float32
     )
     _set_up(model, base, shared, job, train, spec, task, group)
+    model.train()  # transformers loads models in evaluation mode, and only rank 0 has tried this one
     module, optimizer = _wrap(strategy, model, group, train, scales)
     progress = TrainProgress()
     if saved is not None:
