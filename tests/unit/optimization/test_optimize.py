@@ -41,6 +41,20 @@ def verdicts(done) -> dict[str, str]:
 # the whole verb
 
 
+def test_vectors_are_compared_by_cosines_that_fall_with_a_difference_of_length() -> None:
+    spec = replace(tiny.SPEC, task="feature_extraction")
+    reference = np.array([[3.0, 4.0], [0.0, 2.0], [0.0, 0.0], [np.nan, np.nan]], dtype=np.float32)
+    same = compare(reference, reference, None, spec)
+    assert (same.rows, same.failed, same.agreement, same.difference) == (3, 0, 1.0, 0.0)
+    assert outside(same, min_agreement=1.0, max_drop=0.0) is None
+    half = compare(reference * [[1], [0.5], [1], [1]], reference, None, spec)
+    assert (half.agreement, half.difference) == (pytest.approx(2.5 / 3), 0.5)
+    assert outside(half, min_agreement=0.8, max_drop=0.0) is None
+    assert outside(half, min_agreement=0.96, max_drop=0.0) == "the mean cosine is 0.8333, the lowest 0.5000"
+    one_far = replace(half, agreement=0.995, difference=0.2)
+    assert outside(one_far, min_agreement=0.99, max_drop=0.0) == "the mean cosine is 0.9950, the lowest 0.8000"
+
+
 def test_only_what_agrees_is_chosen_and_what_dies_is_passed_over(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Eager's answers from memory win; what is wrong, killed, leaves, raises or gives NaN is named and skipped."""
     wrong = [rivals.guessing, rivals.not_a_number, rivals.killed, rivals.leaving, rivals.raising]

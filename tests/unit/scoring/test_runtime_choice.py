@@ -31,7 +31,7 @@ def model(tiny_bert: Path, tmp_path: Path) -> Path:
 def choose(folder: Path, runtime: str = "eager", **changes) -> None:
     """As `optimize` would write it."""
     value = {"runtime": runtime, "batch_tokens": 333, "threads": 1, "device": "cpu", "sample_rows": 5, "measured": []}
-    write_choice(folder, machine={}, **{**value, **changes})
+    write_choice(folder, task="text_classification", machine={}, **{**value, **changes})
 
 
 def cpu() -> str:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import tiny
 import torchlake as tl
 from misbehaving import tilted
+from sweeps import sweep
 from torchlake import plugins
 from torchlake.config import embedding
 from torchlake.errors import DataError, UsageError
@@ -245,8 +246,11 @@ def with_export(folder: Path, runtime: str) -> None:
         prepare_runtime(settings, runtime, pa.table({"text": TEXTS * 4}))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken", ["max", "weightedmean", "mean_sqrt_len_tokens"]])
-@pytest.mark.parametrize("runtime", EXACT[1:])
+SEVERAL = ["max", "weightedmean", "mean_sqrt_len_tokens"]
+POOLED = [(runtime, pooling) for runtime in EXACT[1:] for pooling in ("mean", "cls", "lasttoken", SEVERAL)]
+
+
+@pytest.mark.parametrize(("runtime", "pooling"), sweep(POOLED, quick=[*POOLED[:4], ("onnx", SEVERAL)]))
 def test_exact_runtimes_give_the_vectors_of_eager(encoder: Path, runtime: str, pooling: Any) -> None:
     write_layout(encoder, {"pooling_mode": pooling})
     with_export(encoder, runtime)
@@ -254,7 +258,7 @@ def test_exact_runtimes_give_the_vectors_of_eager(encoder: Path, runtime: str, p
     np.testing.assert_allclose(vectors_of(encoder, TEXTS, runtime=runtime), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("runtime", [*EXACT[1:], *SHORTENED])
+@pytest.mark.parametrize("runtime", sweep([*EXACT[1:], *SHORTENED], quick={"varlen", "bf16", "int8"}))
 def test_every_runtime_embeds_with_minilm(minilm: Path, tmp_path: Path, runtime: str) -> None:
     """Cosines to eager's vectors; an exact runtime's vectors are also the same alone, to 1e-5."""
     folder = shutil.copytree(minilm, tmp_path / "model")
@@ -267,6 +271,7 @@ def test_every_runtime_embeds_with_minilm(minilm: Path, tmp_path: Path, runtime:
         np.testing.assert_allclose(vectors_of(folder, TEXTS[1:2], runtime=runtime)[0], found[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_optimize_compares_vectors_by_their_cosines(encoder: Path) -> None:
     write_layout(encoder, {"pooling_mode": "mean"})
     table = pa.table({"text": [f"{text} {row}" for row in range(12) for text in TEXTS]})
@@ -278,6 +283,7 @@ def test_optimize_compares_vectors_by_their_cosines(encoder: Path) -> None:
     assert json.loads((encoder / "runtime.json").read_text())["task"] == "feature_extraction"
 
 
+@pytest.mark.slow
 def test_an_export_is_of_one_task(tmp_path: Path, tiny_bert: Path) -> None:
     """A classifier's graph is not used for its embeddings."""
     folder = tiny.build_model(tmp_path / "model", encoder=tiny_bert)
