@@ -113,7 +113,7 @@ def test_what_is_killed_while_scoring_comes_out_once(tmp_path: Path, name: str, 
     interrupted = {**options, "output": tmp_path / "out"}
     killed = task_cases.predict(name, interrupted, failpoint="commit.write:1:kill9", once=tmp_path / "once")
     assert killed.returncode == -9
-    assert not (tmp_path / "out" / "_commit.json").exists()
+    assert not (tmp_path / "out" / "_torchlake" / "commit.json").exists()
     assert task_cases.predict(name, interrupted).returncode == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert sorted(pq.read_table(tmp_path / "out")["id"].to_pylist()) == list(range(90))
