@@ -72,6 +72,7 @@ class ModelSection(TypedDict, total=False):
 
     base: str | Path | None
     task: str
+    task_options: Mapping[str, Any]
     max_length: int | None
     attention: Literal["auto", "sdpa", "flash", "flex", "eager"]
     lora: LoraOptions | LoraSection | None

@@ -103,7 +103,11 @@ def leaves(root: type[errors.TorchlakeError]) -> list[type[errors.TorchlakeError
     return [root, *(leaf for child in root.__subclasses__() for leaf in leaves(child))]
 
 
-@pytest.mark.parametrize("leaf", [leaf for leaf in leaves(errors.TorchlakeError) if leaf is not errors.RankFailed])
+OTHERS = (errors.RankFailed, errors.RowErrors)
+"One has a test of its own; the other becomes errors of rows."
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in leaves(errors.TorchlakeError) if leaf not in OTHERS])
 def test_every_error_has_its_exit_status_and_no_traceback(
     leaf: type[errors.TorchlakeError], raising: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
