@@ -51,9 +51,12 @@ class Features:
 
 def first_equal(features: Features, rows: np.ndarray) -> np.ndarray:
     """For each of some rows (B,), the first of them that has the same inputs: itself, if there is none before."""
+    if not len(rows):
+        return rows
     codes = np.zeros(len(features), dtype=np.int64)
     for array in features.arrays.values():
-        of_array = _as_bytes(array).dictionary_encode().indices.to_numpy()
+        indices = _as_bytes(array).dictionary_encode().indices.buffers()[1]  # `to_numpy` would import pandas
+        of_array = np.frombuffer(indices, dtype=np.int32, count=len(codes))
         codes = np.unique(codes * (int(of_array.max(initial=0)) + 1) + of_array, return_inverse=True)[1]
     _, first, group = np.unique(codes[rows], return_index=True, return_inverse=True)
     chosen: np.ndarray = rows[first[group]]

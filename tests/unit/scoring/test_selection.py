@@ -123,5 +123,5 @@ def test_the_sample_of_optimize_is_drawn_from_the_selected_rows(table: Path, tin
         str(table), load_spec(tiny_model), label=None, rows=500, options=read_options({"where": "id < 5"})
     )
     texts = tiny.reviews(120)["text"].slice(0, 5)
-    assert len(drawn.texts) + len(drawn.calibration) == 5
-    assert pc.all(pc.is_in(drawn.texts, pa.array(texts.to_pylist()))).as_py()
+    assert len(drawn.rows) + len(drawn.calibration) == 5
+    assert pc.all(pc.is_in(drawn.rows["text"], pa.array(texts.to_pylist()))).as_py()

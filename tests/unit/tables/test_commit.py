@@ -535,7 +535,7 @@ def test_an_output_that_is_not_ours_is_left_alone(source: Path, tmp_path: Path) 
 
 
 def test_urls_and_parents_that_cannot_be_written_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="local folder"):
+    with pytest.raises(UsageError, match="has to be a local path"):
         run(source, "s3://bucket/out")  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be created"):

@@ -80,7 +80,7 @@ def test_evaluate_reads_labels_and_texts_of_one_version(
 
 def test_optimize_draws_texts_and_labels_of_one_version(reviews: Path, commit_after_first_opening: list[Any]) -> None:
     drawn = sample.draw_sample(reviews, tiny.SPEC, label="label", rows=1000)
-    assert "new" not in {*drawn.texts.to_pylist(), *drawn.calibration.to_pylist()}
+    assert "new" not in {*drawn.rows["text"].to_pylist(), *drawn.calibration["text"].to_pylist()}
     assert len(commit_after_first_opening) == 2
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchlake.config.redaction import redacted
-from torchlake.errors import FingerprintError, StorageError
+from torchlake.errors import AccessError, FingerprintError, StorageError
 from torchlake.failpoints import failpoint
 from torchlake.tables.output.compatibility import (
     AllowedChanges,
@@ -33,7 +33,9 @@ from torchlake.tables.sinks._records import read_record, write_record
 from torchlake.tables.sinks._rewrite import keys_in, without_keys
 from torchlake.tables.sinks._state import JobState
 from torchlake.tables.storage.folders import folder_at
+from torchlake.tables.storage.objects import access_advice
 from torchlake.tables.storage.spread import Spread, in_process
+from torchlake.tables.storage.urls import is_url
 
 ATTEMPTS, UNKNOWN = 60, 5
 "At a commit: all of them, as others commit in between, and those without a clear answer."
@@ -168,10 +170,11 @@ class TableWrite:
             attempt, unknown = attempt + 1, unknown + isinstance(problem, CommitUnknown)
             time.sleep(random.uniform(0, min(PAUSE_S, 0.01 * 2**attempt)))
         why = next((line.strip() for line in str(problem).splitlines() if line.strip()), "no reason was given")
-        raise StorageError(
-            f"{self.target.shown}: {attempt} commits failed, the last one because: {redacted(why.rstrip('.'))}. Run "
-            "the same command again: finished work is kept."
-        ) from problem
+        said = f"{self.target.shown}: {attempt} commits failed, the last one because: {redacted(why.rstrip('.'))}."
+        advice = access_advice(self.target.root, str(problem)) if is_url(self.target.root) else ""
+        if advice:
+            raise AccessError(f"{said} {advice} Finished work is kept.") from problem
+        raise StorageError(f"{said} Run the same command again: finished work is kept.") from problem
 
     def _replacing(self, snapshot: Any, change: Change) -> Change:
         """The change with the files of this version that have replaced rows, if rows are replaced."""
