@@ -159,19 +159,21 @@ def test_labels_that_do_not_fit_a_row_are_named(tiny_bert: Path) -> None:
     assert 0 in tagging.bad_labels(pa.array([[{"start": 3, "end": 3, "label": "GOOD"}]]), SPEC)
 
 
-def learned(tmp_path: Path, name: str, **train: Any) -> tuple[Path, Path]:
-    """The model of a case after enough steps, and a table that it has not seen."""
+def learned(tmp_path: Path, name: str, *, rows: int, **train: Any) -> tuple[Path, Path]:
+    """The model of a case after enough rows and steps, and a table that it has not seen."""
     case = task_cases.CASES[name]
-    train = {"max_steps": 300, "epochs": 50, "batch_size": 16, "learning_rate": 3e-3, **train}
-    runs.succeed(tmp_path / "run", case.sections(tmp_path, case.build(tmp_path / "base"), **train))
-    pq.write_table(case.table(160).slice(96), tmp_path / "test.parquet")
+    train = {"epochs": 50, "batch_size": 16, "learning_rate": 3e-3, **train}
+    sections, table = case.sections(tmp_path, case.build(tmp_path / "base"), **train), case.table(rows + 64)
+    pq.write_table(table.slice(0, rows), sections["data"]["train"])
+    runs.succeed(tmp_path / "run", sections)
+    pq.write_table(table.slice(rows), tmp_path / "test.parquet")
     return tmp_path / "run" / "model", tmp_path / "test.parquet"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["token_classification", "tags_of_words"])
-def test_spans_are_learned_and_measured(tmp_path: Path, name: str) -> None:
-    model, table = learned(tmp_path, name)
+@pytest.mark.parametrize(("name", "rows", "steps"), [("token_classification", 96, 300), ("tags_of_words", 600, 1000)])
+def test_spans_are_learned_and_measured(tmp_path: Path, name: str, rows: int, steps: int) -> None:
+    model, table = learned(tmp_path, name, rows=rows, max_steps=steps)
     found = tl.evaluate(model, table)
     assert found.metrics["f1"].value > 0.95
     assert found.metrics["f1"].low <= found.metrics["f1"].value <= found.metrics["f1"].high
@@ -179,7 +181,7 @@ def test_spans_are_learned_and_measured(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_answers_are_learned_and_measured(tmp_path: Path) -> None:
-    model, table = learned(tmp_path, "question_answering")
+    model, table = learned(tmp_path, "question_answering", rows=1500, max_steps=500, learning_rate=2e-3)
     found = tl.evaluate(model, table)
     assert found.metrics["exact_match"].value > 0.9
     assert found.metrics["f1"].value >= found.metrics["exact_match"].value
