@@ -228,7 +228,7 @@ def test_a_loaded_model_takes_contents_and_paths(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_vit_reads_digits(tmp_path: Path) -> None:
-    """As plain transformers: 0.932 of 397 held-out digits after 12 epochs."""
+    """Of 397 held-out digits; a plain loop of transformers' classes reached 0.932 in 12 epochs."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
     ViTModel(ViTConfig(image_size=16, patch_size=4, **shape)).save_pretrained(tmp_path / "base")
@@ -239,7 +239,7 @@ def test_a_small_vit_reads_digits(tmp_path: Path) -> None:
     sections = {
         "data": {"train": str(tmp_path / "train.parquet"), "validation": None, "problem": "single_label"},
         "model": {"base": str(tmp_path / "base"), "task": "image_classification"},
-        "train": {"epochs": 12, "batch_size": 64, "learning_rate": 3e-3, "weight_decay": 0.05},
+        "train": {"epochs": 20, "batch_size": 64, "learning_rate": 2e-3, "weight_decay": 0.05, "precision": "fp32"},
     }
     runs.succeed(tmp_path / "run", sections)
     measured = tl.evaluate(tmp_path / "run" / "model", tmp_path / "test.parquet")
