@@ -6,22 +6,110 @@
 The windows of a row are stored one after the other, all but the last of `size` tokens. A batch of rows with several
 windows is padded to a multiple of `size`, and the model, after `attach`, computes each window as a row of its own; its
 outputs are side by side again. So a long row is still one row to the rest of torchlake. Overlaps cost their share of
-the forward pass.
+the forward pass. `WindowedTask` is what the tasks that read so share.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
-from torchlake.data.batching import Ragged, offsets_of
+from torchlake.config.task_spec import TaskSpec
+from torchlake.data.batching import Ragged, offsets_of, pad
+from torchlake.data.features import INPUT_IDS, Array, Features, from_arrow
+from torchlake.errors import DataError
+from torchlake.models import load
+from torchlake.tasks import TOKEN_TYPES, Task
 
 if TYPE_CHECKING:
     from torch import nn
 
 MASK = "attention_mask"
 ROWS_AT_ONCE = 1_000
+PLACES = ("starts", "ends")
+"Arrays of the features: where each token's part of the text starts and ends; -1 for tokens that are no part of it."
+SOURCE = "source"
+"An array of the features: each row's text or list of words, as JSON."
+
+
+class WindowedTask(Task):
+    """A task that marks parts of texts of any length, by the tokens of their windows."""
+
+    kept_back = PLACES
+
+    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
+        """Return the tokenizer with all of transformers, which knows a text's characters."""
+        assert folder is not None, "it needs a base"
+        return load.load_tokenizer(folder)
+
+    def target_type(self, spec: TaskSpec) -> pa.DataType:
+        """Return the type of targets: a number for each token."""
+        return pa.list_(pa.int32())
+
+    def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
+        """Return the labels as they are, nulls kept; their numbers depend on the tokens.
+
+        Raises DataError for a label that is none.
+        """
+        for row, reason in self.bad_labels(array, spec).items():
+            raise DataError(f"the label column {spec.label!r}, row {row} of {len(array)}: {reason}")
+        return array
+
+    def collate(
+        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the tokens (B, L) of the rows' windows, and their places in the texts."""
+        tokens = {name: arrays[name] for name in (INPUT_IDS, TOKEN_TYPES) if name in arrays}
+        batch = super().collate(tokens, rows, processor, spec)
+        for name in PLACES:
+            batch[name], _ = pad(ragged(arrays, name), rows, -1)
+        return pad_windows(batch, spec.max_length, processor.pad_token_id)
+
+    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
+        """Return the model that training starts from, which reads windows."""
+        model = super().base_model(base, spec, empty=empty)
+        attach(model, spec.max_length)
+        return model
+
+    def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
+        """Return a trained model, which reads windows."""
+        model = super().load_model(folder, spec, **options)
+        attach(model, spec.max_length)
+        return model
+
+    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
+        """Return what `reduce_outputs` has found, as it is."""
+        return outputs
+
+
+def ragged(arrays: Mapping[str, Array], name: str) -> Ragged:
+    """Return one of the arrays, which has a number of values for each row."""
+    array = arrays[name]
+    assert isinstance(array, Ragged), f"{name} has any length"
+    return array
+
+
+def stored_texts(rows: Sequence[Any]) -> Array:
+    """Return texts or lists of words as the array SOURCE."""
+    return from_arrow(pa.array([json.dumps(row) for row in rows], pa.large_string()).cast(pa.large_binary()))
+
+
+def without_texts(features: Features) -> Features:
+    """Return the features of rows that are trained on, which needs no texts."""
+    unused = Ragged(np.zeros(0, np.uint8), np.zeros(len(features) + 1, np.int64))
+    return replace(features, arrays={**features.arrays, SOURCE: unused})
+
+
+def texts_of(features: Features | None, rows: int) -> list[Any]:
+    """Return each row's text or list of words; empty ones without features."""
+    if features is None:
+        return [""] * rows
+    source = ragged(features.arrays, SOURCE)
+    return [json.loads(each.tobytes()) for each in np.split(source.values, source.offsets[1:-1])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,30 +9,24 @@ Labels are SQuAD's structs: `text` and `answer_start`, in characters, each one v
 first is learned. With the option `no_answer` an empty list means that there is none, and the model may say so.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
-from torchlake.data.batching import Ragged, pad
-from torchlake.data.features import INPUT_IDS, Array, Features, from_arrow
+from torchlake.data.features import INPUT_IDS, Array, Features
 from torchlake.errors import DataError, MissingExtra
 from torchlake.loss import UNWEIGHTED, Objective
-from torchlake.models import load
-from torchlake.tasks import TEXT, TOKEN_TYPES, ColumnOptions, Inputs, Task, _windows
+from torchlake.tasks import TEXT, TOKEN_TYPES, ColumnOptions, Inputs, _windows
+from torchlake.tasks._windows import PLACES, SOURCE, WindowedTask, ragged, stored_texts, texts_of, without_texts
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 ANSWER = pa.schema({"answer": pa.string(), "start": pa.int32(), "end": pa.int32(), "score": pa.float32()})
-PLACES = ("starts", "ends")
-SOURCE = "source"
 NO_ANSWER = -2
 "In `starts`: the token that stands for no answer."
 CHOICE, IS_START, IS_END = 1, 2, 4
@@ -44,14 +38,13 @@ Answer = tuple[int, int] | None
 "(first character, one past the last) of an answer; None: there is none."
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(WindowedTask):
     """A model of transformers that marks the answer in a text."""
 
     inputs = {"question": TEXT, "context": TEXT}
     auto_class = "AutoModelForQuestionAnswering"
     hub_task = "question-answering"
     options = {"stride": 128, "max_answer_tokens": 30, "no_answer": False}
-    kept_back = PLACES
     default_metric = {"answer": "exact_match"}
     directions = {"exact_match": "higher", "f1": "higher", "loss": "lower"}
 
@@ -59,11 +52,6 @@ class QuestionAnswering(Task):
         """Raise ValueError for a negative overlap or an answer without tokens."""
         if options["stride"] < 0 or options["max_answer_tokens"] < 1:
             raise ValueError("stride is 0 or more, and max_answer_tokens 1 or more")
-
-    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer with all of transformers, which knows a text's characters."""
-        assert folder is not None, "it needs a base"
-        return load.load_tokenizer(folder)
 
     # Labels.
 
@@ -85,16 +73,6 @@ class QuestionAnswering(Task):
         if not rows:
             raise DataError("the label column is empty, or null in every row")
         return LabelColumn(problem="answer", labels=("start", "end"), counts=(), rows=rows)
-
-    def target_type(self, spec: TaskSpec) -> pa.DataType:
-        """Return the type of targets: for each token whether it is a choice, the start, the end."""
-        return pa.list_(pa.int32())
-
-    def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
-        """Return the answers as they are. Raises DataError for a label that is none."""
-        for row, reason in self.bad_labels(array, spec).items():
-            raise DataError(f"the label column {spec.label!r}, row {row} of {len(array)}: {reason}")
-        return array
 
     def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
         """Return {row: reason} for rows whose label is no answer."""
@@ -136,13 +114,12 @@ class QuestionAnswering(Task):
         starts, ends = np.where(inside, made.starts, -1), np.where(inside, made.ends, -1)
         if spec.options["no_answer"]:
             starts[np.cumsum(made.lengths) - made.lengths] = NO_ANSWER
-        kept = pa.array([json.dumps(text) for text in texts], pa.large_string()).cast(pa.large_binary())
         arrays: dict[str, Array] = {
             INPUT_IDS: made.ragged(made.ids),
             TOKEN_TYPES: made.ragged(made.types),
             "starts": made.ragged(starts.astype(np.int32)),
             "ends": made.ragged(ends.astype(np.int32)),
-            SOURCE: from_arrow(kept),
+            SOURCE: stored_texts(texts),
         }
         return Features(arrays=arrays, lengths=made.lengths, cut=np.zeros(len(texts), dtype=np.int64), errors=long)
 
@@ -150,14 +127,10 @@ class QuestionAnswering(Task):
         self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
     ) -> tuple[Features, pa.Array | None]:
         """Return the tokens, and for each whether it is a choice, the answer's start, and its end."""
-        made = self.features(inputs, processor, spec)
-        unused = Ragged(np.zeros(0, np.uint8), np.zeros(len(made) + 1, np.int64))  # training writes no text
-        made = replace(made, arrays={**made.arrays, SOURCE: unused})
+        made = without_texts(self.features(inputs, processor, spec))
         if labels is None:
             return made, None
-        starts, ends = (made.arrays[name] for name in PLACES)
-        assert isinstance(starts, Ragged), "one for each token"
-        assert isinstance(ends, Ragged), "one for each token"
+        starts, ends = (ragged(made.arrays, name) for name in PLACES)
         errors, targets = dict(made.errors), (starts.values != -1).astype(np.int32) * CHOICE
         texts = inputs["context"].to_pylist()
         for row, label in enumerate(self.encode_labels(labels, spec).to_pylist()):
@@ -174,31 +147,7 @@ class QuestionAnswering(Task):
         offsets = pa.array(starts.offsets, pa.int32())
         return replace(made, errors=errors), pa.ListArray.from_arrays(offsets, pa.array(targets))
 
-    def collate(
-        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
-    ) -> dict[str, np.ndarray]:
-        """Return the tokens (B, L) of the rows' windows, and the places of the texts' tokens."""
-        tokens = {name: arrays[name] for name in (INPUT_IDS, TOKEN_TYPES)}
-        batch = super().collate(tokens, rows, processor, spec)
-        for name in PLACES:
-            places = arrays[name]
-            assert isinstance(places, Ragged), "one for each token"
-            batch[name], _ = pad(places, rows, -1)
-        return _windows.pad_windows(batch, spec.max_length, processor.pad_token_id)
-
     # The model.
-
-    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
-        """Return the model that training starts from, which reads windows."""
-        model = super().base_model(base, spec, empty=empty)
-        _windows.attach(model, spec.max_length)
-        return model
-
-    def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
-        """Return a trained model, which reads windows."""
-        model = super().load_model(folder, spec, **options)
-        _windows.attach(model, spec.max_length)
-        return model
 
     def outputs(self, answer: Any) -> "torch.Tensor":
         """Return the logits (B, L, 2) of starts and ends."""
@@ -254,10 +203,6 @@ class QuestionAnswering(Task):
         places = [batch["starts"][rows, first], batch["ends"][rows, last]]
         return np.stack([first, last, *places, best[:, 0].clip(0)], axis=1).astype(np.float32)
 
-    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return the answers as they are."""
-        return outputs
-
     def metrics(self, answers: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> dict[str, float]:
         """Return the share of answers whose first and last token are right."""
         assert targets is not None, "rows have answers"
@@ -274,10 +219,7 @@ class QuestionAnswering(Task):
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
         """Return the answers as columns."""
-        source = None if options.features is None else options.features.arrays[SOURCE]
-        texts = [""] * len(answers)
-        if isinstance(source, Ragged):
-            texts = [json.loads(each.tobytes()) for each in np.split(source.values, source.offsets[1:-1])]
+        texts = texts_of(options.features, len(answers))
         some = answers[:, START] >= 0
         places = [pa.array(answers[:, which].astype(np.int32), mask=~some) for which in (START, END)]
         said = [

@@ -5,10 +5,8 @@ of words (`_spans.py`). The model learns IOB2 tags at the first token of every w
 word's. A text longer than `max_length` is read in windows (`_windows.py`), so nothing is cut.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,38 +14,32 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
-from torchlake.data.batching import pad
-from torchlake.data.features import INPUT_IDS, Array, Features, from_arrow
+from torchlake.data.features import INPUT_IDS, Features
 from torchlake.errors import DataError
 from torchlake.loss import UNWEIGHTED, Objective
-from torchlake.models import load
-from torchlake.tasks import ANY, NO_TARGET, ColumnOptions, Inputs, Ragged, Task, _spans, _windows
+from torchlake.tasks import ANY, NO_TARGET, ColumnOptions, Inputs, _spans, _windows
 from torchlake.tasks._spans import METRICS, OUTSIDE
+from torchlake.tasks._windows import PLACES, SOURCE, WindowedTask, ragged, stored_texts, texts_of, without_texts
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 SPANS = pa.list_(
     pa.struct(
         {"start": pa.int32(), "end": pa.int32(), "label": pa.string(), "text": pa.string(), "score": pa.float32()}
     )
 )
-PLACES = ("starts", "ends")
-SOURCE = "source"
-"Each row's text or list of words, as JSON."
 TAG, SCORE, START, END = range(4)
 "What is kept of a word."
 
 
-class TokenClassification(Task):
+class TokenClassification(WindowedTask):
     """A model of transformers that labels tokens."""
 
     inputs = {"text": ANY}
     auto_class = "AutoModelForTokenClassification"
     hub_task = "token-classification"
     options = {"stride": 64, "tags": []}
-    kept_back = PLACES
     default_metric = {"spans": "f1"}
     directions = {**dict.fromkeys(METRICS, "higher"), "loss": "lower"}
 
@@ -55,11 +47,6 @@ class TokenClassification(Task):
         """Raise ValueError for a negative overlap."""
         if options["stride"] < 0:
             raise ValueError("stride is the number of tokens that windows of a long text share, 0 or more")
-
-    def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer with all of transformers, which knows a text's characters."""
-        assert folder is not None, "it needs a base"
-        return load.load_tokenizer(folder)
 
     # Labels.
 
@@ -98,19 +85,6 @@ class TokenClassification(Task):
             raise DataError("the label column has no span in any row: there is nothing to learn")
         return replace(found, labels=(OUTSIDE, *(f"{prefix}-{label}" for label in labels for prefix in "BI")))
 
-    def target_type(self, spec: TaskSpec) -> pa.DataType:
-        """Return the type of targets: a tag's number for each token, or NO_TARGET."""
-        return pa.list_(pa.int32())
-
-    def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
-        """Return each row's spans or tags as they are, nulls kept; their numbers depend on the row's words.
-
-        Raises DataError for labels that the model does not have.
-        """
-        for row, reason in self.bad_labels(array, spec).items():
-            raise DataError(f"the label column {spec.label!r}, row {row} of {len(array)}: {reason}")
-        return array
-
     def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
         """Return {row: reason} for rows with labels that the model does not have, or that are no spans."""
         _spans.check_labels(array.type)
@@ -148,10 +122,9 @@ class TokenClassification(Task):
         starts, ends = np.full((2, len(made.ids)), -1, dtype=np.int32)
         starts[first] = made.words[first] if lists else made.starts[first]
         ends[first] = made.words[first] + 1 if lists else made.ends[last]
-        kept = pa.array([json.dumps(row) for row in rows], pa.large_string()).cast(pa.large_binary())
         places = {"starts": made.ragged(starts), "ends": made.ragged(ends)}
         return Features(
-            arrays={INPUT_IDS: made.ragged(made.ids), **places, SOURCE: from_arrow(kept)},
+            arrays={INPUT_IDS: made.ragged(made.ids), **places, SOURCE: stored_texts(rows)},
             lengths=made.lengths,
             cut=np.zeros(len(rows), dtype=np.int64),
             errors=dict.fromkeys(blank, "null_input"),
@@ -161,18 +134,14 @@ class TokenClassification(Task):
         self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
     ) -> tuple[Features, pa.Array | None]:
         """Return the tokens, and for each its tag's number, or NO_TARGET."""
-        made = self.features(inputs, processor, spec)
-        unused = Ragged(np.zeros(0, np.uint8), np.zeros(len(made) + 1, np.int64))  # training writes no text
-        made = replace(made, arrays={**made.arrays, SOURCE: unused})
+        made = without_texts(self.features(inputs, processor, spec))
         if labels is None:
             return made, None
         labels, texts = self.encode_labels(labels, spec), inputs["text"]
         lists = _spans.is_list(texts.type)
         sizes = (pc.list_value_length(texts) if lists else pc.utf8_length(texts)).to_pylist()
         errors, numbers = dict(made.errors), {str(tag): place for place, tag in enumerate(spec.labels)}
-        starts, ends = (made.arrays[name] for name in PLACES)
-        assert isinstance(starts, Ragged), "one for each token"
-        assert isinstance(ends, Ragged), "one for each token"
+        starts, ends = (ragged(made.arrays, name) for name in PLACES)
         targets = np.full(len(starts.values), NO_TARGET, dtype=np.int32)
         for row in (row for row in range(len(labels)) if row not in errors):
             given = labels[row].as_py()
@@ -187,30 +156,7 @@ class TokenClassification(Task):
         offsets = pa.array(starts.offsets, pa.int32())
         return replace(made, errors=errors), pa.ListArray.from_arrays(offsets, pa.array(targets))
 
-    def collate(
-        self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
-    ) -> dict[str, np.ndarray]:
-        """Return the tokens (B, L) of the rows' windows, and the places of their words; -1 where a token is none."""
-        batch = super().collate({INPUT_IDS: arrays[INPUT_IDS]}, rows, processor, spec)
-        for name in PLACES:
-            places = arrays[name]
-            assert isinstance(places, Ragged), "one for each token"
-            batch[name], _ = pad(places, rows, -1)
-        return _windows.pad_windows(batch, spec.max_length, processor.pad_token_id)
-
     # The model.
-
-    def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
-        """Return the model that training starts from, which reads windows."""
-        model = super().base_model(base, spec, empty=empty)
-        _windows.attach(model, spec.max_length)
-        return model
-
-    def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
-        """Return a trained model, which reads windows."""
-        model = super().load_model(folder, spec, **options)
-        _windows.attach(model, spec.max_length)
-        return model
 
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
@@ -239,10 +185,6 @@ class TokenClassification(Task):
         words[np.arange(words.shape[1]) < lengths[:, None]] = values
         return words
 
-    def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return the words as they are."""
-        return outputs
-
     def metrics(self, answers: np.ndarray, targets: np.ndarray | None, spec: TaskSpec) -> dict[str, float]:
         """Return precision, recall and F1 of spans of words."""
         assert targets is not None, "words have tags"
@@ -258,8 +200,8 @@ class TokenClassification(Task):
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
         """Return the spans; `score` is the mean probability of the tags of a span's words."""
-        sources: list[Any] = [""] * len(answers) if options.features is None else _sources(options.features)
-        rows = [_spans_with_text(_words(row), text, spec) for row, text in zip(answers, sources, strict=True)]
+        texts = texts_of(options.features, len(answers))
+        rows = [_spans_with_text(_words(row), text, spec) for row, text in zip(answers, texts, strict=True)]
         return pa.table([pa.array(rows, SPANS)], schema=self.output_schema(spec, options))
 
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
@@ -303,13 +245,6 @@ def _mismatch(labels: Sequence[Any], size: int, *, lists: bool) -> str | None:
 def _words(row: np.ndarray) -> np.ndarray:
     """Return the words (W, 4) of a row without those that fill it up."""
     return np.asarray(row[~np.isnan(row[:, TAG])])
-
-
-def _sources(features: Features) -> list[Any]:
-    """Return each row's text, or its list of words."""
-    source = features.arrays[SOURCE]
-    assert isinstance(source, Ragged), "texts have any length"
-    return [json.loads(each.tobytes()) for each in np.split(source.values, source.offsets[1:-1])]
 
 
 def _spans_with_text(words: np.ndarray, text: str | list[str], spec: TaskSpec) -> list[dict[str, Any]]:
