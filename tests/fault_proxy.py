@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import http_servers
 from s3_server import S3Server
 
 CODES = {
@@ -132,17 +133,9 @@ def between(server: S3Server) -> Iterator[FaultProxy]:
             if self.command != "HEAD":
                 self.wfile.write(content)
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    httpd.daemon_threads = True
-    proxy = FaultProxy(server, f"http://127.0.0.1:{httpd.server_address[1]}")
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with http_servers.serving(Handler) as address:
+        proxy = FaultProxy(server, address)
         yield proxy
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
 
 
 def error_of(status: int) -> bytes:

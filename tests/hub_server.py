@@ -1,13 +1,14 @@
 """A server that speaks the part of the Hub's interface with which files are listed and read, on this machine."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import http_servers
 
 TOKEN = "hf_of_a_test"
 GATED, PRIVATE = "lake/gated", "lake/private"
@@ -83,12 +84,5 @@ def serving(files: dict[str, bytes]) -> Iterator[str]:
             if self.command != "HEAD":
                 self.wfile.write(content)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_servers.serving(Handler) as address:
+        yield address

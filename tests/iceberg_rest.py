@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -24,6 +24,8 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import CommitTableRequest, Table
 from pyiceberg.table.sorting import SortOrder
+
+import http_servers
 
 STATUS = {
     NoSuchNamespaceError: 404,
@@ -98,16 +100,8 @@ def serving(catalog: SqlCatalog, *, token: str | None = None, faults: list[Fault
 
         do_GET = do_POST = do_DELETE = do_HEAD = _answer
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_servers.serving(Handler) as address:
+        yield address
 
 
 def answer(catalog: SqlCatalog, method: str, parts: list[str], body: dict[str, Any]) -> Any:

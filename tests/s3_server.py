@@ -1,18 +1,19 @@
 """A server that speaks S3, on this machine, in a process of its own; it keeps its objects in memory."""
 
-import http.server
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.error import URLError
 from xml.etree import ElementTree
+
+import http_servers
 
 BUCKET = "lake"
 DEADLINE_S = 60.0
@@ -90,7 +91,7 @@ def serving() -> Iterator[S3Server]:
 def of_another_region() -> Iterator[str]:
     """A server that answers as S3 does for a bucket of another region, whatever region a client tries."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing: the base class writes to stderr."""
 
@@ -105,12 +106,5 @@ def of_another_region() -> Iterator[str]:
 
         do_HEAD = do_GET
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_servers.serving(Handler) as address:
+        yield address
