@@ -87,7 +87,8 @@ def create_table(catalog: Any, name: TableName, schema: pa.Schema, partition_by:
     except exceptions.TableAlreadyExistsError as error:
         raise Conflict(first_line(error)) from error
     except Exception as error:  # of many libraries
-        advice = access_advice("s3://", str(error)) or "Create it with another tool, or give another output."
+        warehouse = str(catalog.properties.get("warehouse", ""))
+        advice = access_advice(warehouse, str(error)) or "Create it with another tool, or give another output."
         raise OutputError(
             f"{name.name}: the table cannot be created: {redacted(first_line(error))}. {advice}"
         ) from error

@@ -35,7 +35,6 @@ from torchlake.tables.sinks._state import JobState
 from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.objects import access_advice
 from torchlake.tables.storage.spread import Spread, in_process
-from torchlake.tables.storage.urls import is_url
 
 ATTEMPTS, UNKNOWN = 60, 5
 "At a commit: all of them, as others commit in between, and those without a clear answer."
@@ -171,7 +170,7 @@ class TableWrite:
             time.sleep(random.uniform(0, min(PAUSE_S, 0.01 * 2**attempt)))
         why = next((line.strip() for line in str(problem).splitlines() if line.strip()), "no reason was given")
         said = f"{self.target.shown}: {attempt} commits failed, the last one because: {redacted(why.rstrip('.'))}."
-        advice = access_advice(self.target.root, str(problem)) if is_url(self.target.root) else ""
+        advice = access_advice(self.target.root, str(problem))
         if advice:
             raise AccessError(f"{said} {advice} Finished work is kept.") from problem
         raise StorageError(f"{said} Run the same command again: finished work is kept.") from problem

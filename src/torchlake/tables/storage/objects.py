@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchlake.config.redaction import redacted
 from torchlake.errors import AccessError, MissingExtra, StorageError
 from torchlake.failpoints import failpoint
-from torchlake.tables.storage.urls import EXTRAS, check_url, credentials_of, object_store_options
+from torchlake.tables.storage.urls import EXTRAS, check_url, credentials_of, is_url, object_store_options
 
 RETRIES, RETRY_S = 6, 60.0
 "Of a request that the store did not answer or answered with an error of its own; then the job fails."
@@ -179,7 +179,9 @@ def storage_failure(url: str, why: Exception | str) -> StorageError:
 
 
 def access_advice(url: str, text: str) -> str:
-    """What to do about the error of a store that refuses access; empty for other errors, which may pass."""
+    """What to do about the error of a store that refuses access; empty for other errors, and without a store."""
+    if not is_url(url):
+        return ""
     if _MISSING.search(text):
         return "There is no such bucket: create it, or correct the URL."
     if _PERMISSION.search(text):
