@@ -56,6 +56,10 @@ class ScoredChunk:
     "Up to three errors, each with its file and row."
 
 
+COUNTED = ("distinct", "tokens", "padded_tokens", "seconds", "waited")
+"What a scorer counts over all its chunks, and a report has of one."
+
+
 def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
     """Load the model; the returned worker scores (chunk, part name) pairs and yields a `ScoredChunk` for each."""
     scorer = Scorer(settings=settings)
@@ -73,16 +77,12 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
         table, work = ready
-        before = (scorer.distinct, scorer.tokens, scorer.padded_tokens, scorer.seconds, scorer.waited)
+        before = {name: getattr(scorer, name) for name in COUNTED}
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
             part=workspace.parts.write(name, output, chunk=chunk.index),
             rows=len(work.rows),
-            distinct=scorer.distinct - before[0],
-            tokens=scorer.tokens - before[1],
-            padded_tokens=scorer.padded_tokens - before[2],
-            seconds=scorer.seconds - before[3],
-            waited=scorer.waited - before[4],
+            **{name: getattr(scorer, name) - before[name] for name in COUNTED},
             runtime=scorer.runtime,
             startup=scorer.startup,
             examples=examples_of(chunk, output["error"]),
