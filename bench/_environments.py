@@ -12,7 +12,20 @@ from pathlib import Path
 from _common import SCRATCH
 
 SHARED = ("torch==2.13.0", "numpy==2.4.6", "safetensors==0.8.0")
-SENTENCE = (*SHARED, "scipy==1.17.1", "scikit-learn==1.9.1", "sentence-transformers==5.2.0")
+SCIKIT = (*SHARED, "scipy==1.17.1", "scikit-learn==1.9.1")
+SENTENCE = (*SCIKIT, "sentence-transformers==5.2.0")
+OPENVINO = (
+    "transformers==5.5.4",
+    "huggingface-hub<1.22",
+    "datasets<5",
+    "optimum==2.3.0",
+    "openvino==2026.4.1",
+    "openvino-tokenizers==2026.4.1.0",
+    "nncf==3.4.0",
+    "requests>=2.33,<3",
+    "setuptools",
+)
+"What optimum-intel 2.2 runs with."
 ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     # Optimum's BetterTransformer ended with 1.27, which wants a transformers before 4.49.
     "bettertransformer": (
@@ -39,38 +52,13 @@ ENVIRONMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("--no-deps", "optimum-onnx==0.1.0"),
     ),
     "sentence-openvino": (
-        (
-            *SENTENCE,
-            "transformers==5.5.4",
-            "huggingface-hub<1.22",
-            "datasets<5",
-            "optimum==2.3.0",
-            "openvino==2026.4.1",
-            "openvino-tokenizers==2026.4.1.0",
-            "nncf==3.4.0",
-            "requests>=2.33,<3",
-            "setuptools",
-        ),
+        (*SENTENCE, *OPENVINO),
         ("--no-deps", "optimum-intel==2.2.0"),
     ),
     # As above, with the sentence-transformers of today; its extra `onnx` cannot be installed: it wants transformers 5,
     # optimum-onnx one before 4.58.
     "embeddings-openvino": (
-        (
-            *SHARED,
-            "scipy==1.17.1",
-            "scikit-learn==1.9.1",
-            "sentence-transformers==6.2.0",
-            "transformers==5.5.4",
-            "huggingface-hub<1.22",
-            "datasets<5",
-            "optimum==2.3.0",
-            "openvino==2026.4.1",
-            "openvino-tokenizers==2026.4.1.0",
-            "nncf==3.4.0",
-            "requests>=2.33,<3",
-            "setuptools",
-        ),
+        (*SCIKIT, "sentence-transformers==6.2.0", *OPENVINO),
         ("--no-deps", "optimum-intel==2.2.0"),
     ),
     "fastembed": (("fastembed==0.9.1", "numpy==2.4.6"),),
