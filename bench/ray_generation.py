@@ -1,4 +1,4 @@
-"""What does a language model of one's own cost on Ray, from lines to completed prompts, by hand and by torchlake?
+"""What does your own language model cost on Ray, from lines to completed prompts, by hand and by torchlake?
 
 The pipeline: lines of a text are tokenized by Ray's workers; a small model of GPT-J's shape learns them under DeepSpeed
 ZeRO-3 on two ranks (gloo, one thread each), each of which writes its part of a checkpoint after every epoch; the

@@ -1,4 +1,4 @@
-"""Fine-tune a text classifier in a loop of one's own under accelerate. Written for torchrun or accelerate launch.
+"""Fine-tune a text classifier in your own loop under accelerate. Written for torchrun or accelerate launch.
 
     torchrun --nproc-per-node 2 examples/accelerate_loop.py MODEL TABLE OUTPUT
     torchlake launch examples/accelerate_loop.py --processes 2 --engine spark -- MODEL TABLE OUTPUT

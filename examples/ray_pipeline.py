@@ -1,4 +1,4 @@
-"""A Ray Data pipeline of one's own around a model: numbers scaled and put together, texts tokenized and scored.
+"""Your own Ray Data pipeline around a model: numbers scaled and put together, texts tokenized and scored.
 
     python examples/ray_pipeline.py MODEL TABLE OUTPUT --numbers price stars
 

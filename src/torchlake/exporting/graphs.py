@@ -49,7 +49,7 @@ def _classifier(model: Path, format: str, libraries: tuple[str, ...]) -> TaskSpe
     spec = load_spec(model)
     if uses_token_types(model):
         raise UsageError(
-            f"{model}: tells the texts of a pair apart by token types, for which the graph of the format {format} has "
+            f"{model}: separates the texts of a pair by token types, for which the graph of the format {format} has "
             "no input. Score pairs with torchlake predict, or train an encoder without token types, such as RoBERTa."
         )
     if spec.task != "text_classification":

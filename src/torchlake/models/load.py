@@ -168,7 +168,7 @@ def _embedding_spec(folder: Path) -> TaskSpec:
 
 
 def uses_token_types(folder: Path) -> bool:
-    """Return whether a model folder is of text pairs that it tells apart by their tokens' types."""
+    """Return whether a model folder is of text pairs that it separates by token types."""
     path = folder / TASK_FILE
     pairs = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
     return pairs and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
