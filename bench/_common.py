@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +41,15 @@ def reviews() -> Path:
         print(f"{sys.argv[0]}: skipped: TORCHLAKE_DATA does not name the folder of the review tables", file=sys.stderr)
         raise SystemExit(0)
     return Path(folder) / "rotten_tomatoes"
+
+
+def distinct_texts(texts: Sequence[str], numbers: Iterable[int]) -> list[str]:
+    """The texts of these numbers; beyond the last it goes on with the first, and adds how often to each.
+
+    `predict` computes equal rows of a chunk once, which other contenders do not.
+    """
+    places = (divmod(number, len(texts)) for number in numbers)
+    return [f"{texts[at]} {copy}" if copy else texts[at] for copy, at in places]
 
 
 def minilm() -> Path:

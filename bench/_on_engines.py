@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from _common import SCRATCH, random_model, reviews
+from _common import SCRATCH, distinct_texts, random_model, reviews
 from _contender import ONE_THREAD
 from _scoring_peers import transformers_
 
@@ -31,14 +31,14 @@ def set_up() -> None:
 
 
 def table_of(rows: int) -> Path:
-    """A folder of eight Parquet files: the test reviews, as often as it takes, in an order of no meaning."""
+    """A folder of eight Parquet files: the test reviews, as often as it takes, each time with other words, in no order."""
     folder = SCRATCH / f"on-engines-{rows}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    test = pq.read_table(reviews() / "test.parquet")["text"]
+    test = pq.read_table(reviews() / "test.parquet")["text"].to_pylist()
     order = np.random.default_rng(0).permutation(rows)
     for number, which in enumerate(np.array_split(order, FILES)):
-        table = pa.table({"id": which, "text": test.take(pa.array(which % len(test)))})
+        table = pa.table({"id": which, "text": distinct_texts(test, which.tolist())})
         pq.write_table(table, folder / f"part-{number}.parquet")
     return folder
 

@@ -1,28 +1,43 @@
-"""Draw docs/images/scoring.png from bench/results/scoring.json: rows/s as bars, agreement with `eager` beside them.
+"""Draw rows/s as bars, with what the answers agree with beside them.
+
+    bench/results/scoring.json       -> docs/images/scoring.png
+    bench/results/embeddings.json    -> docs/images/embeddings.png
 
 Needs matplotlib, which nothing else here does: pip install matplotlib.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from _common import RESULTS
 
-PICTURE = Path(__file__).parent.parent / "docs" / "images" / "scoring.png"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 COLOURS = {"seed": "#8c8c8c", "peer": "#4477aa", "torchlake": "#cc6633"}
-LABELS = {"seed": "the seed's baseline", "peer": "what users pick instead", "torchlake": "torchlake"}
+LABELS = {"seed": "the baseline", "peer": "what users pick instead", "torchlake": "torchlake"}
+ABOUT = {
+    "scoring": "ratio to the baseline;\nlabels that agree with eager's (fine-tuned MiniLM)",
+    "embeddings": "ratio to sentence-transformers;\nmean cosine to its vectors (MiniLM)",
+}
 
 
 def main() -> None:
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "scoring.json"
-    picture = Path(sys.argv[2]) if len(sys.argv) > 2 else PICTURE
-    result = json.loads(source.read_text())
-    draw([row for row in result["rows"] if row["kind"] in COLOURS and row.get("rows_per_s")], picture)
+    for name, about in ABOUT.items():
+        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        if name == "embeddings":
+            rows = [{"kind": kind_of(row), **row} for row in rows]
+        rows = [row for row in rows if row["kind"] in COLOURS and row.get("rows_per_s")]
+        draw(rows, IMAGES / f"{name}.png", f"rows a second on one core; {about}")
 
 
-def draw(rows: list[dict[str, Any]], picture: Path) -> None:
+def kind_of(row: dict[str, Any]) -> str:
+    """Whether a row of embeddings is the baseline, torchlake's or another's."""
+    if row["ratio"] == 1.0:
+        return "seed"
+    return "torchlake" if row["name"].startswith("torchlake") else "peer"
+
+
+def draw(rows: list[dict[str, Any]], picture: Path, about: str) -> None:
     """Write the picture; the fastest row is on top."""
     import matplotlib
 
@@ -47,9 +62,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=9)
     axes.set_xlim(0, max(rates) * 1.36)
     axes.margins(y=0.01)
-    axes.set_xlabel(
-        "rows a second on one core; ratio to the baseline;\nlabels that agree with eager's (fine-tuned MiniLM)"
-    )
+    axes.set_xlabel(about)
     axes.spines[["top", "right"]].set_visible(False)
     keys = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
     keys.append(Patch(facecolor="#bbbbbb", edgecolor="white", hatch="///", label="8 or 16 bits"))
@@ -64,7 +77,9 @@ def beside(row: dict[str, Any]) -> str:
     if row.get("ratio"):
         said.append(f"{row['ratio']:.1f}x")
     agreement = row.get("tuned_agreement")
-    if agreement is not None:
+    if not row["exact"] and "cosine" in row:
+        said.append(f"cosine {row['cosine']:.3f}")
+    elif agreement is not None:
         said.append(f"{agreement:.1%} agree")
     elif row["exact"]:
         said.append("exact")

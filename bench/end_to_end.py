@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from _clocked import Clocked
-from _common import SCRATCH, finish, parser, random_model, reviews
+from _common import SCRATCH, distinct_texts, finish, parser, random_model, reviews
 from _contender import ONE_THREAD, Contender
 
 import torchlake as tl
@@ -113,8 +113,8 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     model = Path(options.model) if options.model else random_model(SCRATCH / "roberta-base-shape")
     train = pq.read_table(reviews() / "train.parquet").select(["text"])
-    order = np.random.default_rng(0).permutation(options.rows) % len(train)
-    table = train.take(pa.array(order))
+    order = np.random.default_rng(0).permutation(options.rows)
+    table = pa.table({"text": distinct_texts(train["text"].to_pylist(), order.tolist())})
     texts = table["text"].to_pylist()
     source = SCRATCH / "end-to-end.parquet"
     pq.write_table(table, source)
