@@ -31,7 +31,7 @@ def set_up() -> None:
 
 
 def table_of(rows: int) -> Path:
-    """A folder of eight Parquet files: the test reviews, as often as it takes, each time with other words, in no order."""
+    """A folder of eight Parquet files: the test reviews, as often as it takes, each time another word, in no order."""
     folder = SCRATCH / f"on-engines-{rows}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
