@@ -188,7 +188,7 @@ def test_the_fields_have_the_names_that_distilbert_gives_them(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(MODEL_TYPES))
+@pytest.mark.parametrize("kind", sorted(MODEL_TYPES | model_config.IMAGE_MODELS))
 @pytest.mark.parametrize("names", [["bad", "good"], ["a", "b", "c"], ["value"], None], ids=str)
 def test_the_head_is_that_of_transformers(kind: str, names: list[str] | None, tmp_path: Path) -> None:
     given: dict[str, Any] = {"architectures": ["XForSequenceClassification"], "problem_type": "regression"}

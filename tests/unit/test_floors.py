@@ -148,6 +148,7 @@ def test_the_ground_floor_and_the_engines_know_no_model(path: Path) -> None:
         "import torchlake",
         "import torchlake.cli",
         "import torchlake; torchlake.Job, torchlake.TorchlakeError, torchlake.errors",
+        "import torchlake; torchlake.predict",
     ],
 )
 def test_importing_loads_nothing_slow(statement: str) -> None:

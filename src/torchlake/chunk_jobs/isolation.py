@@ -13,6 +13,8 @@ import numpy as np
 from torchlake.chunk_jobs.poison_rows import Attempt
 from torchlake.errors import Interrupted, RowErrors, StorageError, ran_out_of_memory
 
+NOTHING = np.zeros(0, dtype=np.int64)
+
 
 def run_isolated(
     rows: np.ndarray,
@@ -20,13 +22,15 @@ def run_isolated(
     errors: dict[int, str],
     attempt: Attempt | None = None,
     *,
+    beside: np.ndarray = NOTHING,
     passed_on: tuple[type[Exception], ...] = (),
     out_of_memory: Callable[[np.ndarray], None] | None = None,
 ) -> None:
     """Call `run` with all `rows` (B,) int64 of a batch; if it raises, with halves of them, down to single rows.
 
     A single row that raises gets its reason in `errors`. Rows that a RowErrors names get theirs, and the others run
-    again. `out_of_memory(rows)` is called when a batch of several rows did not fit. Raises `passed_on` exceptions,
+    again. `beside` (M,) int64 are rows that other threads work on meanwhile: they may be the ones that kill or hang the
+    process. `out_of_memory(rows)` is called when a batch of several rows did not fit. Raises `passed_on` exceptions,
     Interrupted and StorageError as they are.
     """
     not_of_a_row: tuple[type[Exception], ...] = (Interrupted, StorageError, *passed_on)
@@ -34,7 +38,7 @@ def run_isolated(
     while pending:
         batch = pending.pop()
         try:
-            with nullcontext() if attempt is None else attempt.running("score", batch.tolist()):
+            with nullcontext() if attempt is None else attempt.running("score", [*batch.tolist(), *beside.tolist()]):
                 run(batch)
         except not_of_a_row:
             raise

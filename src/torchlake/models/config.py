@@ -1,7 +1,8 @@
 """The configuration of a model folder: architecture, positions, embeddings, padding token.
 
 Weights are not opened. Folders given here have passed `safety.check_folder`. For BERT, RoBERTa, DistilBERT and similar
-encoders config.json is read without transformers, whose import takes longer than scoring a small table.
+encoders, and for ViT, ResNet and similar models, config.json is read without transformers, whose import takes longer
+than scoring a small table.
 """
 
 from collections.abc import Mapping
@@ -55,6 +56,8 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
 }
 "Fields of the encoders' configurations, with the defaults of transformers for fields that config.json lacks."
+IMAGE_MODELS = frozenset({"beit", "convnext", "convnextv2", "deit", "resnet", "swin", "swinv2", "vit"})
+"Types of models for images that keep the names of their classes in config.json."
 DISTILBERT_NAMES = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -106,11 +109,11 @@ class Head(NamedTuple):
 
 
 def read_head(folder: Path) -> Head:
-    """Return the head of the model; an encoder's is read without transformers. Raises DataError."""
+    """Return the head of the model; that of common types is read without transformers. Raises DataError."""
     values = atomic_io.read_json(folder / "config.json")
     names = values.get("id2label", {0: "LABEL_0", 1: "LABEL_1"})
     if (
-        values.get("model_type") in ENCODERS
+        (values.get("model_type") in ENCODERS or values.get("model_type") in IMAGE_MODELS)
         and isinstance(names, dict)
         and not {"num_labels", "_num_labels"} & set(values)
     ):

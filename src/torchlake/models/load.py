@@ -32,7 +32,6 @@ from torchlake.models.tokenizer import (
     max_length,
 )
 from torchlake.models.write import quiet, save_model_folder
-from torchlake.optim.parameters import layers
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +44,6 @@ __all__ = [
     "check_folder",
     "embeddings",
     "from_pretrained",
-    "layers",
     "load_config",
     "load_model",
     "load_pair_tokenizer",

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchlake.errors import ConfigError
 
-if TYPE_CHECKING:  # scoring finds layers too, and does without pydantic
+if TYPE_CHECKING:
     from torchlake.config.sections.model import Freeze
 
 SHOWN = 4

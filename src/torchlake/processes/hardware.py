@@ -19,6 +19,12 @@ def cores() -> int:
     return allowed if quota is None else min(allowed, max(1, math.ceil(quota)))
 
 
+def threads() -> int:
+    """Return the threads of this process: OMP_NUM_THREADS, as in torch, else all cores that it may use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else cores()
+
+
 def available_memory() -> int:
     """Return the bytes available to new processes: the machine's free memory, within the container's limit."""
     available = psutil.virtual_memory().available

@@ -1,6 +1,5 @@
-"""What the exporting runtimes share: requirements, the export's folder, versions, and thread counts."""
+"""What the exporting runtimes share: requirements, the export's folder, and versions."""
 
-import os
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,11 +43,3 @@ def check_cpu(name: str, device: str) -> None:
 def versions(*libraries: str) -> dict[str, str]:
     """Return the versions of these libraries, torch and transformers."""
     return {library: version(library) for library in (*libraries, "torch", "transformers")}
-
-
-def threads() -> int:
-    """Return the threads of a process: OMP_NUM_THREADS, as in torch, else all cores that it may use."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdigit() and int(wanted) > 0:
-        return int(wanted)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,8 @@ from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.models import exports
 from torchlake.models.load import EMBEDS
-from torchlake.runtimes import Forward, _encoder, _encoder_module, _exported
+from torchlake.processes import hardware
+from torchlake.runtimes import Forward, _encoder, _encoder_module
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ def session(path: Path, *, device: str = "cpu") -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = _exported.threads()
+    options.intra_op_num_threads = hardware.threads()
     options.inter_op_num_threads = 1
     # By default waiting threads spin, which takes cores from the job's other processes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from torchlake.runtimes import Forward, _exported
+from torchlake.processes import hardware
+from torchlake.runtimes import Forward
 
 GRAPH = "model.xml"
 WEIGHTS = "model.bin"
@@ -112,7 +113,7 @@ def forward(folder: Path, *, precision: str) -> Forward:
         "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
-        "INFERENCE_NUM_THREADS": _exported.threads(),
+        "INFERENCE_NUM_THREADS": hardware.threads(),
         # Otherwise every process pins itself to the same first core.
         "ENABLE_CPU_PINNING": False,
     }

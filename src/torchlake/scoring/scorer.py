@@ -15,11 +15,11 @@ repeat themselves; that costs a hash per row. Sampled texts are the exception.
 import gc
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from torchlake.data.features import first_equal, joined_outputs
 from torchlake.errors import TaskError, Unavailable
 from torchlake.models import folders
 from torchlake.models.generation import NON_FINITE
+from torchlake.processes import hardware
 from torchlake.runtimes import Forward
 from torchlake.scoring.rows import RowReader, ScoringSettings, Work, runtime_name
 from torchlake.scoring.runtime_choice import REFERENCE
@@ -47,8 +48,22 @@ BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
 # memory of the key-value cache.
 CACHED_TOKENS = {"cpu": 8192, "cuda": 65536}
 MAX_BATCH_ROWS = 1024
+MAX_COLLATING = 8
+"Threads that collate the next batches, each of which is in memory then."
+NO_ROWS = np.zeros(0, dtype=np.int64)
 WORKER_BYTES = 600 << 20
 "Memory of a worker before it loads a model: Python, torch, transformers."
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch of rows, and how to get the model's inputs for it."""
+
+    rows: np.ndarray
+    "(B,) int64, positions in the rows that can be scored."
+    inputs: Callable[[], dict[str, np.ndarray]]
+    beside: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    "(M,) int64, the rows that threads collate meanwhile."
 
 
 @dataclass(kw_only=True)
@@ -125,8 +140,8 @@ class Scorer:
             self._run(work, row[None], found, errors, attempt)
         lengths = work.features.lengths[free] + self._new_tokens
         cuts = length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
-        for batch, collated in self._collated(work, [free[cut] for cut in cuts]):
-            self._run(work, batch, found, errors, attempt, collated)
+        for prepared in self._prepared(work, [free[cut] for cut in cuts]):
+            self._run(work, prepared.rows, found, errors, attempt, prepared)
         if attempt is not None:
             attempt.idle()
         self.distinct += len(alone) + len(free)
@@ -135,21 +150,24 @@ class Scorer:
         same[ready] = first
         return self._assemble(work, work.rows[same], found, errors)
 
-    def _collated(
-        self, work: Work, batches: list[np.ndarray]
-    ) -> Iterator[tuple[np.ndarray, Callable[[], dict[str, np.ndarray]]]]:
-        """Each batch, and a function that returns the model's inputs; a thread makes the next if that takes long."""
+    def _prepared(self, work: Work, batches: list[np.ndarray]) -> Iterator[Prepared]:
+        """Each batch; threads collate the next ones beside the model if that takes the task long."""
         make = partial(self._collate, work)
         if not self.task.collates_ahead:
-            yield from ((batch, partial(make, batch)) for batch in batches)
+            yield from (Prepared(batch, partial(make, batch)) for batch in batches)
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="collate") as thread:
-            ahead = [thread.submit(make, batch) for batch in batches[:1]]
-            for batch, following in zip_longest(batches, batches[1:]):
-                ready = ahead.pop()
-                if following is not None:
-                    ahead.append(thread.submit(make, following))
-                yield batch, ready.result
+        threads = min(hardware.threads(), MAX_COLLATING)
+        with ThreadPoolExecutor(threads, thread_name_prefix="collate") as pool:
+            submitted: deque[Future[dict[str, np.ndarray]]] = deque()
+
+            def inputs(number: int, stop: int) -> dict[str, np.ndarray]:
+                submitted.extend(pool.submit(make, batch) for batch in batches[number + len(submitted) : stop])
+                return submitted.popleft().result()
+
+            for number, batch in enumerate(batches):
+                stop = min(number + 1 + threads, len(batches))
+                beside = [work.rows[each] for each in batches[number + 1 : stop]]
+                yield Prepared(batch, partial(inputs, number, stop), np.concatenate([NO_ROWS, *beside]))
 
     def _collate(self, work: Work, batch: np.ndarray) -> dict[str, np.ndarray]:
         inputs: dict[str, np.ndarray] = self.task.checked_batch(work.features.arrays, batch, self.processor, self.spec)
@@ -172,10 +190,10 @@ class Scorer:
         found: list[tuple[np.ndarray, np.ndarray]],
         errors: dict[int, str],
         attempt: Attempt | None,
-        collated: Callable[[], dict[str, np.ndarray]] | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         """Add the outputs of one batch to `found`, or `errors` of its rows."""
-        ready = collated
+        ready = None if prepared is None else prepared.inputs
 
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
@@ -201,7 +219,13 @@ class Scorer:
             log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
         run_isolated(
-            work.rows[batch], forward, errors, attempt, passed_on=(TaskError, Unavailable), out_of_memory=shrink
+            work.rows[batch],
+            forward,
+            errors,
+            attempt,
+            beside=NO_ROWS if prepared is None else prepared.beside,
+            passed_on=(TaskError, Unavailable),
+            out_of_memory=shrink,
         )
 
     def _assemble(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchlake.checkpoints import format, shards
 from torchlake.checkpoints.shards import Pieces, Tensors
 from torchlake.distributed import Group
-from torchlake.models.load import layers
+from torchlake.optim.parameters import layers
 from torchlake.strategies import _native
 
 TENSOR = "tensor"

@@ -37,31 +37,66 @@ class SharedBatchNorm(nn.BatchNorm2d):
         assert tracked is not None, "checked in set_up"
         if not (self.training and torch.is_grad_enabled()):  # without gradients one rank may be trying the model alone
             return nn.functional.batch_norm(x, mean, variance, self.weight, self.bias, eps=self.eps)
-        wide = x.float()
-        count = wide.new_tensor([wide.numel() / wide.shape[1]])
-        sums = _summed(torch.cat([wide.sum((0, 2, 3)), count]))
-        center, count = sums[:-1] / sums[-1], sums[-1].detach()
-        centered = wide - center[:, None, None]
-        spread = _summed((centered * centered).sum((0, 2, 3))) / count
         with torch.no_grad():
             tracked += 1
-            rate = 1 / float(tracked) if self.momentum is None else self.momentum
+        rate = 1 / float(tracked) if self.momentum is None else self.momentum
+        several = x.numel() > x.shape[1]
+        if several and not (distributed.is_initialized() and distributed.get_world_size() > 1):
+            return nn.functional.batch_norm(x, mean, variance, self.weight, self.bias, True, rate, self.eps)
+        made, center, spread, count = _Shared.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
             mean.lerp_(center.to(mean.dtype), rate)
             variance.lerp_((spread * count / (count - 1).clamp(min=1)).to(variance.dtype), rate)
-        made = centered * torch.rsqrt(spread + self.eps)[:, None, None]
-        if self.affine:
-            made = made * self.weight.float()[:, None, None] + self.bias.float()[:, None, None]
-        return made.to(x.dtype)
+        return made  # type: ignore[no-any-return]
+
+
+class _Shared(torch.autograd.Function):
+    """Batch normalization over all ranks: one small collective forward, one backward (Ioffe and Szegedy 2015)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the normalized (B, C, H, W), and mean (C,), variance (C,) and number of values of each channel."""
+        wide = x.float()
+        spread, center = torch.var_mean(wide, (0, 2, 3), correction=0)
+        center, spread = center.double(), spread.double()  # a difference of squares loses digits
+        count = center.new_tensor([wide.numel() / wide.shape[1]])
+        sums = _summed(torch.cat([center * count, (spread + center * center) * count, count]))
+        center, squares = (sums[:-1] / sums[-1]).chunk(2)
+        spread = (squares - center * center).clamp(min=0)
+        mean, variance = center.float(), spread.float()
+        scale = torch.ones_like(mean) if weight is None else weight.float()
+        shift = None if bias is None else bias.float()
+        ctx.save_for_backward(wide, scale, mean, variance, sums[-1].float())
+        ctx.eps, ctx.types = eps, (x.dtype, None if weight is None else weight.dtype)
+        made = nn.functional.batch_norm(wide, mean, variance, scale, shift, eps=eps)
+        statistics = (mean, variance, sums[-1].float())
+        ctx.mark_non_differentiable(*statistics)
+        return made.to(x.dtype), *statistics
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
+        x, scale, mean, variance, count = ctx.saved_tensors
+        by_x, by_scale, by_shift = torch.ops.aten.native_batch_norm_backward(
+            gradient.float(), x, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
+        all_scale, all_shift = _summed(torch.cat([by_scale, by_shift])).chunk(2)
+        factor = torch.rsqrt(variance + ctx.eps)
+        slope = scale * factor * factor * all_scale / count
+        offset = scale * factor * all_shift / count - slope * mean
+        by_x -= torch.addcmul(offset[:, None, None], x, slope[:, None, None])
+        of_x, of_weight = ctx.types
+        affine = (None, None) if of_weight is None else (by_scale.to(of_weight), by_shift.to(of_weight))
+        return by_x.to(of_x), *affine, None
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, through which gradients flow."""
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return values
-    from torch.distributed.nn.functional import all_reduce
-
-    summed: torch.Tensor = all_reduce(values)
-    return summed
+    """Return the sum over all ranks; it may be in place."""
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        distributed.all_reduce(values)
+    return values
 
 
 def set_up(model: nn.Module, how: str, base: Path, *, check: bool) -> None:

@@ -1,8 +1,8 @@
 """Image classification and regression: an image in; one class, several classes or a number out.
 
 Training stores the files as they are (`_images.py`), after each was decoded once, so that a bad one is found before the
-first step; every epoch decodes them again, in a thread beside the model. Scoring reads the files that paths name in
-that thread too, so a chunk takes the memory of its paths.
+first step; every epoch decodes them again, in threads beside the model. Scoring reads the files that paths name in
+those threads too, so a chunk takes the memory of its paths.
 
 The image processor of the model folder resizes and crops. Its last two steps, pixels to numbers around 0, are one
 multiplication here: the numbers differ from the processor's by rounding.
@@ -121,6 +121,12 @@ class ImageClassification(Task):
         if errors:
             raise RowErrors(errors)
         return {"pixel_values": _processed(images, processor)}
+
+    def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
+        """Return a trained model, its weights in the order in which convolutions are faster (ResNet-50 by a sixth)."""
+        import torch
+
+        return super().load_model(folder, spec, **options).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, its BatchNorm layers as `batch_norm` says."""

@@ -95,9 +95,9 @@ class TrainState:
     batch_size: int
     "Rows of one optimizer step over all ranks."
     collating: ThreadPoolExecutor | None = None
-    "The thread that makes batches ahead."
+    "The threads that make batches ahead."
     collated: dict[Any, Future[Any]] = field(default_factory=dict)
-    "The batches that it makes, by their rows."
+    "The batches that they make, by their rows."
     data_seconds: float = 0.0
     "Time spent on reading and padding rows, so far."
     objective: Objective = UNWEIGHTED
@@ -149,11 +149,11 @@ class TrainState:
         return self._compute(batch, packed=packed), targets, batch
 
     def collate_ahead(self, steps: Sequence[Rows]) -> None:
-        """Begin to make the micro-batches of the next steps in a thread, if that takes the task long."""
+        """Begin to make the micro-batches of the next steps in threads, if that takes the task long."""
         if not self.task.collates_ahead:
             return
         if self.collating is None:
-            self.collating = ThreadPoolExecutor(1, thread_name_prefix="collate")
+            self.collating = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="collate")
         wanted = [(rows, rows.numbers[positions]) for rows in steps for positions in self.micro_batches(rows)[0]]
         self.collated = {_key(*each): self.collating.submit(self._batch, *each) for each in wanted}
 

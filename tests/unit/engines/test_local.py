@@ -46,6 +46,12 @@ def test_thread_counts_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert environment.local_environment(2, None)["OMP_NUM_THREADS"] == "7"
 
 
+@pytest.mark.parametrize(("value", "expected"), [("3", 3), ("", hardware.cores()), ("0", hardware.cores())])
+def test_threads_are_those_of_the_environment(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert hardware.threads() == expected
+
+
 def test_a_worker_does_not_take_itself_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

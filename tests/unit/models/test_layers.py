@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import families
-from torchlake.models import load
+from torchlake.optim import parameters
 from torchlake.training.model import lora
 
 QUICK = ("albert", "bart", "bert", "funnel", "gpt2", "jamba", "mt5", "xlnet", "xmod")
@@ -20,7 +20,7 @@ CLASSIFIERS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slo
 def shape_of(name: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = transformers.AutoModelForSequenceClassification.from_config(
-            families.config_of(name, vocab_size=200)
+            families.config_of(name, vocab_size=200, pad_token_id=0)
         )
     return model
 
@@ -36,7 +36,7 @@ def numbered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_every_layer_of_every_list_is_found_once(name: str) -> None:
     model = shape_of(name)
-    layers = load.layers(model)
+    layers = parameters.layers(model)
     held = [id(module) for layer in layers for module in layer.modules() if any(True for _ in module.parameters())]
     assert len(held) == len(set(held)), "a layer inside another one"
     assert not any(isinstance(layer, nn.ModuleList) for layer in layers), "a list is never called"

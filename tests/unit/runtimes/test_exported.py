@@ -171,12 +171,6 @@ def test_nobody_is_told_that_openvino_is_used(exported: Path, tmp_path: Path) ->
     assert not list(tmp_path.rglob("*openvino*"))
 
 
-@pytest.mark.parametrize(("value", "expected"), [("3", 3), ("", len(os.sched_getaffinity(0)))])
-def test_threads_are_those_of_the_environment(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert _exported.threads() == expected
-
-
 def test_a_graph_that_answers_otherwise_is_refused(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = _onnx_export.forward
 

@@ -1,6 +1,8 @@
 """predict over stored tables, with real worker processes: every format, keys, resuming, verification."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ ROWS = 40
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     return tiny.build_model(folder / "model", encoder=tiny.build_encoder(folder / "encoder"))
+
+
+def test_the_process_that_starts_a_job_loads_no_torch(model: Path, tmp_path: Path) -> None:
+    """Its import takes longer than scoring a small table."""
+    pq.write_table(tiny.reviews(20), tmp_path / "in.parquet")
+    code = (
+        "import sys, torchlake as tl\nscored = tl.predict(*sys.argv[1:], engine=tl.Local(processes=1))\n"
+        "print(scored.rows_out, sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    given = [str(model), str(tmp_path / "in.parquet"), str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True)
+    assert done.stdout == "20 []\n"
 
 
 def test_every_format_gives_the_same_answers(model: Path, tmp_path: Path) -> None:

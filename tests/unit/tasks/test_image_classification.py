@@ -201,6 +201,32 @@ def test_shared_statistics_are_those_of_batch_norm() -> None:
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
 
 
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_formula_over_ranks_is_that_of_batch_norm(mean: float, affine: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 5, 6, generator=random) + mean
+    weights = [torch.rand(3, generator=random) if affine else None for _ in range(2)]
+    made, gradients = [], []
+    for batch_norm in (_batch_norm._Shared.apply, torch.nn.functional.batch_norm):
+        given = [None if each is None else each.clone().requires_grad_() for each in (x, *weights)]
+        if batch_norm is torch.nn.functional.batch_norm:
+            y = batch_norm(given[0], None, None, *given[1:], training=True, eps=1e-5)
+        else:
+            y, center, spread, count = batch_norm(*given, 1e-5)
+        made.append(y)
+        (y**3).sum().backward()
+        gradients.append([each.grad for each in given if each is not None])
+    close = {"rtol": 1e-3, "atol": 1e-3} if mean else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(*made, **close)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, **close)
+    variance, center_expected = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    torch.testing.assert_close(center.double(), center_expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(spread.double(), variance, rtol=1e-5, atol=1e-5)
+    assert int(count) == 120
+
+
 def test_bad_images_stop_a_training_or_are_dropped(tmp_path: Path) -> None:
     case = task_cases.CASES["image_classification"]
     sections = case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=2)

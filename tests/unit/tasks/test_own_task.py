@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import own_task
+import scoring_runs
 import task_cases
 import torchlake as tl
 import training_runs as runs
@@ -128,6 +129,26 @@ def test_evaluate_and_load_take_the_task(trained: Path) -> None:
         classify([{"text": "a good film"}])
     with pytest.raises(UsageError, match="give mappings with the keys text, stars, helpful"):
         classify("a good film")
+
+
+def test_a_row_that_kills_a_thread_ahead_of_the_model_is_found_at_its_second_death(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = CASE.table(200)
+    texts = [text.replace(own_task.KILLER, "bad") for text in table["text"].to_pylist()]
+    harmless = table.set_column(table.column_names.index("text"), "text", [texts])
+    texts[100] = f"a {own_task.KILLER} film"
+    pq.write_table(harmless.set_column(table.column_names.index("text"), "text", [texts]), tmp_path / "in.parquet")
+    monkeypatch.setenv("KILLED", str(tmp_path / "killed"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    options = {"task": own_task.KillsCollating(), "batch_tokens": 64, "key": "id", "engine": tl.Local(processes=1)}
+    scored = tl.predict(trained / "model", tmp_path / "in.parquet", tmp_path / "out", **options)
+    assert (scored.rows_out, scored.rows_failed) == (200, 1)
+    assert scoring_runs.errors(tmp_path / "out") == {100: "killed_process: twice"}
+    assert (tmp_path / "killed").read_text().splitlines() == ["killed"] * 2
+    expected = tl.predict(trained / "model", harmless, prefix="p_", task=CASE.task)["p_label"].to_pylist()
+    expected[100] = None
+    assert pq.read_table(tmp_path / "out").sort_by("id")["label"].to_pylist() == expected
 
 
 def test_plan_counts_its_module(tmp_path: Path, tiny_bert: Path, trained: Path) -> None:

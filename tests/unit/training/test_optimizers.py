@@ -18,10 +18,9 @@ import training_runs as runs
 from sweeps import sweep
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, MissingExtra
-from torchlake.models.load import layers
 from torchlake.optim import optimizers
 from torchlake.optim.optimizers import check_installed, make_optimizer, set_learning_rate, trainable_names
-from torchlake.optim.parameters import depths, layer_scales
+from torchlake.optim.parameters import depths, layer_scales, layers
 from torchlake.optim.schedule import check, learning_rate, phases
 from torchlake.tasks._pretrained import base_model
 

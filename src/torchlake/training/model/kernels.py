@@ -20,7 +20,7 @@ from transformers import masking_utils
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError, UsageError
 from torchlake.models import probes
-from torchlake.models.load import layers
+from torchlake.optim.parameters import layers
 from torchlake.optim.precision import find_precision
 
 log = logging.getLogger(__name__)

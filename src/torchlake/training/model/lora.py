@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlake.config.sections.strategies import LoraOptions
 from torchlake.errors import ConfigError, MissingExtra
-from torchlake.models.load import layers
-from torchlake.optim.parameters import head_modules
+from torchlake.optim.parameters import head_modules, layers
 
 if TYPE_CHECKING:
     import torch

@@ -28,9 +28,9 @@ from torchlake.distributed import Group
 from torchlake.errors import UsageError, ran_out_of_memory
 from torchlake.models import probes
 from torchlake.models.folders import base_folder
-from torchlake.models.load import TaskSpec, layers
+from torchlake.models.load import TaskSpec
 from torchlake.optim.optimizers import make_optimizer, trainable_names
-from torchlake.optim.parameters import freeze, layer_scales
+from torchlake.optim.parameters import freeze, layer_scales, layers
 from torchlake.optim.precision import find_precision
 from torchlake.runs.speed import measure
 from torchlake.tasks import Task
