@@ -3,6 +3,9 @@
 torch uses MKL, which is limited to AVX2 on CPUs of other makers than Intel. On AMD's CPUs with AVX-512 oneDNN was
 measured at 1.07 to 2.2 times its speed, and it fuses what follows a product (the bias, GELU, the residual). The choice
 depends on the maker and is not timed, so that a retry makes the same one.
+
+oneDNN compiles a kernel for each number of rows, in milliseconds, and keeps the last thousand, each with memory of the
+size of the weights. So x gets rows of zeros up to a multiple of `STEP`: a copy of x, but a few kernels in all.
 """
 
 from functools import cache
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
     from torchlake.runtimes._encoder import Linear
     from torchlake.runtimes._ragged import Multiply
+
+STEP = 32
+"Numbers of rows that a product is compiled for are multiples of it."
 
 
 @cache
@@ -36,8 +42,9 @@ def product(
     """Return activation(x weight^T + bias) by oneDNN; x (..., I), weight (O, I); `activation`: none, relu, gelu."""
     import torch
 
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "none")
-    return result
+    rows = padded_rows(x)
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, activation, [], "none")
+    return result[: x[..., 0].numel()].view(*x.shape[:-1], -1)
 
 
 def product_and_sum(
@@ -46,8 +53,18 @@ def product_and_sum(
     """Return residual + x weight^T + bias by oneDNN."""
     import torch
 
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
-    return result
+    both = padded_rows(x), padded_rows(residual)
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(*both, weight, bias, "add")
+    return result[: x[..., 0].numel()].view(*x.shape[:-1], -1)
+
+
+def padded_rows(x: "torch.Tensor") -> "torch.Tensor":
+    """Return x (..., I) as rows (R, I), with rows of zeros up to a multiple of `STEP`."""
+    import torch
+
+    rows = x.reshape(-1, x.shape[-1])
+    missing = -len(rows) % STEP
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def linear(layer: "Linear", activation: str = "none") -> "Multiply":

@@ -3,7 +3,8 @@
     x (T, I) bf16 -> product summed in fp32, fused with bias, GELU or the residual -> bf16
 
 It needs no calibration and no export. Probabilities differ from fp32's in the third decimal, as on a GPU. Each process
-copies the weights into the layout of the product: half the size of the fp32 model.
+copies the weights into the layout of the product: half the size of the fp32 model. Attention's kernels, one for each
+number and length of rows, take up to 1 GB in a process that scores rows of many lengths.
 """
 
 from pathlib import Path

@@ -15,7 +15,7 @@ from pathlib import Path
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
 from torchlake.processes import hardware
-from torchlake.runtimes import Forward, _encoder, _packed, _ragged
+from torchlake.runtimes import Forward, _encoder, _packed, _products, _ragged
 
 TOLERANCE = 0.05
 tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
@@ -80,8 +80,20 @@ def _linear(layer: _encoder.Linear, *, shift: float | None = None) -> _ragged.Mu
         rounded = (x * scale.reciprocal()).add_(zero_point + 0.5).to(torch.int16).to(torch.uint8)
         # With scales of 1 the token's own scale is applied below, together with the bias.
         product: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            rounded, 1.0, zero_point, packed, weight_scale, no_zero_points, None, 1.0, 0, torch.float32, "none", [], ""
-        )
+            _products.padded_rows(rounded),
+            1.0,
+            zero_point,
+            packed,
+            weight_scale,
+            no_zero_points,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )[: len(x)]
         return torch.addcmul(bias if residual is None else residual + bias, product, scale, out=product)
 
     return multiply

@@ -14,7 +14,7 @@ from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.models import load
 from torchlake.processes import hardware
-from torchlake.runtimes import _encoder, _ragged, bf16, compiled, int8, varlen
+from torchlake.runtimes import _encoder, _products, _ragged, bf16, compiled, int8, varlen
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -140,3 +140,18 @@ def test_compiling_needs_a_compiler(tiny_model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(compiled, "find_spec", lambda name: None)
     assert "C++ compiler" in (compiled.refusal(tiny_model) or "")
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch was built without oneDNN")
+@pytest.mark.parametrize("shape", [(1,), (31,), (32,), (33,), (3, 7), (4, 8), (1, 1)], ids=str)
+def test_products_are_compiled_for_few_numbers_of_rows(shape: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, 24, generator=random)
+    weight, bias = torch.randn(16, 24, generator=random), torch.randn(16, generator=random)
+    assert len(_products.padded_rows(x)) % _products.STEP == 0
+    expected = torch.nn.functional.linear(x, weight, bias)
+    found = _products.product(x, weight, bias, activation="gelu")
+    torch.testing.assert_close(found, torch.nn.functional.gelu(expected), atol=1e-5, rtol=1e-5)
+    residual = torch.randn(*shape, 16, generator=random)
+    found = _products.product_and_sum(x, weight, bias, residual)
+    torch.testing.assert_close(found, expected + residual, atol=1e-5, rtol=1e-5)
