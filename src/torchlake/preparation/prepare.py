@@ -23,7 +23,7 @@ from torchlake import atomic_io, plugins
 from torchlake.chunk_jobs.poison_rows import Attempt, read_chunk
 from torchlake.config.task_spec import TaskSpec, spec_to_json
 from torchlake.data.batching import Ragged
-from torchlake.data.features import INPUT_IDS, Features, to_arrow
+from torchlake.data.features import Features, to_arrow
 from torchlake.engines import Engine
 from torchlake.errors import DataError, UsageError
 from torchlake.models import folders, load
@@ -172,9 +172,10 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
             rows = make_examples(task, processor, table, unreadable, spec, bad_rows=settings.bad_rows)
         except DataError as error:
             raise DataError(f"{chunk.file}, {chunk.where}: {error}") from error
-        ids = rows.features.arrays.get(INPUT_IDS)
-        if isinstance(ids, Ragged):
-            _refuse_unknown_tokens(chunk, ids, embeddings, processor)
+        for name in task.token_arrays:
+            ids = rows.features.arrays.get(name)
+            if isinstance(ids, Ragged):
+                _refuse_unknown_tokens(chunk, ids, embeddings, processor)
         return rows.to_table(len(table), schema.remove(0))
 
     def prepared(chunk: Chunk, attempt: Attempt) -> pa.Table:

@@ -170,12 +170,13 @@ class RowReader:
 
     def _find_unfit(self, rows: np.ndarray, made: Features, errors: dict[int, str]) -> None:
         """Add errors for rows that the model has no embedding or no room for."""
+        for name in self.task.token_arrays:
+            tokens = made.arrays.get(name)
+            if isinstance(tokens, Ragged):
+                for row, reason in beyond_embeddings(tokens, self.embeddings, self.processor).items():
+                    errors[int(rows[row])] = f"unknown_token: {reason}"
         tokens = made.arrays.get(INPUT_IDS)
-        if not isinstance(tokens, Ragged):
-            return
-        for row, reason in beyond_embeddings(tokens, self.embeddings, self.processor).items():
-            errors[int(rows[row])] = f"unknown_token: {reason}"
-        if self.max_prompt is not None:
+        if self.max_prompt is not None and isinstance(tokens, Ragged):
             for row in np.flatnonzero(tokens.lengths > self.max_prompt).tolist():
                 reason = f"prompt_too_long: {tokens.lengths[row]} tokens, and there is room for {self.max_prompt}"
                 errors[int(rows[row])] = f"{reason} before the new ones; lower max_new_tokens or shorten it"

@@ -115,8 +115,10 @@ class Task:
     "Whether `metrics` are computed from outputs; False: only from the loss, and a validation keeps no outputs."
     options: Mapping[str, Any] = {}
     "Its own options (`model.task_options`, `predict(task_options=)`) with their defaults, as values of JSON."
+    token_arrays: Sequence[str] = (INPUT_IDS,)
+    "Arrays of token ids; a row with an id that the model has no embedding for is an error."
     collates_ahead: bool = False
-    "Whether `collate` takes long (decoding images): then a thread does it while the model computes."
+    "Whether `collate` takes long (decoding images): then threads do it while the model computes."
     chunk_rows: int | None = None
     "Most rows of a chunk by default, if rows take longer, or more memory, than their columns show; None: no limit."
     forward_options: Mapping[str, Any] = {}

@@ -72,6 +72,7 @@ class FeatureExtraction(Task):
     problems = {"all": "feature_extraction"}
     hub_task = "sentence-similarity"
     couples_rows = True
+    token_arrays = (INPUT_IDS, *(ids for ids, _ in FURTHER.values()))
     default_metric = {"feature_extraction": "mrr_at_10", "regression": "spearman"}
     directions: Mapping[str, Direction] = {
         "loss": "lower",

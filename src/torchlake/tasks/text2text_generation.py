@@ -39,6 +39,7 @@ class Text2textGeneration(Task):
     hub_task = "text2text-generation"
     options = {"prefix": "", "max_target_tokens": 128}
     generates = True
+    token_arrays = (INPUT_IDS, DECODER_IDS)
     measures_outputs = False
     forward_options = {"use_cache": False}
     default_metric = {"text": "perplexity"}

@@ -9,8 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import reading_crashes
+import task_cases
 import tiny
 import torchlake as tl
+import training_runs as runs
 from sweeps import sweep
 from torchlake.errors import DataError
 from torchlake.models import load
@@ -143,3 +145,21 @@ def test_a_token_without_an_embedding_is_refused_where_it_is_used(encoder: Path,
     model = tiny.build_model(tmp_path / "model", encoder=folder)
     scored = tl.predict(model, pa.table({"text": texts[-2:]}), engine=tiny.Here())
     assert [error and error.partition(":")[0] for error in scored["error"].to_pylist()] == [None, "unknown_token"]
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("embeddings_of_triplets", "other"), ("text2text_generation", "summary")], ids=str
+)
+def test_a_token_without_an_embedding_is_refused_in_every_text_of_a_row(tmp_path: Path, name: str, column: str) -> None:
+    case = task_cases.CASES[name]
+    folder = case.build(tmp_path / "base")
+    tokenizer = load.load_tokenizer(folder)
+    tokenizer.add_tokens(["superfilm"])
+    tokenizer.save_pretrained(folder)
+    sections = case.sections(tmp_path, folder, max_steps=1)
+    table = pq.read_table(sections["data"]["train"])
+    texts = [*table[column].to_pylist()[:-1], "a superfilm"]
+    pq.write_table(table.set_column(table.column_names.index(column), column, [texts]), sections["data"]["train"])
+    refused = runs.attempt(tmp_path / "run", sections)
+    assert refused.exit_code == DataError.exit_code
+    assert "'superfilm' has the id" in refused.error
