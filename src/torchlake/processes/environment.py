@@ -89,8 +89,12 @@ def local_environment(
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """Return the thread counts of a child with `threads` cores; counts that the user set in the environment win."""
-    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
+    """Return the thread counts of a child with `threads` cores; counts that the user set in the environment win.
+
+    OMP_NUM_THREADS is MKL's count too: torch takes the one of MKL, if that is set.
+    """
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
+    counts["MKL_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
     counts["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     return {name: os.environ.get(name, value) for name, value in counts.items()}
 

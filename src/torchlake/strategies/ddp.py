@@ -5,6 +5,7 @@ buckets of `train.ddp.bucket_mib`. `train.ddp.compress` sends them in 16 bits, w
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -44,12 +45,14 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model under DistributedDataParallel; needs a process group.
 
-    DDP itself broadcasts no buffers: ranks start with the same, and they hold no statistics in the supported models.
+    DDP itself broadcasts no buffers: ranks start with the same, and statistics of batches are those of all ranks.
     Gradients live in the communication buckets, which saves a copy.
     """
     if receives(train, group):
         _weights.broadcast(model, group)
     nn.Module.to(model, group.device)
+    # The gradient of a convolution may have other strides than its bucket, into which it is copied.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
     # torch 2.13 renamed the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -294,6 +294,9 @@ class Task:
         """Return `couples_rows`, which may depend on the problem."""
         return self.couples_rows
 
+    def before_forward(self, rows: int) -> None:
+        """Called in training before a forward pass of a rank's `rows`; with 0 it computes a row that does not count."""
+
     def divisor(self, targets: Array, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
         """Return the divisor of the loss summed over all ranks, whose rows have these targets."""
         if isinstance(targets, Ragged):

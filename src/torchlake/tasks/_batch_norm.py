@@ -17,6 +17,9 @@ from torch import distributed, nn
 
 from torchlake.errors import ConfigError
 
+counts = True
+"Whether the rows that this process computes count in the statistics; set before each forward pass."
+
 
 class FrozenBatchNorm(nn.BatchNorm2d):
     """A BatchNorm that is always in evaluation mode."""
@@ -61,7 +64,7 @@ class _Shared(torch.autograd.Function):
         wide = x.float()
         spread, center = torch.var_mean(wide, (0, 2, 3), correction=0)
         center, spread = center.double(), spread.double()  # a difference of squares loses digits
-        count = center.new_tensor([wide.numel() / wide.shape[1]])
+        count = center.new_tensor([counts * wide.numel() / wide.shape[1]])
         sums = _summed(torch.cat([center * count, (spread + center * center) * count, count]))
         center, squares = (sums[:-1] / sums[-1]).chunk(2)
         spread = (squares - center * center).clamp(min=0)
@@ -69,7 +72,7 @@ class _Shared(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight.float()
         shift = None if bias is None else bias.float()
         ctx.save_for_backward(wide, scale, mean, variance, sums[-1].float())
-        ctx.eps, ctx.types = eps, (x.dtype, None if weight is None else weight.dtype)
+        ctx.eps, ctx.counts, ctx.types = eps, counts, (x.dtype, None if weight is None else weight.dtype)
         made = nn.functional.batch_norm(wide, mean, variance, scale, shift, eps=eps)
         statistics = (mean, variance, sums[-1].float())
         ctx.mark_non_differentiable(*statistics)
@@ -83,10 +86,11 @@ class _Shared(torch.autograd.Function):
             gradient.float(), x, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
         all_scale, all_shift = _summed(torch.cat([by_scale, by_shift])).chunk(2)
-        factor = torch.rsqrt(variance + ctx.eps)
-        slope = scale * factor * factor * all_scale / count
-        offset = scale * factor * all_shift / count - slope * mean
-        by_x -= torch.addcmul(offset[:, None, None], x, slope[:, None, None])
+        if ctx.counts:
+            factor = torch.rsqrt(variance + ctx.eps)
+            slope = scale * factor * factor * all_scale / count
+            offset = scale * factor * all_shift / count - slope * mean
+            by_x -= torch.addcmul(offset[:, None, None], x, slope[:, None, None])
         of_x, of_weight = ctx.types
         affine = (None, None) if of_weight is None else (by_scale.to(of_weight), by_shift.to(of_weight))
         return by_x.to(of_x), *affine, None

@@ -137,6 +137,12 @@ class ImageClassification(Task):
         _batch_norm.set_up(model, spec.options["batch_norm"], base, check=not empty)
         return model
 
+    def before_forward(self, rows: int) -> None:
+        """Leave the row that stands for no rows out of the statistics of batches."""
+        from torchlake.tasks import _batch_norm
+
+        _batch_norm.counts = rows > 0
+
 
 def _features(files: Ragged, by_path: np.ndarray, errors: dict[int, str], processor: Any) -> Features:
     costs = np.full(len(files), max(1, _pixels_of(processor) // PATCH), dtype=np.int64)

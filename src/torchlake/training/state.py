@@ -146,6 +146,7 @@ class TrainState:
         began = time.perf_counter()
         batch, targets, packed = self._ready_batch(rows, rows.numbers[positions])
         self.data_seconds += time.perf_counter() - began
+        self.task.before_forward(len(positions))
         return self._compute(batch, packed=packed), targets, batch
 
     def collate_ahead(self, steps: Sequence[Rows]) -> None:

@@ -42,8 +42,13 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_thread_counts_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment.local_environment(2, None)["OMP_NUM_THREADS"] == "7"
+    made = environment.local_environment(2, None)
+    assert (made["OMP_NUM_THREADS"], made["MKL_NUM_THREADS"]) == ("7", "7")
+    monkeypatch.setenv("MKL_NUM_THREADS", "5")
+    made = environment.local_environment(2, None)
+    assert (made["OMP_NUM_THREADS"], made["MKL_NUM_THREADS"]) == ("7", "5")
 
 
 @pytest.mark.parametrize(("value", "expected"), [("3", 3), ("", hardware.cores()), ("0", hardware.cores())])

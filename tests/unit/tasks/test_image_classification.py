@@ -19,6 +19,7 @@ import task_cases
 import tiny
 import torchlake as tl
 import training_runs as runs
+from golden_losses import BETWEEN_STRATEGIES
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import ConfigError, DataError, TableError, UsageError
 from torchlake.tasks import _batch_norm, _images
@@ -225,6 +226,15 @@ def test_the_formula_over_ranks_is_that_of_batch_norm(mean: float, affine: bool)
     torch.testing.assert_close(center.double(), center_expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(spread.double(), variance, rtol=1e-5, atol=1e-5)
     assert int(count) == 120
+
+
+def test_a_rank_without_rows_changes_no_statistics(tmp_path: Path) -> None:
+    """Each batch has one row, so the second rank has none."""
+    case = task_cases.CASES["image_batch_norm"]
+    sections = case.sections(tmp_path, case.build(tmp_path / "base"), max_steps=6, batch_size=1)
+    for ranks in (1, 2):
+        runs.succeed(tmp_path / str(ranks), sections, ranks=ranks)
+    assert runs.losses(tmp_path / "2") == pytest.approx(runs.losses(tmp_path / "1"), abs=BETWEEN_STRATEGIES)
 
 
 def test_bad_images_stop_a_training_or_are_dropped(tmp_path: Path) -> None:
