@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 
 import task_cases
 import torchlake as tl
@@ -16,6 +17,7 @@ from golden_losses import BETWEEN_STRATEGIES, check
 from sweeps import sweep
 from task_cases import CASES, Case
 from torchlake import plugins
+from torchlake.errors import DataError
 
 QUICK = {"text_and_numbers"}
 "It goes through more of the code than the others."
@@ -88,6 +90,21 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, case: Ca
     runs.succeed(tmp_path / "run", sections, task=case.task)
     assert runs.losses(tmp_path / "run") == runs.losses(trained)
     assert runs.weights_sha256(tmp_path / "run") == runs.weights_sha256(trained)
+
+
+@pytest.mark.usefixtures("trains")
+def test_plan_counts_the_parameters_or_says_why_not(
+    tmp_path: Path, name: str, case: Case, base: Path, trained: Path
+) -> None:
+    options = {"flops": 1e12} | ({} if case.task is None else {"task": case.task})
+    if name in ("image_augmented", "image_batch_norm"):
+        with pytest.raises(DataError, match="the layers of ResNetForImageClassification differ"):
+            tl.plan(**options, **case.sections(tmp_path, base))
+        return
+    planned = tl.plan(**options, **case.sections(tmp_path, base))
+    files = (trained / "model").rglob("model.safetensors")
+    assert planned.parameters.total == sum(each.numel() for file in files for each in load_file(file).values())
+    assert planned.tokens.mean > 0
 
 
 def test_a_bad_row_costs_itself_alone(tmp_path: Path, case: Case, trained: Path) -> None:

@@ -134,6 +134,15 @@ def positions(folder: Path) -> int | None:
     return limit - (config["pad_token_id"] or 0) - 1 if config["model_type"] in POSITIONS_AFTER_PADDING else limit
 
 
+def image_tokens(folder: Path) -> int | None:
+    """Return how many tokens ViT and similar models make of an image, by patches; None for other models."""
+    values = atomic_io.read_json(folder / "config.json")
+    image, patch = values.get("image_size"), values.get("patch_size")
+    if not (isinstance(image, int) and isinstance(patch, int) and 0 < patch <= image):
+        return None
+    return (image // patch) ** 2 + 1
+
+
 def embeddings(folder: Path) -> int | None:
     """Return how many tokens the model has embeddings for; None if its configuration does not contain the number."""
     file = folder / "config.json"

@@ -172,6 +172,7 @@ def plan(
     context = _Context(job=wanted, case=case, cluster=cluster, steps=steps, memory=memory, here=limit is None)
     found = _strategies(context, ranks)
     best = _fastest(found)
+    most = table.spec.max_length or int(table.lengths.max())  # images have no limit
     return Plan(
         rows=table.rows,
         sampled=table.sampled,
@@ -181,9 +182,7 @@ def plan(
         batch_size=wanted.train.batch_size,
         steps=steps,
         tokens=_tokens(table, rows, case.longest if table.blocks is None else _longest_text(table, rows)),
-        padding=workload.padding(
-            case, np.minimum(table.lengths, table.spec.max_length), ranks=ranks, max_length=table.spec.max_length
-        ),
+        padding=workload.padding(case, np.minimum(table.lengths, most), ranks=ranks, max_length=most),
         shape=case.shape,
         parameters=case.parameters,
         setting=case.setting,

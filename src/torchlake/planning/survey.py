@@ -26,6 +26,7 @@ from torchlake.data.bins import pack_whole
 from torchlake.data.features import INPUT_IDS
 from torchlake.data.packing import pack
 from torchlake.errors import DataError
+from torchlake.models.config import image_tokens
 from torchlake.models.load import check_folder, load_config
 from torchlake.optim.parameters import body_name, freeze, untrained_layers
 from torchlake.planning.costs import Parameters, Shape
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 ONCE_PER_ROW = frozenset({"AutoModel", "AutoModelForSequenceClassification", "AutoModelForImageClassification"})
 "Auto classes with one output per row instead of per token."
+WRITERS = frozenset({"AutoModelForCausalLM", "AutoModelForSeq2SeqLM"})
+"Auto classes whose outputs are the words of the vocabulary instead of labels."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,7 @@ def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
         if not _has_usable_row(pool, task, drafted):
             raise _no_usable_row(table.source, len(pool), drafted)
         found = _find_labels(job, pool, plan.chunks, whole=len(pool) == plan.rows, source=table.source)
+        found = task.name_labels(found, drafted)
     spec = complete_spec(drafted, found, max_length=task.max_length(base, job.model.max_length))
     spec = task.complete(spec, base)
     processor = task.load_processor(base, spec, scoring=False)
@@ -97,13 +101,14 @@ def survey_table(job: Job, base: Path | None, rows: int) -> TableSurvey:
     if not len(features):
         raise _no_usable_row(table.source, len(pool), drafted)
     tokens = features.arrays.get(INPUT_IDS)
+    patches = None if base is None or spec.max_length else image_tokens(base)
     return TableSurvey(
         rows=plan.rows,
         sampled=len(pool),
         unusable=len(pool) - len(features),
         truncated=int((features.cut > 0).sum()),
         cut=int(features.cut.sum()),
-        lengths=features.lengths,
+        lengths=features.lengths if patches is None else np.full(len(features), patches, np.int64),
         blocks=_block_lengths(tokens, spec) if task.packs and isinstance(tokens, Ragged) else None,
         spec=spec,
     )
@@ -148,10 +153,16 @@ def survey_model(job: Job, base: Path | None, spec: TaskSpec) -> tuple[Shape, Pa
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise DataError(f"{base}: {type(model).__name__} has no repeated layers; plan knows transformers only.")
+    if not all(isinstance(getattr(config, name, None), int) for name in ("hidden_size", "num_attention_heads")):
+        raise DataError(
+            f"{base}: the layers of {type(model).__name__} differ; plan knows transformers of equal layers."
+        )
     layers = max(lists, key=_numbers)
     times = getattr(config, "num_hidden_layers", None) or len(layers)
-    shape = _shape(config, max(layers, key=_numbers), times, per_token)
-    shape = replace(shape, output_trained=not per_token or job.model.lora is None)
+    writes = plugins.load("tasks", spec.task).auto_class in WRITERS
+    outputs = config.vocab_size if writes else config.num_labels
+    shape = _shape(config, max(layers, key=_numbers), times, outputs, per_token)
+    shape = replace(shape, output_trained=not writes or job.model.lora is None)
     parameters = _parameters(model, layers, times / len(layers))
     if job.model.lora is not None:
         return shape, _with_lora(parameters, model, layers, job.model.lora)
@@ -185,13 +196,13 @@ def _empty_model(base: Path | None, spec: TaskSpec) -> "tuple[nn.Module, Any, bo
     if type(config) not in auto._model_mapping:
         raise DataError(f"{base}: the architecture {config.model_type!r} has no head for {spec.task} in transformers.")
     per_token = auto.__name__ not in ONCE_PER_ROW
-    if not per_token:
+    if auto.__name__ not in WRITERS:
         config.num_labels = max(1, len(spec.labels))
     with torch.device("meta"):
         return auto.from_config(config, trust_remote_code=False), config, per_token
 
 
-def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Shape:
+def _shape(config: Any, layer: "nn.Module", layers: int, outputs: int, per_token: bool) -> Shape:
     """Read the widths from the linear layers, because configurations use many names for them."""
     from torch import nn
 
@@ -225,7 +236,7 @@ def _shape(config: Any, layer: "nn.Module", layers: int, per_token: bool) -> Sha
         dropouts=len(dropouts),
         attention_dropout=attention_dropout > 0,
         fused=config._attn_implementation in ("sdpa", None),
-        outputs=config.vocab_size if per_token else config.num_labels,
+        outputs=outputs,
         output_per_token=per_token,
     )
 
