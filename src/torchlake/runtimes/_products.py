@@ -44,7 +44,7 @@ def product(
 
     rows = padded_rows(x)
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, activation, [], "none")
-    return result[: x[..., 0].numel()].view(*x.shape[:-1], -1)
+    return result[: x[..., 0].numel()].view(*x.shape[:-1], result.shape[-1])
 
 
 def product_and_sum(
@@ -55,7 +55,7 @@ def product_and_sum(
 
     both = padded_rows(x), padded_rows(residual)
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(*both, weight, bias, "add")
-    return result[: x[..., 0].numel()].view(*x.shape[:-1], -1)
+    return result[: x[..., 0].numel()].view(*x.shape[:-1], result.shape[-1])
 
 
 def padded_rows(x: "torch.Tensor") -> "torch.Tensor":

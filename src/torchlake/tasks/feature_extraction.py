@@ -56,6 +56,10 @@ class TextReader:
             raise AttributeError(name)
         return getattr(self.tokenizer, name)
 
+    def __len__(self) -> int:
+        """Return the number of tokens that there are."""
+        return len(self.tokenizer)
+
     def prepare(self, text: str) -> str:
         """Return the text that is tokenized."""
         text = self.how.prompt + text

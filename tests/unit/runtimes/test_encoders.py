@@ -143,7 +143,7 @@ def test_compiling_needs_a_compiler(tiny_model: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch was built without oneDNN")
-@pytest.mark.parametrize("shape", [(1,), (31,), (32,), (33,), (3, 7), (4, 8), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (1,), (31,), (32,), (33,), (3, 7), (4, 8), (1, 1), (0, 5)], ids=str)
 def test_products_are_compiled_for_few_numbers_of_rows(shape: tuple[int, ...]) -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, 24, generator=random)
