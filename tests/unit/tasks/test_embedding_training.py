@@ -1,5 +1,6 @@
 """Embeddings that learn from pairs: the losses of sentence-transformers, folders that it loads, and what is found."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -48,6 +49,42 @@ def test_the_ranking_loss_is_that_of_sentence_transformers() -> None:
     assert torch.allclose(
         _contrastive.similarity_loss(outputs[:, :2], wanted) / 5, torch.nn.functional.mse_loss(cosine, wanted)
     )
+
+
+@pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
+@pytest.mark.filterwarnings("default")
+def test_steps_are_those_of_sentence_transformers(tmp_path: Path) -> None:
+    """Losses and gradient norms of its loss under AdamW; here in micro-batches of a few rows."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+    base, steps = tiny.build_embedder(tmp_path / "base"), 4
+    config = json.loads((base / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (base / "config.json").write_text(json.dumps(config))
+    sections = TRIPLETS.sections(tmp_path, base, max_steps=steps, epochs=steps, batch_size=32, warmup=0.0)
+    sections["train"] |= {"micro_batch_tokens": 200, "weight_decay": 0.0}
+    sections["data"]["validation"] = None
+    table = pq.read_table(sections["data"]["train"]).slice(0, 32)
+    pq.write_table(table, sections["data"]["train"])
+    runs.succeed(tmp_path / "run", sections)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["loss"], line["grad_norm"]) for line in lines if "grad_norm" in line]
+
+    model = SentenceTransformer(str(base), device="cpu").train()
+    loss_of = MultipleNegativesRankingLoss(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+    expected = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = sections["train"]["learning_rate"] * (steps - step) / steps
+        texts = [model.preprocess(table[name].to_pylist()) for name in ("query", "passage", "other")]
+        loss = loss_of(texts, None)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected.append((loss.item(), norm.item()))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_what_is_found_is_what_sorting_finds() -> None:
