@@ -137,7 +137,8 @@ def test_the_activations_are_those_that_autograd_keeps(
     torch.manual_seed(0)
     model = classes[kind](config).train()
     layers = model.base_model.encoder.layer if kind in ("bert", "roberta") else model.base_model.layers
-    found = _shape(config, layers[0], len(layers), kind == "causal")
+    outputs = config.vocab_size if kind == "causal" else config.num_labels
+    found = _shape(config, layers[0], len(layers), outputs, kind == "causal")
     planned = costs.activation_bytes(found, rows, length, setting)
     measured = saved_bytes(model, rows, length, setting)
     assert planned == pytest.approx(measured, rel=TOLERANCE)
@@ -178,7 +179,7 @@ def test_selective_checkpointing_keeps_the_outputs_of_products(kind: str, settin
     computed = ComputeWeights(model, torch.bfloat16) if setting.weights else model
     with Counting():
         computed(input_ids=torch.randint(3, 100, (4, 32)))
-    found = _shape(config, layers[0], len(layers), False)
+    found = _shape(config, layers[0], len(layers), config.num_labels, False)
     whole = replace(setting, checkpointing=True)
     planned = [costs.activation_bytes(found, 4, 32, one) for one in (whole, replace(whole, selective=True))]
     assert planned[1] - planned[0] == pytest.approx(kept, rel=TOLERANCE)
@@ -322,7 +323,7 @@ def test_the_operations_are_those_that_torch_counts() -> None:
     states = torch.randn(3, 33, 64, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         encoder(states).last_hidden_state.sum().backward()
-    found = _shape(config, encoder.layer[0], 4, False)
+    found = _shape(config, encoder.layer[0], 4, config.num_labels, False)
     matrices = sum(weight.numel() for weight in encoder.parameters() if weight.ndim == 2)
     model = replace(parameters(), matrices=matrices, matrices_trainable=matrices)
     planned = 3 * (33 * costs.token_flops(model, found, FP32) + 33**2 * costs.pair_flops(found, FP32))
