@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -101,6 +102,19 @@ def test_sentence_transformers_gives_the_encoders_embeddings(
     with tl.load(folder) as embed:
         vectors = [answer["embedding"] for answer in embed(TEXTS)]
     assert loaded.encode(TEXTS) == pytest.approx(np.array(vectors), abs=1e-5)
+
+
+def test_a_folder_with_a_dense_module_is_copied_whole(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model = tiny.build_embedder(tmp_path / "model")
+    folder = tl.export(model, tmp_path / "out", format="sentence-transformers")
+    assert read_embedding(folder) == read_embedding(model)
+    vectors = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    assert vectors.shape == (len(TEXTS), 16)
+    assert (vectors == SentenceTransformer(str(model), device="cpu").encode(TEXTS)).all()
+    ours = tl.predict(folder, pa.table({"text": TEXTS}))["embedding"].to_pylist()
+    np.testing.assert_allclose(np.array(ours), vectors, atol=1e-5)
 
 
 def test_what_sentence_transformers_saves_is_read_again(encoder: Path, tmp_path: Path) -> None:
