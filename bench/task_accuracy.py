@@ -58,7 +58,9 @@ def main() -> None:
                     "highest": max(one["trained"] for one in found),
                 }
             )
-    note = f"{ROWS['train']} rows, {given.epochs} epochs, batches of {BATCH}, {given.seeds} seeds; {ROWS['test']} tested"
+    note = (
+        f"{ROWS['train']} rows, {given.epochs} epochs, batches of {BATCH}, {given.seeds} seeds; {ROWS['test']} tested"
+    )
     finish("task_accuracy", rows, as_json=given.json, note=note)
 
 

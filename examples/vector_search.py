@@ -7,7 +7,7 @@ recall says how often the index finds the passage that belongs to a query, besid
 import sys
 from pathlib import Path
 
-import lancedb
+import lancedb.index
 import numpy as np
 import pyarrow as pa
 
@@ -33,7 +33,7 @@ def fill(folder: Path, ids: pa.Array, found: np.ndarray) -> lancedb.table.Table:
     column = pa.FixedSizeListArray.from_arrays(pa.array(found.ravel(), pa.float32()), found.shape[1])
     table = lancedb.connect(folder).create_table("passages", pa.table({"id": ids, "vector": column}), mode="overwrite")
     if len(ids) >= INDEXED:
-        table.create_index(metric="cosine", index_type="IVF_HNSW_SQ")
+        table.create_index("vector", config=lancedb.index.HnswSq(distance_type="cosine"))
     return table
 
 

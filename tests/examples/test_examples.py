@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -192,3 +194,21 @@ def test_a_vector_index_finds_what_comparing_all_vectors_finds(tmp_path: Path) -
     assert first.startswith("60 passages; recall at 10: 0.")
     assert float(first.split()[-1]) == pytest.approx(float(second.split()[-1]), abs=0.02)
     assert float(first.split()[-1]) > 10 / 60
+
+
+@pytest.mark.slow
+def test_an_approximate_index_finds_nearly_what_comparing_all_vectors_finds(tmp_path: Path) -> None:
+    pytest.importorskip("lancedb")
+    example = runpy.run_path(str(EXAMPLES / "vector_search.py"), run_name="example")
+    chance = np.random.default_rng(0)
+    centers, number = chance.standard_normal((50, 32)), example["INDEXED"]
+    vectors = (chance.standard_normal((number, 32)) + 3 * centers[chance.integers(0, 50, number)]).astype(np.float32)
+    index = example["fill"](tmp_path, pa.array(range(number)), vectors)
+    assert [one.index_type for one in index.list_indices()] == ["IvfHnswSq"]
+    lengths = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    shared = 0
+    for query in range(0, number, number // 100):
+        found = index.search(vectors[query], vector_column_name="vector").distance_type("cosine").limit(10).to_arrow()
+        nearest = np.argpartition(-(lengths @ lengths[query]), 10)[:10]
+        shared += len({*found["id"].to_pylist()} & {*nearest.tolist()})
+    assert shared > 900, "of 1,000"
