@@ -2,6 +2,9 @@
 
     shuffle all rows -> windows of 32 batches -> sort each window by length, cut into batches -> shuffle the batches
 
+If a row's loss depends on the rows beside it, as with in-batch negatives, windows are not sorted: the neighbors would
+be of its length, and a model would learn less from them.
+
 It does not depend on the engine, the number of ranks or interruptions, so a resumed run finds its position by counting.
 Sorting inside a window removes nearly all padding: the rows of one batch span about 1/32 of the window's lengths. A
 wider window would save little more, and would put the same long rows together in every epoch.
@@ -22,9 +25,12 @@ SHUFFLE_STREAM = 2**63
 "Added to an epoch's number: the stream for `shuffled`."
 
 
-def epoch_batches(lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+def epoch_batches(
+    lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int, by_length: bool = True
+) -> list[np.ndarray]:
     """The batches of one epoch: int64 row numbers, every row of `lengths` (N,) exactly once.
 
+    `by_length`: rows of a batch have about the same length; otherwise they are drawn at random.
     All batches have `batch_size` rows except one with the remainder. Its rows are drawn before sorting: otherwise it
     would always have the longest rows, and rows of a short batch have more weight.
     """
@@ -36,7 +42,8 @@ def epoch_batches(lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int
     window_rows = batch_size * WINDOW_BATCHES
     for first in range(0, whole, window_rows):
         window = shuffled[first : min(first + window_rows, whole)]
-        window = window[np.argsort(lengths[window], kind="stable")]
+        if by_length:
+            window = window[np.argsort(lengths[window], kind="stable")]
         batches.extend(np.split(window, len(window) // batch_size))
     return [batches[index] for index in _permutation(rng, len(batches))]
 

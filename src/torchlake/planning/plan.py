@@ -242,6 +242,7 @@ def _case(job: Job, base: Path | None, table: TableSurvey, *, gpu: bool) -> Work
         batch_size=train.batch_size,
         micro_batch_tokens=train.micro_batch_tokens,
         seed=train.seed,
+        by_length=not plugins.load("tasks", job.model.task).couples(table.spec),
     )
 
 

@@ -35,6 +35,8 @@ class Workload:
     batch_size: int
     micro_batch_tokens: int
     seed: int
+    by_length: bool = True
+    "Whether the rows of a batch have about the same length."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,9 @@ def time_on(case: Workload, sharding: Sharding, ranks: int, cluster: Cluster) ->
 
 
 def _batches(case: Workload) -> list[np.ndarray]:
-    return order.epoch_batches(case.lengths, batch_size=case.batch_size, seed=case.seed, epoch=0)
+    return order.epoch_batches(
+        case.lengths, batch_size=case.batch_size, seed=case.seed, epoch=0, by_length=case.by_length
+    )
 
 
 def _shares(case: Workload, lengths: np.ndarray, ranks: int) -> list[list[np.ndarray]]:

@@ -12,6 +12,7 @@ prefetch thread: a batch of 64 rows takes 0.03 ms, a step of the smallest model 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,16 @@ def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:
 
 def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: TaskSpec) -> Iterator[tuple[int, Rows]]:
     """The epoch and the rows of each of `steps`, in order."""
-    per_epoch = steps_per_epoch(training, train, spec)
+    per_epoch, task = steps_per_epoch(training, train, spec), plugins.load("tasks", spec.task)
+    draw = partial(order.epoch_batches, batch_size=train.batch_size, seed=train.seed, by_length=not task.couples(spec))
     epoch, batches, rows = -1, list[np.ndarray](), training
     for step in steps:
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            if plugins.load("tasks", spec.task).packs:
+            if task.packs:
                 shuffled = order.shuffled(training.numbers, seed=train.seed, epoch=epoch)
                 rows = pack_rows(Rows(training.table, shuffled), spec)
-            batches = order.epoch_batches(rows.lengths, batch_size=train.batch_size, seed=train.seed, epoch=epoch)
+            batches = draw(rows.lengths, epoch=epoch)
         yield epoch, Rows(rows.table, rows.numbers[batches[step % per_epoch]], seed=epoch_seed(train.seed, epoch))
 
 

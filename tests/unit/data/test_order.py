@@ -48,6 +48,14 @@ def test_rows_of_a_batch_are_of_about_one_length() -> None:
     assert np.mean([np.ptp(lengths[batch]) for batch in batches]) <= 2 * 128 / WINDOW_BATCHES
 
 
+def test_batches_without_regard_to_length_are_random() -> None:
+    lengths = np.random.default_rng(0).integers(3, 131, 64 * WINDOW_BATCHES)
+    batches = epoch_batches(lengths, batch_size=64, seed=0, epoch=0, by_length=False)
+    assert sorted(np.concatenate(batches)) == list(range(len(lengths)))
+    means = np.array([lengths[batch].mean() for batch in batches])
+    assert abs(means - lengths.mean()).max() < 5 * lengths.std() / 64**0.5
+
+
 def test_the_short_batch_does_not_gather_the_longest_rows() -> None:
     lengths = np.arange(100)
     means = [np.mean(min(epoch_batches(lengths, batch_size=16, seed=seed, epoch=0), key=len)) for seed in range(200)]
