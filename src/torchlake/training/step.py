@@ -213,14 +213,11 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
         torch.manual_seed(seed)
         loss_sum = torch.zeros((), device=state.group.device)
         try:
-            gradient: torch.Tensor | None = None
             if state.task.couples(state.spec):
-                loss_sum, gradient = _coupled_loss(state, rows, share, seed)
+                return _add_coupled_gradients(state, rows, share, factor, seed), padded
             for index, positions in enumerate(share, start=1):
-                if gradient is not None:
-                    torch.manual_seed(seed + index)
                 with nullcontext() if index == len(share) else strategy.no_sync(module):
-                    loss_sum += _micro_batch_loss(state, rows, positions, factor, gradient)
+                    loss_sum += _micro_batch_loss(state, rows, positions, factor)
             return loss_sum, padded
         except (RuntimeError, MemoryError) as error:
             state.shrink_micro_batches(error, rows, "computing gradients")
@@ -229,42 +226,52 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
         state.release_memory()
 
 
-def _coupled_loss(
-    state: TrainState, rows: Rows, share: list[np.ndarray], seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the batch's loss, and the loss's gradient by the outputs of all rows (B, ...).
+def _add_coupled_gradients(
+    state: TrainState, rows: Rows, share: list[np.ndarray], factor: float, seed: int
+) -> torch.Tensor:
+    """Add up the gradients of a loss that couples the rows of a batch; returns this rank's part of the loss, ().
 
-    For a loss that couples the rows of a batch: the outputs of all micro-batches and ranks are computed first without a
-    graph, and again afterwards, one micro-batch at a time, with the gradients of their outputs (Gao et al. 2021). So
-    neither the number of ranks nor the micro-batches change the loss. Cost: a second forward pass.
+    The outputs of all micro-batches and ranks are computed first, then the loss's gradient by them. So neither the
+    number of ranks nor the micro-batches change the loss. Several micro-batches are computed first without a graph, and
+    again for their gradients (Gao et al. 2021): memory does not grow with the batch, for a second forward pass.
     """
-    pieces = []
+    outputs, several = [], len(share) > 1
     for index, positions in enumerate(share, start=1):
         torch.manual_seed(seed + index)
-        with torch.no_grad():
-            pieces.append(state.forward(rows, positions)[0].float())
-    whole = torch.zeros(len(rows.numbers), *pieces[0].shape[1:], device=state.group.device)
+        with torch.set_grad_enabled(not several):
+            output, nothing, _ = state.forward(rows, positions)
+        outputs.append(output.float())
+    loss, gradient = _coupled_loss(state, rows, share, [output.detach() for output in outputs])
+    for index, positions in enumerate(share, start=1):
+        with nullcontext() if index == len(share) else state.strategy.no_sync(state.module):
+            if several:
+                torch.manual_seed(seed + index)
+                output, nothing, _ = state.forward(rows, positions)
+            wanted = gradient[torch.from_numpy(positions).to(gradient.device)]
+            # A rank without rows has no outputs, but takes part in the collectives of the backward pass.
+            state.strategy.backward(state.module, (output.float() * wanted).sum() * factor + nothing * 0)
+    return loss
+
+
+def _coupled_loss(
+    state: TrainState, rows: Rows, share: list[np.ndarray], outputs: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of the batch's loss, and the loss's gradient by the outputs of all rows (B, ...)."""
+    whole = torch.zeros(len(rows.numbers), *outputs[0].shape[1:], device=state.group.device)
     if state.group.counts:
-        whole[torch.from_numpy(np.concatenate(share)).to(whole.device)] = torch.cat(pieces)
+        whole[torch.from_numpy(np.concatenate(share)).to(whole.device)] = torch.cat(outputs)
     whole = distributed.sum_on_device(state.group, whole, "gathering the batch's outputs").requires_grad_()
     loss = state.loss_of(whole, state.targets_of(rows, np.arange(len(rows.numbers))))
     (gradient,) = torch.autograd.grad(loss, whole)
     return loss.detach() / state.group.data_ranks, gradient
 
 
-def _micro_batch_loss(
-    state: TrainState, rows: Rows, positions: np.ndarray, factor: float, gradient: torch.Tensor | None
-) -> torch.Tensor:
+def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
     """The sum of the losses of one micro-batch, () fp32, after its backward pass.
 
-    `gradient`: that of the batch's loss by all outputs (B, ...), if the loss couples rows; the result is then 0.
     A separate function, so that the logits (a language model's largest tensor) are freed before the next forward pass.
     """
-    outputs, loss, _ = state.forward(rows, positions)
-    if gradient is not None:
-        wanted = gradient[torch.from_numpy(positions).to(gradient.device)]
-        state.strategy.backward(state.module, (outputs.float() * wanted).sum() * factor + loss * 0)
-        return loss.detach() * 0
+    _, loss, _ = state.forward(rows, positions)
     state.strategy.backward(state.module, loss * factor)
     return loss.detach()
 

@@ -53,8 +53,9 @@ def test_the_ranking_loss_is_that_of_sentence_transformers() -> None:
 
 @pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
 @pytest.mark.filterwarnings("default")
-def test_steps_are_those_of_sentence_transformers(tmp_path: Path) -> None:
-    """Losses and gradient norms of its loss under AdamW; here in micro-batches of a few rows."""
+@pytest.mark.parametrize("micro_batch_tokens", [200, 100_000])
+def test_steps_are_those_of_sentence_transformers(tmp_path: Path, micro_batch_tokens: int) -> None:
+    """Losses and gradient norms of its loss under AdamW; here in micro-batches of a few rows, and in one."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.losses import MultipleNegativesRankingLoss
 
@@ -63,7 +64,7 @@ def test_steps_are_those_of_sentence_transformers(tmp_path: Path) -> None:
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (base / "config.json").write_text(json.dumps(config))
     sections = TRIPLETS.sections(tmp_path, base, max_steps=steps, epochs=steps, batch_size=32, warmup=0.0)
-    sections["train"] |= {"micro_batch_tokens": 200, "weight_decay": 0.0}
+    sections["train"] |= {"micro_batch_tokens": micro_batch_tokens, "weight_decay": 0.0}
     sections["data"]["validation"] = None
     table = pq.read_table(sections["data"]["train"]).slice(0, 32)
     pq.write_table(table, sections["data"]["train"])
