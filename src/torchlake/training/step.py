@@ -32,7 +32,7 @@ from torchlake.runs import metrics_log
 from torchlake.runs.speed import Speed, peak_memory
 from torchlake.training import saving
 from torchlake.training.rows import RankSettings, Rows, pack_rows
-from torchlake.training.state import TrainProgress, TrainState
+from torchlake.training.state import TrainProgress, TrainState, padded_tokens
 
 log = logging.getLogger(__name__)
 
@@ -232,24 +232,33 @@ def _add_coupled_gradients(
     """Add up the gradients of a loss that couples the rows of a batch; returns this rank's part of the loss, ().
 
     The outputs of all micro-batches and ranks are computed first, then the loss's gradient by them. So neither the
-    number of ranks nor the micro-batches change the loss. Several micro-batches are computed first without a graph, and
-    again for their gradients (Gao et al. 2021): memory does not grow with the batch, for a second forward pass.
+    number of ranks nor the micro-batches change the loss. What does not fit into one micro-batch is computed first
+    without a graph, and again for its gradients (Gao et al. 2021): memory does not grow with the batch, for a second
+    forward pass.
     """
-    outputs, several = [], len(share) > 1
+    fits = len(share) == 1 or (
+        state.group.data_ranks == 1 and padded_tokens(rows.lengths, share) <= state.micro_batch_tokens
+    )
+    outputs, nothings = [], []
     for index, positions in enumerate(share, start=1):
         torch.manual_seed(seed + index)
-        with torch.set_grad_enabled(not several):
+        with torch.set_grad_enabled(fits):
             output, nothing, _ = state.forward(rows, positions)
         outputs.append(output.float())
+        nothings.append(nothing)
     loss, gradient = _coupled_loss(state, rows, share, [output.detach() for output in outputs])
-    for index, positions in enumerate(share, start=1):
+    wanted = [gradient[torch.from_numpy(positions).to(gradient.device)] for positions in share]
+    # A rank without rows has no outputs: its `nothing` takes it through the collectives of the backward pass.
+    if fits:
+        parts = zip(outputs, wanted, nothings, strict=True)
+        total = torch.stack([(output * each).sum() * factor + nothing * 0 for output, each, nothing in parts]).sum()
+        state.strategy.backward(state.module, total)
+        return loss
+    for index, (positions, each) in enumerate(zip(share, wanted, strict=True), start=1):
         with nullcontext() if index == len(share) else state.strategy.no_sync(state.module):
-            if several:
-                torch.manual_seed(seed + index)
-                output, nothing, _ = state.forward(rows, positions)
-            wanted = gradient[torch.from_numpy(positions).to(gradient.device)]
-            # A rank without rows has no outputs, but takes part in the collectives of the backward pass.
-            state.strategy.backward(state.module, (output.float() * wanted).sum() * factor + nothing * 0)
+            torch.manual_seed(seed + index)
+            output, nothing, _ = state.forward(rows, positions)
+            state.strategy.backward(state.module, (output.float() * each).sum() * factor + nothing * 0)
     return loss
 
 
