@@ -95,7 +95,7 @@ def padding(case: Workload, arrival: np.ndarray, *, ranks: int, max_length: int)
         tokens += int(lengths.sum())
         for share in _shares(case, lengths, ranks):
             sizes += [len(rows) for rows in share]
-            computed += sum(len(rows) * int(lengths[rows].max(initial=0)) for rows in share)
+            computed += batching.padded_tokens(lengths, share)
     typical = max(1, round(sum(sizes) / max(1, sum(map(bool, sizes)))))
     groups = [arrival[first : first + typical] for first in range(0, len(arrival), typical)]
     unsorted = sum(len(rows) * int(rows.max()) for rows in groups)
@@ -156,4 +156,9 @@ def _batches(case: Workload) -> list[np.ndarray]:
 
 
 def _shares(case: Workload, lengths: np.ndarray, ranks: int) -> list[list[np.ndarray]]:
-    return batching.micro_batches(lengths, world_size=ranks, micro_batch_tokens=case.micro_batch_tokens)
+    return batching.micro_batches(
+        lengths,
+        world_size=ranks,
+        micro_batch_tokens=case.micro_batch_tokens,
+        save_padding=not case.by_length and not case.setting.gpu,
+    )

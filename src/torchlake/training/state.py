@@ -34,8 +34,6 @@ from torchlake.training.rows import Rows
 log = logging.getLogger(__name__)
 
 MASK = "attention_mask"
-COUPLED_PARTS = 2
-"Micro-batches of about this number make a batch of coupled rows on CPUs."
 
 
 @dataclass(kw_only=True)
@@ -285,32 +283,19 @@ class TrainState:
     def micro_batches(self, rows: Rows) -> tuple[list[np.ndarray], int]:
         """This rank's micro-batches, as positions in `rows`, and the tokens that all ranks compute, padding included.
 
-        Every rank has the same number; the last ones may be empty. Batches of coupled rows have all lengths. CPUs gain
-        little from large products, so there such a batch is cut further where that saves more padding than a second
-        forward pass costs.
+        Every rank has the same number; the last ones may be empty. A batch of coupled rows has all lengths, and CPUs
+        gain little from large products, so there it is cut further to save padding.
         """
-        shares, padded = self._cut(rows.lengths, self.micro_batch_tokens)
-        if self.task.couples(self.spec) and self.group.device.type == "cpu":
-            part = int(rows.lengths.sum()) // (COUPLED_PARTS * self.group.data_ranks)
-            finer, less = self._cut(rows.lengths, min(part, self.micro_batch_tokens))
-            if 4 * less < 3 * padded:
-                shares, padded = finer, less
-        return shares[self.group.data_rank], padded
-
-    def _cut(self, lengths: np.ndarray, tokens: int) -> tuple[list[list[np.ndarray]], int]:
-        """The micro-batches of all ranks, each of at most so many padded tokens, and the padded tokens of all."""
+        lengths = rows.lengths
         shares = batching.micro_batches(
             lengths,
             world_size=self.group.data_ranks,
-            micro_batch_tokens=tokens,
+            micro_batch_tokens=self.micro_batch_tokens,
             equal_lengths=self.equal_lengths,
+            save_padding=self.group.device.type == "cpu" and self.task.couples(self.spec),
         )
-        return shares, sum(padded_tokens(lengths, share) for share in shares)
-
-
-def padded_tokens(lengths: np.ndarray, share: Sequence[np.ndarray]) -> int:
-    """The tokens of micro-batches, padding included."""
-    return sum(len(each) * int(lengths[each].max(initial=0)) for each in share)
+        padded = sum(batching.padded_tokens(lengths, share) for share in shares)
+        return shares[self.group.data_rank], padded
 
 
 def _key(rows: Rows, numbers: np.ndarray) -> tuple[int, int | None, bytes]:

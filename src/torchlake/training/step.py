@@ -21,6 +21,7 @@ import torch
 
 from torchlake import distributed
 from torchlake.config.sections.train import TrainConfig
+from torchlake.data import batching
 from torchlake.distributed import Reading
 from torchlake.errors import Diverged
 from torchlake.failpoints import failpoint
@@ -32,7 +33,7 @@ from torchlake.runs import metrics_log
 from torchlake.runs.speed import Speed, peak_memory
 from torchlake.training import saving
 from torchlake.training.rows import RankSettings, Rows, pack_rows
-from torchlake.training.state import TrainProgress, TrainState, padded_tokens
+from torchlake.training.state import TrainProgress, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ def _add_coupled_gradients(
     forward pass.
     """
     fits = len(share) == 1 or (
-        state.group.data_ranks == 1 and padded_tokens(rows.lengths, share) <= state.micro_batch_tokens
+        state.group.data_ranks == 1 and batching.padded_tokens(rows.lengths, share) <= state.micro_batch_tokens
     )
     outputs, nothings = [], []
     for index, positions in enumerate(share, start=1):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchlake.data.batching import Ragged, length_batches, micro_batches, pad
+from torchlake.data.batching import Ragged, length_batches, micro_batches, pad, padded_tokens
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80).map(lambda values: np.array(values, dtype=np.int64))
 
@@ -42,9 +42,11 @@ def test_length_batches_hold_every_row_once_within_both_bounds(lengths, batch_to
     assert longest == sorted(longest, reverse=True)
 
 
-@given(LENGTHS, st.integers(1, 7), st.integers(1, 300))
-def test_micro_batches_hold_every_row_once_and_are_as_many_on_every_rank(lengths, world_size: int, budget: int) -> None:
-    shares = micro_batches(lengths, world_size=world_size, micro_batch_tokens=budget)
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 300), st.booleans())
+def test_micro_batches_hold_every_row_once_and_are_as_many_on_every_rank(
+    lengths, world_size: int, budget: int, save_padding: bool
+) -> None:
+    shares = micro_batches(lengths, world_size=world_size, micro_batch_tokens=budget, save_padding=save_padding)
     assert len(shares) == world_size
     assert len({len(share) for share in shares}) == 1
     rows = [row for share in shares for positions in share for row in positions.tolist()]
@@ -62,6 +64,17 @@ def test_micro_batches_of_equal_lengths_need_no_padding(lengths, world_size: int
     for positions in cuts:
         assert len(set(lengths[positions].tolist())) <= 1
         assert len(positions) <= 1 or len(positions) * lengths[positions].max() <= budget
+
+
+def test_padding_is_saved_where_there_is_much() -> None:
+    for lengths, tokens in ((np.array([90, *[10] * 30]), 31 * 90), (np.full(31, 10), 31 * 10)):
+        (plain,), (saving,) = (
+            micro_batches(lengths, world_size=1, micro_batch_tokens=10_000, save_padding=each) for each in (False, True)
+        )
+        assert padded_tokens(lengths, plain) == tokens
+        assert len(plain) == 1
+        assert padded_tokens(lengths, saving) < 500
+    assert len(saving) == 1, "there is nothing to save"
 
 
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 8), st.integers(1, 4))
