@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import SCRATCH, finish, minilm, parser, reviews
+from _recipes import Recipe, by_sentence_transformers, by_torchlake, sentence_model
 
 BATCH, RATE = 64, 5e-5
 METRICS = ("recall_at_1", "recall_at_10", "mrr_at_10")
@@ -27,7 +28,7 @@ def main() -> None:
     options.add_argument("--train", help="for a process of this benchmark: what it trains, as JSON")
     given = options.parse_args()
     if given.train:
-        train(json.loads(given.train))
+        print(json.dumps(train(json.loads(given.train))))
         return
     folder = SCRATCH / "embedding-training"
     tables = {part: halves(reviews() / f"{part}.parquet", folder / f"{part}.parquet") for part in ("train", "test")}
@@ -37,8 +38,8 @@ def main() -> None:
             output = folder / f"{kind}-{seed}-{given.steps}"
             setup = {"kind": kind, "train": str(tables["train"]), "output": str(output), "seed": seed}
             command = [sys.executable, __file__, "--train", json.dumps({**setup, "steps": given.steps})]
-            subprocess.run(command, check=True, stdout=sys.stderr)
-            seconds = json.loads((output / "seconds.json").read_text())
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            seconds = json.loads(done.stdout.splitlines()[-1])
             found[kind].append({**measured(output / "model", tables["test"]), "seconds": seconds})
             print(f"  {kind}, seed {seed}: {found[kind][-1]}", file=sys.stderr, flush=True)
     found["base"].append(measured(minilm(), tables["test"]))
@@ -73,66 +74,20 @@ def measured(model: Path, table: Path) -> dict[str, float]:
     return {name: float(found.metrics[name]) for name in METRICS}
 
 
-def train(setup: dict[str, Any]) -> None:
-    """Train with one of the two."""
+def train(setup: dict[str, Any]) -> float:
+    """Train with one of the two; returns the seconds of the steps, without imports and the preparation of the table."""
     os.environ.update(TORCHLAKE_PROGRESS="0", WANDB_DISABLED="true")
-    (torchlake if setup["kind"] == "torchlake" else peer)(setup)
-
-
-def keep_seconds(setup: dict[str, Any], seconds: float) -> None:
-    """Of the steps alone, without imports and the preparation of the table."""
-    Path(setup["output"]).mkdir(exist_ok=True)
-    (Path(setup["output"]) / "seconds.json").write_text(json.dumps(seconds))
-
-
-def torchlake(setup: dict[str, Any]) -> None:
-    import shutil
-
-    import torchlake as tl
-
-    shutil.rmtree(setup["output"], ignore_errors=True)
-    data = {"train": setup["train"], "text": "anchor", "text_pair": "positive", "key": "id", "validation": None}
-    model = {"base": str(minilm()), "task": "feature_extraction", "max_length": 128}
-    training = {"batch_size": BATCH, "learning_rate": RATE, "epochs": 10, "max_steps": setup["steps"], "warmup": 0.1}
-    training |= {"precision": "fp32", "seed": setup["seed"], "weight_decay": 0.0, "checkpoint_every": "1000steps"}
-    tl.train(run=setup["output"], data=data, model=model, train=training)
-    lines = map(json.loads, (Path(setup["output"]) / "metrics.jsonl").read_text().splitlines())
-    keep_seconds(setup, sum(line["seconds"] for line in lines if "grad_norm" in line))
-
-
-def peer(setup: dict[str, Any]) -> None:
-    from datasets import Dataset
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
+    table, kind = setup.pop("train"), setup.pop("kind")
+    recipe = Recipe(batch=BATCH, rate=RATE, **setup)
+    if kind == "torchlake":
+        data = {"train": table, "text": "anchor", "text_pair": "positive"}
+        return by_torchlake(recipe, data, "feature_extraction")[1]
     from sentence_transformers.losses import MultipleNegativesRankingLoss
 
-    model = SentenceTransformer(str(minilm()), device="cpu")
-    model.max_seq_length = 128
-    arguments = SentenceTransformerTrainingArguments(
-        output_dir=setup["output"],
-        per_device_train_batch_size=BATCH,
-        learning_rate=RATE,
-        max_steps=setup["steps"],
-        warmup_steps=setup["steps"] // 10,
-        lr_scheduler_type="linear",
-        weight_decay=0.0,
-        seed=setup["seed"],
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-    )
-    rows = pq.read_table(setup["train"], columns=["anchor", "positive"])
-    trainer = SentenceTransformerTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_dict(rows.to_pydict()),
-        loss=MultipleNegativesRankingLoss(model),
-    )
-    keep_seconds(setup, trainer.train().metrics["train_runtime"])
-    model.save_pretrained(f"{setup['output']}/model")
+    model, rows = sentence_model(), pq.read_table(table, columns=["anchor", "positive"]).to_pydict()
+    seconds = by_sentence_transformers(recipe, model, rows, MultipleNegativesRankingLoss(model))
+    model.save_pretrained(f"{recipe.output}/model")
+    return seconds
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import SCRATCH, finish, minilm, parser, reviews
+from _recipes import LONGEST, Recipe, arguments, by_sentence_transformers, by_torchlake, sentence_model
 
 BATCH = 32
 RATES = {"tokens": 2e-4, "sentences": 5e-5}
@@ -107,48 +108,50 @@ def sentences(texts: list[str], number: int) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def by_torchlake(setup: dict[str, Any], data: dict[str, Any], model: dict[str, Any]) -> Path:
-    import torchlake as tl
-
-    training = {"batch_size": BATCH, "learning_rate": RATES[setup["task"]], "epochs": setup["epochs"], "warmup": 0.1}
-    training |= {"precision": "fp32", "seed": setup["seed"], "weight_decay": 0.0, "checkpoint_every": "1000steps"}
-    data |= {"train": f"{setup['folder']}/train.parquet", "key": "id", "validation": None}
-    tl.train(run=setup["output"], data=data, model={"base": str(minilm()), **model}, train=training)
-    return Path(setup["output"]) / "model"
+def recipe_of(setup: dict[str, Any]) -> Recipe:
+    steps = setup["epochs"] * ROWS["train"] // BATCH
+    return Recipe(setup["output"], batch=BATCH, rate=RATES[setup["task"]], steps=steps, seed=setup["seed"])
 
 
 def tokens_by_torchlake(setup: dict[str, Any]) -> dict[str, float]:
     import torchlake as tl
 
-    model = by_torchlake(setup, {}, {"task": "token_classification", "max_length": 128})
+    data = {"train": f"{setup['folder']}/train.parquet"}
+    model, _ = by_torchlake(recipe_of(setup), data, "token_classification")
     return {"trained": float(tl.evaluate(model, f"{setup['folder']}/test.parquet").metrics["f1"])}
 
 
 def tokens_by_hand(setup: dict[str, Any]) -> dict[str, float]:
     from datasets import Dataset
     from seqeval.metrics import f1_score
-    from transformers import AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification, Trainer
+    from transformers import (
+        AutoModelForTokenClassification,
+        AutoTokenizer,
+        DataCollatorForTokenClassification,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(minilm())
 
     def prepared(part: str) -> Any:
         rows = pq.read_table(f"{setup['folder']}/{part}.parquet").to_pydict()
-        found: dict[str, Any] = dict(tokenizer(rows["text"], is_split_into_words=True, truncation=True, max_length=128))
-        made = tokenizer(rows["text"], is_split_into_words=True, truncation=True, max_length=128)
-        found["labels"] = []
+        found = tokenizer(rows["text"], is_split_into_words=True, truncation=True, max_length=LONGEST)
+        every = []
         for row, tags in enumerate(rows["label"]):
-            places, labels, last = made.word_ids(row), [], None
-            for place in places:
+            labels, last = [], None
+            for place in found.word_ids(row):
                 labels.append(-100 if place is None or place == last else TAGS.index(tags[place]))
                 last = place
-            found["labels"].append(labels)
-        return Dataset.from_dict(found)
+            every.append(labels)
+        return Dataset.from_dict({**found, "labels": every})
 
     train, test = prepared("train"), prepared("test")
-    model = AutoModelForTokenClassification.from_pretrained(minilm(), num_labels=len(TAGS))
+    set_seed(setup["seed"])  # of the head's first weights
     trainer = Trainer(
-        model=model,
-        args=arguments(setup, len(train)),
+        model=AutoModelForTokenClassification.from_pretrained(minilm(), num_labels=len(TAGS)),
+        args=arguments(recipe_of(setup), TrainingArguments),
         train_dataset=train,
         data_collator=DataCollatorForTokenClassification(tokenizer),
     )
@@ -162,61 +165,26 @@ def tokens_by_hand(setup: dict[str, Any]) -> dict[str, float]:
     return {"trained": float(f1_score(truth, guess))}
 
 
-def arguments(setup: dict[str, Any], rows: int, *, kind: Any = None) -> Any:
-    """The arguments of both trainers."""
-    from transformers import TrainingArguments
-
-    return (kind or TrainingArguments)(
-        output_dir=setup["output"],
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=BATCH,
-        learning_rate=RATES[setup["task"]],
-        num_train_epochs=setup["epochs"],
-        warmup_steps=setup["epochs"] * rows // BATCH // 10,
-        lr_scheduler_type="linear",
-        weight_decay=0.0,
-        seed=setup["seed"],
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-    )
-
-
 def sentences_by_torchlake(setup: dict[str, Any]) -> dict[str, float]:
     import torchlake as tl
 
-    data = {"text": "text", "text_pair": "other", "label": "label", "problem": "regression"}
-    model = by_torchlake(setup, dict(data), {"task": "feature_extraction", "max_length": 128})
-    given = {"text": "text", "text_pair": "other", "label": "label", "task": "feature_extraction"}
-    table = f"{setup['folder']}/test.parquet"
-    folders = {"base": minilm(), "trained": model}
-    return {name: float(tl.evaluate(at, table, **given).metrics["spearman"]) for name, at in folders.items()}
+    given = {"text": "text", "text_pair": "other", "label": "label"}
+    data = {"train": f"{setup['folder']}/train.parquet", "problem": "regression", **given}
+    model, _ = by_torchlake(recipe_of(setup), data, "feature_extraction")
+    test, folders = f"{setup['folder']}/test.parquet", {"base": minilm(), "trained": model}
+    found = {name: tl.evaluate(at, test, task="feature_extraction", **given) for name, at in folders.items()}
+    return {name: float(one.metrics["spearman"]) for name, one in found.items()}
 
 
 def sentences_by_hand(setup: dict[str, Any]) -> dict[str, float]:
-    from datasets import Dataset
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
     from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
     from sentence_transformers.losses import CosineSimilarityLoss
 
-    model = SentenceTransformer(str(minilm()), device="cpu")
-    model.max_seq_length = 128
-    rows = {part: pq.read_table(f"{setup['folder']}/{part}.parquet").to_pydict() for part in ROWS}
-    test = rows["test"]
-    evaluator = EmbeddingSimilarityEvaluator(test["text"], test["other"], test["label"], main_similarity="cosine")
+    model, columns = sentence_model(), ["text", "other", "label"]
+    train, test = (pq.read_table(f"{setup['folder']}/{part}.parquet", columns=columns).to_pydict() for part in ROWS)
+    evaluator = EmbeddingSimilarityEvaluator(*(test[name] for name in columns), main_similarity="cosine")
     base = evaluator(model)["spearman_cosine"]
-    train = Dataset.from_dict({name: rows["train"][name] for name in ("text", "other", "label")})
-    trainer = SentenceTransformerTrainer(
-        model=model,
-        args=arguments(setup, len(train), kind=SentenceTransformerTrainingArguments),
-        train_dataset=train,
-        loss=CosineSimilarityLoss(model),
-    )
-    trainer.train()
+    by_sentence_transformers(recipe_of(setup), model, train, CosineSimilarityLoss(model))
     return {"base": float(base), "trained": float(evaluator(model)["spearman_cosine"])}
 
 
