@@ -142,7 +142,9 @@ def test_the_rows_of_a_parquet_file_are_those_of_duckdb(
 ) -> None:
     table = table_of(rows).append_column("id", pa.array(range(len(rows))))
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=group)
-    by_duckdb = [one for (one,) in duckdb.from_arrow(table).filter(text).project("id").fetchall()]
+    # Projected: a filter of DuckDB on an Arrow table goes through pyarrow, which fails on the largest uint64.
+    found = duckdb.from_arrow(table).project(f"id, ({text}) as found").fetchall()
+    by_duckdb = [one for one, kept in found if kept]
     assert ids(tmp_path / "t.parquet", text, chunk) == by_duckdb
 
 
