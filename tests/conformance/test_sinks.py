@@ -227,9 +227,9 @@ def test_writers_of_different_rows_add_all_of_them(table: Output, source: Path, 
     assert all(writer.stopped() for writer in several.values())
     for writer in several.values():
         writer.go_on()
-    for one, writer in several.items():
-        said = writer.end() or {}
-        assert "computed" in said or "Locked: " in said["error"], said
+    ends = [writer.end() or {} for writer in several.values()]
+    assert all("computed" in said or "Locked: " in said["error"] for said in ends), ends
+    for one in several:
         assert "computed" in table.takes_over(one, mode="append")
     assert table.ids() == [*ALL, 100, 101, 102, 103]
 
