@@ -7,6 +7,7 @@ writes it.
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from torchlake.scoring.scorer import Scorer, prepare_runtime
 FOUND = Path(__file__).with_name("encoders.json")
 FAMILIES = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "mpnet"),
-    *("modernbert", "nomic_bert", "deberta", "deberta-v2"),
+    *("modernbert", "nomic_bert", "deberta", "deberta-v2", "t5", "bart"),
 )
-RUNTIMES = ("eager", "varlen", "bf16", "int8", "onnx", "onnx_int8", "openvino", "openvino_int8")
+RUNTIMES = ("varlen", "bf16", "int8", "compiled", "zentorch", "onnx", "onnx_int8", "openvino", "openvino_int8")
+COMPILED = ("compiled", "zentorch")
 SPECIAL = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
-COSINES = {"bf16": 0.99, "int8": 0.98, "onnx_int8": 0.97, "openvino_int8": 0.97}
+COSINES = {"bf16": 0.99, "zentorch": 0.99, "int8": 0.98, "onnx_int8": 0.97, "openvino_int8": 0.97}
 "The lowest cosine to eager's vectors; exact runtimes: 1 - 1e-5."
 
 
@@ -81,16 +83,29 @@ def why_not(error: UsageError) -> str:
 
 @pytest.mark.parametrize("family", sweep(FAMILIES, quick={"mpnet"}))
 def test_every_runtime_has_eagers_vectors_or_says_why_not(family: str, tmp_path: Path) -> None:
-    folder = build(tmp_path / "model", family)
+    check(family, [one for one in RUNTIMES if one not in COMPILED], tmp_path)
+
+
+@pytest.mark.slow  # half a minute for each model and runtime
+@pytest.mark.parametrize("runtime", COMPILED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_encoders_have_eagers_vectors_or_say_why_not(family: str, runtime: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()  # it compiles one function for a few models only
+    check(family, [runtime], tmp_path)
+
+
+def check(family: str, runtimes: Sequence[str], parent: Path) -> None:
+    """Compare the runtimes' vectors of a family with eager's, and what was found with `encoders.json`."""
+    folder = build(parent / "model", family)
     assert load_spec(folder, "feature_extraction").dimensions == 32
     long = pa.table({"text": ["good film " * 60]})  # longer than ModernBERT's window
     table = pa.concat_tables([tiny.reviews(47).select(["text"]), long])
     expected = vectors(folder, "eager", table)
     found: dict[str, Any] = {"eager": None}
-    for runtime in RUNTIMES[1:]:
+    for runtime in runtimes:
         if "8" in runtime and hardware.int8_refusal():
             continue
-        if runtime == "bf16" and not hardware.supports_bf16():
+        if runtime in ("bf16", "zentorch") and not hardware.supports_bf16():
             continue
         try:
             ours = vectors(folder, runtime, table)

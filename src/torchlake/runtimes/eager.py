@@ -1,6 +1,6 @@
 """The model as transformers or its task loads it, in fp32: the reference for all other runtimes.
 
-If padding changes a row's result (XLNet, Funnel; `models/probes.py`), rows of equal length are computed together.
+If padding changes a row's result (XLNet, FNet; `models/probes.py`), texts of equal length are computed together.
 
 It is fast without changing results: `torch.inference_mode`; no attention mask for batches without padding, so that
 scaled dot-product attention can use its unmasked kernel; and, on AMD's CPUs, oneDNN's matrix product in linear layers
@@ -47,11 +47,10 @@ def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward
     from torchlake.models import probes
 
     task = plugins.load("tasks", spec.task)
-    whole = bool(task.auto_class)  # transformers' models need no mask without padding; another module may
 
     def outputs_of(**batch: np.ndarray) -> np.ndarray:
         inputs = {
-            name: None if whole and name == MASK and array.all() else array
+            name: None if task.wraps_transformers and name == MASK and array.all() else array
             for name, array in batch.items()
             if name not in task.kept_back
         }
@@ -62,22 +61,41 @@ def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward
         scores: np.ndarray = outputs.float().cpu().numpy()
         return scores
 
-    if not whole or task.packs:
+    if not task.wraps_transformers or task.packs:
         return outputs_of
     processor = task.load_processor(folder, spec, scoring=False)
     made = probes.features(task, processor, spec)
     if made is None or not probes.padding_matters(model, task, made, processor, spec):
         return outputs_of
+    return partial(_length_by_length, outputs_of, spec.max_length)
 
-    def length_by_length(**batch: np.ndarray) -> np.ndarray:
-        lengths = batch[MASK].sum(axis=1).clip(min=1)
-        found: dict[int, np.ndarray] = {}
-        for length in np.unique(lengths):
-            alike = np.flatnonzero(lengths == length)
-            found |= zip(alike, outputs_of(**{name: each[alike, :length] for name, each in batch.items()}), strict=True)
-        return np.stack([found[row] for row in range(len(lengths))])
 
-    return length_by_length
+def _length_by_length(outputs_of: Forward, size: int, /, **batch: np.ndarray) -> np.ndarray:
+    """Return the outputs of texts (B, L), or of several for each row (B, K, L), that are computed without padding.
+
+    Outputs of tokens (B, L, ...) are 0 where a text has ended. Rows of several windows of `size` tokens (L > `size`)
+    stay as they are: the last window is padded to `size`, whatever is beside it.
+    """
+    mask = batch[MASK]
+    rows, longest = mask.shape[:-1], mask.shape[-1]
+    texts = {
+        name: array.reshape(-1, *(1,) * (len(rows) - 1), longest)
+        for name, array in batch.items()
+        if array.shape == mask.shape
+    }
+    lengths = mask.sum(axis=-1).clip(min=1).ravel()
+    if longest > size:  # the mask of a window of padding has one token, that of another more
+        several = mask[:, size:].sum(axis=1) >= longest // size
+        lengths = np.where(several, longest, mask[:, :size].sum(axis=1).clip(min=1))
+    parts: dict[int, np.ndarray] = {}
+    for length in np.unique(lengths):
+        alike = np.flatnonzero(lengths == length)
+        outputs = outputs_of(**{name: array[alike][..., :length] for name, array in texts.items()})
+        parts |= zip(alike, outputs.reshape(len(alike), *outputs.shape[len(rows) :]), strict=True)
+    whole = np.zeros((len(parts), *np.max([part.shape for part in parts.values()], axis=0)), dtype=np.float32)
+    for row, part in parts.items():
+        whole[row][tuple(map(slice, part.shape))] = part
+    return whole.reshape(*rows, *whole.shape[1:])
 
 
 def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:

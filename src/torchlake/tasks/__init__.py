@@ -360,6 +360,15 @@ class Task:
         return bool(self.auto_class)
 
     @property
+    def wraps_transformers(self) -> bool:
+        """Whether a model of transformers computes the tokens.
+
+        Such a model needs no mask where there is no padding, and some are changed by padding despite the mask. Another
+        module is trusted to ignore padding by its mask.
+        """
+        return bool(self.auto_class)
+
+    @property
     def measures_classes(self) -> bool:
         """Whether its metrics are those of `torchlake.metrics`, which `evaluate` computes with intervals."""
         mine = type(self)

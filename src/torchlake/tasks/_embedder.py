@@ -30,8 +30,13 @@ class Embedder(nn.Module):
         self.vectors = vectors
         self.config = encoder.config
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
-        """Return the vectors; `others` may have further texts of the rows, such as `pair_ids` and `pair_mask`."""
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
+    ) -> torch.Tensor:
+        """Return the vectors; without a mask the texts have no padding.
+
+        `others` may have further texts of the rows, such as `pair_ids` and `pair_mask`.
+        """
         texts = [(input_ids, attention_mask)]
         for ids, mask in FURTHER:
             if ids in others:
@@ -39,10 +44,11 @@ class Embedder(nn.Module):
         vectors = [self.embed(*text, **others) for text in texts]
         return vectors[0] if len(vectors) == 1 else torch.stack(vectors, dim=1)
 
-    def embed(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
+    def embed(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, **others: Any) -> torch.Tensor:
         """Return the vectors (B, D) of one text of each row."""
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **others).last_hidden_state
-        vectors: torch.Tensor = self.vectors(self.vectors.pool(states, attention_mask))
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        vectors: torch.Tensor = self.vectors(self.vectors.pool(states, mask))
         return vectors
 
 

@@ -207,19 +207,24 @@ def load_own(
 
 
 def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
-    """Return the transformers model in a folder without its head; `weights=False`: none are read."""
+    """Return the transformers model in a folder without its head; `weights=False`: none are read.
+
+    Of T5's kind it is the encoder alone, as in sentence-transformers.
+    """
     import torch
     import transformers
 
     config = load_config(folder)
+    encoders = transformers.AutoModelForTextEncoding._model_mapping
+    name = "AutoModelForTextEncoding" if type(config) in encoders else "AutoModel"
     if weights:
-        model, info = from_pretrained(folder, "AutoModel", config=config)
+        model, info = from_pretrained(folder, name, config=config)
         torn = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
         if torn:
             raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
         return model
     with quiet():
-        made: torch.nn.Module = transformers.AutoModel.from_config(config, dtype=torch.float32)
+        made: torch.nn.Module = getattr(transformers, name).from_config(config, dtype=torch.float32)
     return made
 
 

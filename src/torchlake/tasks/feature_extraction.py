@@ -84,6 +84,11 @@ class FeatureExtraction(Task):
     }
 
     @property
+    def wraps_transformers(self) -> bool:
+        """True: its module is an encoder of transformers and what follows."""
+        return True
+
+    @property
     def needs_base(self) -> bool:
         """Whether a job has to name a base model: the encoder."""
         return True

@@ -17,6 +17,7 @@ from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
 from torchlake.data.features import INPUT_IDS, Features
 from torchlake.errors import DataError
 from torchlake.loss import UNWEIGHTED, Objective
+from torchlake.tables.arrays import from_strings
 from torchlake.tasks import ANY, NO_TARGET, ColumnOptions, Inputs, _spans, _windows
 from torchlake.tasks._spans import METRICS, OUTSIDE
 from torchlake.tasks._windows import PLACES, SOURCE, WindowedTask, ragged, stored_texts, texts_of, without_texts
@@ -47,6 +48,10 @@ class TokenClassification(WindowedTask):
         """Raise ValueError for a negative overlap."""
         if options["stride"] < 0:
             raise ValueError("stride is the number of tokens that windows of a long text share, 0 or more")
+
+    def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs | None:
+        """Return the texts, as if they were not lists of words."""
+        return {"text": from_strings(tuple(texts))}
 
     # Labels.
 

@@ -41,6 +41,11 @@ class ZeroShotClassification(Task):
     default_metric = {}
     directions = {"loss": "lower"}
 
+    @property
+    def wraps_transformers(self) -> bool:
+        """True: its module is a classifier of transformers."""
+        return True
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError without classes, and for a template without a place for one."""
         labels, template = options["candidate_labels"], options["hypothesis_template"]
@@ -108,7 +113,9 @@ class ZeroShotClassification(Task):
                 "Give a model for natural language inference."
             )
         contradicts = len(names) - 1 if entails == 0 else 0
-        return Entailment(load.load_model(folder, auto_class=MODEL, **options), (contradicts, entails))
+        module = Entailment(load.load_model(folder, auto_class=MODEL, **options), (contradicts, entails))
+        module.train(False)
+        return module
 
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
         """Return the probability (N, K) of each class: among all classes or, with `multi_label`, of each alone."""

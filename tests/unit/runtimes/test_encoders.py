@@ -1,4 +1,4 @@
-"""What `varlen`, `bf16`, `int8` and `compiled` promise beyond agreeing with eager: what is left out, what differs."""
+"""What `varlen`, `bf16` and `int8` promise beyond agreeing with eager: what is left out, what differs."""
 
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,7 @@ from torchlake.data.batching import Ragged, pad
 from torchlake.errors import UsageError
 from torchlake.models import load
 from torchlake.processes import hardware
-from torchlake.runtimes import _encoder, _products, _ragged, bf16, compiled, int8, varlen
+from torchlake.runtimes import _encoder, _products, _ragged, bf16, int8, varlen
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 
@@ -121,25 +121,6 @@ def test_short_rows_in_bf16_mix_as_torch_does(length: int) -> None:
     mixed = _ragged._mix_short(*(part.bfloat16() for part in (q, k, v)))
     assert mixed.dtype == torch.bfloat16
     assert (mixed.float() - expected).abs().max() <= 0.03 * v.abs().max()
-
-
-def test_one_compilation_serves_all_shapes(tiny_model: Path) -> None:
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()  # what other tests compiled
-    spec = load.load_spec(tiny_model)
-    forward = compiled.load(tiny_model, spec, device="cpu")
-    counters.clear()
-    for rows, length in [(1, 1), (3, 5), (8, 40), (2, 64), (1, 17), (40, 8)]:
-        ids = np.full((rows, length), 5)
-        assert forward(input_ids=ids, attention_mask=np.ones_like(ids)).shape == (rows, 2)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_compiling_needs_a_compiler(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
-    assert "C++ compiler" in (compiled.refusal(tiny_model) or "")
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch was built without oneDNN")

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import families
 import task_cases
 import tiny
 import torchlake as tl
@@ -142,13 +143,14 @@ def test_the_folder_reads_single_texts(trained: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
-@pytest.mark.parametrize("kind", sweep(["own layout", "plain"], quick={"own layout"}))
+@pytest.mark.parametrize("kind", sweep(["own layout", "plain", "t5"], quick={"own layout", "t5"}))
 def test_sentence_transformers_loads_the_folder_with_equal_vectors(trained: Path, tmp_path: Path, kind: str) -> None:
     from sentence_transformers import SentenceTransformer
 
     folder = trained
-    if kind == "plain":
-        base = tiny.build_encoder(tmp_path / "base")
+    if kind != "own layout":
+        build = tiny.build_encoder if kind == "plain" else tiny.build_encoder_decoder
+        base = build(tmp_path / "base")
         runs.succeed(tmp_path / "run", PAIRS.sections(tmp_path, base, max_steps=2))
         folder = tmp_path / "run" / "model"
     texts = TRIPLETS.table(20)["passage"].to_pylist()
@@ -193,6 +195,12 @@ def test_mistakes_in_a_job(
     change(sections["data"])
     with pytest.raises(error, match=message):
         tl.train(run=tmp_path / "run", engine=runs.Inline(), **sections)
+
+
+def test_an_encoder_that_padding_changes_is_refused(tmp_path: Path) -> None:
+    base = families.build(tmp_path / "base", "fnet", kind="classifier")
+    with pytest.raises(ConfigError, match=r"base: padding changes the vectors of a model of type 'fnet'"):
+        tl.train(run=tmp_path / "run", engine=runs.Inline(), **PAIRS.sections(tmp_path, base))
 
 
 def test_a_similarity_out_of_range_is_a_bad_row() -> None:

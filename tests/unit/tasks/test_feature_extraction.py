@@ -231,8 +231,8 @@ def test_a_copied_folder_is_not_changed(minilm: Path, tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-EXACT = ["eager", "varlen", "onnx", "openvino"]
-SHORTENED = ["bf16", "int8", "onnx_int8", "openvino_int8"]
+EXACT = ["eager", "varlen", "onnx", "openvino", "compiled"]
+SHORTENED = ["bf16", "int8", "onnx_int8", "openvino_int8", "zentorch"]
 
 
 def with_export(folder: Path, runtime: str) -> None:

@@ -14,7 +14,7 @@ from torchlake.checkpoints import format
 from torchlake.config.job import Job
 from torchlake.config.task_spec import TaskSpec
 from torchlake.data.features import Features
-from torchlake.errors import TaskError
+from torchlake.errors import ConfigError, TaskError
 from torchlake.models import probes
 from torchlake.optim.optimizers import trainable_names
 from torchlake.optim.precision import find_precision
@@ -66,6 +66,17 @@ def find_traits(
     probes.freeze(model, unreached)
     if not task.auto_class:
         try_task(model, task, batch, processor, spec)
+    equal_lengths = (
+        task.wraps_transformers
+        and not task.packs
+        and "attention_mask" in batch
+        and probes.padding_matters(model, task, made, processor, spec)
+    )
+    if equal_lengths and task.couples_rows:
+        raise ConfigError(
+            f"{job.model.base}: padding changes the vectors of a model of type {base.config.model_type!r}, and texts "
+            "of a pair are padded to the longest of their batch. Take another encoder; this one can only be scored."
+        )
     weights = model.state_dict()
     if not stores_all(job):
         weights = {name: weights[name] for name in trainable_names(model, train)}
@@ -80,11 +91,7 @@ def find_traits(
         unreached=unreached,
         stored=list(format.untied(weights)),
         precision=precision,
-        # A task's own module is trusted to ignore padding by its mask.
-        equal_lengths=bool(task.auto_class)
-        and not task.packs
-        and "attention_mask" in batch
-        and probes.padding_matters(model, task, made, processor, spec),
+        equal_lengths=equal_lengths,
         isolates=isolates,
         after_head=task.find_chunks(base, rows[1], tokens=train.micro_batch_tokens) if chunked else None,
     )

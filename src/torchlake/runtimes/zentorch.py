@@ -1,0 +1,88 @@
+"""The stock model in bf16, compiled by AMD's zentorch: any architecture that can be traced, on x86 CPUs with bf16.
+
+zentorch (https://github.com/amd/ZenDNN-pytorch-plugin) rearranges weights and stores them under their addresses in
+memory. Where weights are freed, or exist for one call only as under autocast, others get their addresses: it then
+multiplies by the old ones, without a warning. So this runtime empties that store before it compiles a model, never uses
+autocast, and compares the compiled model with the unchanged one before it returns any result.
+Cost: 15 to 40 s per process before the first row.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlake import plugins
+from torchlake.config.task_spec import TaskSpec
+from torchlake.errors import UsageError
+from torchlake.processes import hardware
+from torchlake.runtimes import Forward, _compiler
+
+if TYPE_CHECKING:
+    import torch
+
+TOLERANCE = 0.02
+tasks: tuple[str, ...] | None = ("text_classification", "feature_extraction")
+never: dict[str, str] = {"text_generation": "it has no key-value cache"}
+TOKEN_TYPES = True
+
+AGREEMENT = 0.05
+"Of outputs, relative to the largest: several times the error of bf16, a small part of that of other weights."
+
+
+def refusal(folder: Path) -> str | None:
+    """Return why the model cannot run here, or None."""
+    torch = ".".join(version("torch").split(".")[:2])
+    try:
+        library = ".".join(version("zentorch").split(".")[:2])
+    except PackageNotFoundError:
+        return f"the library 'zentorch' is not installed: pip install 'zentorch=={torch}.*'"
+    if library != torch:
+        return f"zentorch {library} is made for torch {library}, and this is {torch}: pip install 'zentorch=={torch}.*'"
+    if not hardware.supports_bf16():
+        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'compiled'"
+    return _compiler.refusal(folder)
+
+
+def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
+    """Load and compile the model.
+
+    Raises UsageError if its outputs are not those of the unchanged model, if padding changes them, on a GPU, and as
+    `models.load_model`.
+    """
+    if device != "cpu":
+        raise UsageError("The runtime 'zentorch' runs on CPUs only; on a GPU take 'varlen' or 'compiled'.")
+    if (reason := refusal(folder)) is not None:
+        raise UsageError(f"The runtime 'zentorch' cannot run {folder}: {reason}")
+    import torch
+
+    with _compiler.without_warnings():
+        import zentorch  # noqa: F401  it registers the backend of torch.compile
+    task = plugins.load("tasks", spec.task)
+    model, batch = _compiler.load_model(folder, spec, name="zentorch")
+    eager = _compiler.make_forward(lambda inputs: task.outputs(model(**inputs)), model, spec, device="cpu")
+    expected = eager(**batch)
+    model.to(torch.bfloat16)
+    torch.ops.zentorch.zentorch_clear_weight_cache()
+    forward = _compiler.make_forward(_compile(model, task), model, spec, device="cpu")
+    difference = np.abs(forward(**batch) - expected).max() / np.abs(expected).max()
+    if not difference <= AGREEMENT:
+        raise UsageError(
+            f"{folder}: as zentorch compiles this model, its outputs differ by {difference:.1%} from those of the "
+            "unchanged one. Take 'bf16', 'varlen' or 'compiled'."
+        )
+    return forward
+
+
+def _compile(model: Any, task: Any) -> _compiler.Compute:
+    """Compile, and keep zentorch out of TorchInductor's settings, which other models of this process share."""
+    import torch._inductor.config
+
+    compiled = _compiler.compile_outputs(model, task, backend="zentorch")
+
+    def compute(inputs: "dict[str, torch.Tensor]") -> "torch.Tensor":
+        with torch._inductor.config.patch(joint_custom_post_pass=None):
+            return compiled(inputs)
+
+    return compute

@@ -1,0 +1,101 @@
+"""What `compiled` and `zentorch` promise beyond agreeing with eager: one compilation, and no other model's weights."""
+
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from torchlake.errors import UsageError
+from torchlake.models import load
+from torchlake.processes import hardware
+from torchlake.runtimes import _compiler, compiled, eager, zentorch
+
+runs_zentorch = pytest.mark.skipif(
+    find_spec("zentorch") is None or not hardware.supports_bf16(),
+    reason="needs zentorch, and a CPU that multiplies bf16",
+)
+with_zentorch = pytest.param(zentorch, marks=runs_zentorch)
+IDS = np.random.default_rng(0).integers(5, 60, (4, 12))
+BATCH = {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
+
+
+@pytest.mark.parametrize("runtime", [compiled, with_zentorch])
+def test_one_compilation_serves_all_shapes(runtime: ModuleType, tiny_model: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()  # what other tests compiled
+    counters.clear()
+    spec = load.load_spec(tiny_model)
+    forward = runtime.load(tiny_model, spec, device="cpu")
+    for rows, length in [(1, 1), (3, 5), (8, 40), (2, 64), (1, 17), (40, 8)]:
+        ids = np.full((rows, length), 5)
+        assert forward(input_ids=ids, attention_mask=np.ones_like(ids)).shape == (rows, 2)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("runtime", [compiled, with_zentorch])
+def test_compiling_needs_a_compiler(runtime: ModuleType, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(_compiler, "find_spec", lambda name: None)
+    assert "C++ compiler" in (runtime.refusal(tiny_model) or "")
+
+
+@runs_zentorch
+def test_a_model_never_gets_the_weights_of_one_that_was_freed(tmp_path: Path) -> None:
+    """zentorch finds rearranged weights by their address, which the next model's may have."""
+    torch._dynamo.reset()
+    for seed in range(6):
+        encoder = tiny.build_encoder(tmp_path / f"encoder-{seed}", seed=seed)
+        model = tiny.build_model(tmp_path / f"model-{seed}", encoder=encoder)
+        spec = load.load_spec(model)
+        expected = eager.load(model, spec, device="cpu")(**BATCH)
+        outputs = zentorch.load(model, spec, device="cpu")(**BATCH)
+        assert np.abs(outputs - expected).max() <= zentorch.AGREEMENT * np.abs(expected).max(), seed
+        torch._dynamo.reset()  # it kept the model
+
+
+@runs_zentorch
+def test_outputs_of_other_weights_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_other_weights(model: Any, task: Any) -> _compiler.Compute:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.roll(1, -1)
+        return lambda inputs: task.outputs(model(**inputs))
+
+    monkeypatch.setattr(zentorch, "_compile", of_other_weights)
+    with pytest.raises(UsageError, match="its outputs differ by .*% from those of the unchanged one"):
+        zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")
+
+
+@runs_zentorch
+def test_it_leaves_the_settings_of_the_compiler_alone(tiny_model: Path) -> None:
+    import torch._inductor.config
+
+    zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")(**BATCH)
+    assert torch._inductor.config.joint_custom_post_pass is None
+
+
+def test_zentorch_says_what_is_missing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.1+cpu"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(zentorch, "version", version)
+    assert "not installed: pip install 'zentorch==2.13.*'" in (zentorch.refusal(tiny_model) or "")
+    with pytest.raises(UsageError, match="the library 'zentorch' is not installed"):
+        zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")
+    versions["zentorch"] = "2.14.0.1"
+    assert "is made for torch 2.14, and this is 2.13: pip install 'zentorch==2.13.*'" in zentorch.refusal(tiny_model)
+    monkeypatch.setattr(zentorch, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2"}))
+    assert "no product of bf16" in (zentorch.refusal(tiny_model) or "")
+    with pytest.raises(UsageError, match="CPUs only"):
+        zentorch.load(tiny_model, load.load_spec(tiny_model), device="cuda")
