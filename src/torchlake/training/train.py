@@ -124,9 +124,9 @@ def train(
 
     Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
     when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
-    trains in it, Interrupted when stopped (after a checkpoint; StopAsked by a file `stop` in the run folder), Diverged
-    when the loss stays non-finite, StorageError when the disk is full or a storage cannot be reached, RankFailed with
-    all attempts when the ranks failed more often than `max_restarts`.
+    trains in it, Interrupted when stopped (after a checkpoint; StopAsked by `on_step` or a file `stop` in the run
+    folder), Diverged when the loss stays non-finite, StorageError when the disk is full or a storage cannot be reached,
+    RankFailed with all attempts when the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
     overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
