@@ -24,6 +24,11 @@ ROUNDING = 1e-4
 TEXTS = ("good", "a film that we like", "it was boring and we did not like all of it , but the acting is great fun")
 LONG = "we like the acting . " * 12
 "Of several windows."
+WRITERS = (
+    *("bart", "bigbird_pegasus", "blenderbot", "fsmt", "led", "longt5", "m2m_100", "mbart", "mt5", "mvp", "nllb-moe"),
+    *("pegasus", "pegasus_x", "plbart", "switch_transformers", "t5", "umt5"),
+)
+"Encoder-decoders that write texts."
 MODELS = {
     "feature_extraction": ("AutoModel", auto.MODEL_MAPPING_NAMES),
     "token_classification": (
@@ -35,6 +40,7 @@ MODELS = {
         "AutoModelForSequenceClassification",
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     ),
+    "text2text_generation": ("AutoModelForSeq2SeqLM", WRITERS),
 }
 LABELS = {
     "token_classification": {0: "O", 1: "B-PER", 2: "I-PER"},
@@ -49,7 +55,7 @@ EXCLUDED = {
 CASES = [
     (task, name)
     for task, (_, known) in MODELS.items()
-    for name in families.classifiers()
+    for name in (WRITERS if known is WRITERS else families.classifiers())
     if name in known and (task, name) not in EXCLUDED
 ]
 QUICK = {(task, name) for task in MODELS for name in ("fnet", "nystromformer", "xlnet")}
@@ -57,11 +63,11 @@ QUICK = {(task, name) for task in MODELS for name in ("fnet", "nystromformer", "
 
 def build(folder: Path, task: str, name: str) -> Path:
     """A model of the family with the head of the task, and random weights."""
-    tokenizer = tiny.wordpiece_tokenizer()
+    tokenizer = tiny.bpe_tokenizer() if name in WRITERS else tiny.wordpiece_tokenizer()
     special: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.sep_token_id}
     special |= {"pad_token_id": tokenizer.pad_token_id, "architectures": []}
     if "bos_token_id" not in families.OWN.get(name, {}):
-        special["bos_token_id"] = None
+        special["bos_token_id"] = tokenizer.bos_token_id
     if transformers.CONFIG_MAPPING[name]().is_encoder_decoder:
         special["decoder_start_token_id"] = tokenizer.pad_token_id
     if task in LABELS:
@@ -73,7 +79,7 @@ def build(folder: Path, task: str, name: str) -> Path:
         model = model_class.from_config(config)
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.data.normal_(0.0, 0.1)
+                parameter.data.normal_(0.0, 0.3 if name in WRITERS else 0.1)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -83,7 +89,9 @@ def scored(model: Path, task: str, texts: list[str]) -> list[dict[str, Any]]:
     """The predictions for the texts, in one table."""
     name = "context" if task == "question_answering" else "text"
     table = pa.table({name: texts, "question": ["what is it ?"] * len(texts)})
-    options = {"task_options": OPTIONS[task]} if task in OPTIONS else {}
+    options: dict[str, Any] = {"task_options": OPTIONS[task]} if task in OPTIONS else {}
+    if task == "text2text_generation":
+        options["max_new_tokens"] = 8
     rows: list[dict[str, Any]] = tl.predict(model, table, task=task, engine=tiny.Here(), **options).to_pylist()
     assert [row["error"] for row in rows] == [None] * len(texts)
     return rows
@@ -106,4 +114,5 @@ def test_a_row_has_the_same_result_alone_and_beside_others(task: str, name: str,
     together = scored(model, task, texts)
     for row, text in zip(together, texts, strict=True):
         [alone] = scored(model, task, [text])
+        assert task != "text2text_generation" or row == alone
         np.testing.assert_allclose(numbers(row), numbers(alone), atol=ROUNDING, err_msg=text)

@@ -5,7 +5,8 @@ result, whether restarted positions separate texts. A forward pass over two rows
 come from the model's tokenizer because models rely on its special tokens: BART and T5 classify at the end token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -62,14 +63,8 @@ def find_unreached(model: nn.Module, task: Any, batch: Batch) -> list[str]:
     The model is in training mode afterwards. Raises DataError if the model cannot process a row of its tokenizer.
     """
     model.eval()
-    try:
+    with _explained(model, task, batch):
         outputs = task.checked_outputs(run(model, task, batch), 1)
-    except TorchlakeError:
-        raise
-    except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
-        if ran_out_of_memory(error):
-            raise
-        raise DataError(_cannot_process(model, task, batch, error)) from error
     model.train()
     reached, seen, nodes = set(), set(), [outputs.grad_fn]
     while nodes:
@@ -82,13 +77,27 @@ def find_unreached(model: nn.Module, task: Any, batch: Batch) -> list[str]:
     return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in reached]
 
 
-def _cannot_process(model: nn.Module, task: Any, batch: Batch, error: Exception) -> str:
-    if not task.auto_class or INPUT_IDS not in batch:
+@contextmanager
+def _explained(model: nn.Module, task: Any, batch: Batch) -> Iterator[None]:
+    """Raise DataError for what a model raises that cannot process the rows of its tokenizer."""
+    try:
+        yield
+    except TorchlakeError:
+        raise
+    except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise DataError(_cannot_process(model, task, batch, error)) from error
+
+
+def _cannot_process(model: Any, task: Any, batch: Batch, error: Exception) -> str:
+    if not task.wraps_transformers or INPUT_IDS not in batch:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
         return f"the task {task.name!r}: the model cannot compute a batch of one row ({shapes}): {in_words(error)}"
     return (
-        f"{type(model).__name__} cannot process a row of {batch[INPUT_IDS].shape[1]} tokens of its tokenizer "
-        f"({in_words(error)}). config.json and the tokenizer may not belong together: compare their special tokens."
+        f"{type(model).__name__} of the type {model.config.model_type!r} cannot process a row of "
+        f"{batch[INPUT_IDS].shape[-1]} tokens of its tokenizer ({in_words(error)}). config.json and the tokenizer may "
+        "not belong together: compare their special tokens."
     )
 
 
@@ -102,7 +111,7 @@ def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any,
     """Return whether padding changes the outputs for a row, or for its tokens, despite the attention mask.
 
     XLNet uses the last position of a row, Funnel averages neighbors: their batches have rows of one length only. The
-    model's mode is restored.
+    model's mode is restored. Raises DataError if the model cannot process the rows.
     """
     together_in = task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)
     alone_in = [
@@ -112,7 +121,7 @@ def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any,
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _explained(model, task, together_in):
             together = task.outputs(run(model, task, together_in))
             alone = [task.outputs(run(model, task, one)) for one in alone_in]
     finally:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+import families
 import tiny
 import torchlake as tl
 from misbehaving import tilted
@@ -342,3 +343,14 @@ def test_forms_of_vectors_are_refused_where_they_mean_nothing(encoder: Path, tin
     pq.write_table(pa.table({"text": pa.array([None, ""], pa.string())}), tmp_path / "in.parquet")
     with pytest.raises(DataError, match="no row of a sample has a vector"):
         tl.predict(encoder, tmp_path / "in.parquet", tmp_path / "out", embedding="int8")
+
+
+def test_a_model_that_embeds_no_text_alone_is_refused_in_words(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tokenizer = tiny.bpe_tokenizer()
+    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = families.config_of("pegasus", vocab_size=len(tokenizer), **special)
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(DataError, match=r"Embedder of the type 'pegasus' cannot process a row of \d+ tokens"):
+        tl.predict(folder, pa.table({"text": TEXTS}), task="feature_extraction", engine=tiny.Here())
