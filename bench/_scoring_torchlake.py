@@ -20,7 +20,7 @@ from torchlake.scoring.rows import ScoringSettings
 from torchlake.scoring.scorer import BATCH_TOKENS, Scorer
 
 BATCH_CHOICES = (256, 512)
-NOT_TUNED = ("compiled",)  # each size of a batch may cost a compilation
+NOT_TUNED = ("compiled", "zentorch")  # each size of a batch may cost a compilation
 
 
 class Refused(Exception):

@@ -24,7 +24,7 @@ from _environments import python_of
 CALIBRATION_ROWS = 200
 ALONE_ROWS = 20
 REFERENCE = "sentence-transformers 6.2, torch"
-RUNTIMES = ("varlen", "eager", "onnx", "openvino", "bf16", "int8", "onnx_int8", "openvino_int8")
+RUNTIMES = ("varlen", "eager", "onnx", "openvino", "compiled", "bf16", "zentorch", "int8", "onnx_int8", "openvino_int8")
 EXACT = 1 - 1e-5
 "The lowest cosine of exact vectors. OpenVINO computes in bf16 where the CPU has it, unless it is forbidden."
 COLUMNS = ("name", "exact", "rows_per_s", "ratio", "cosine", "lowest_cosine", "alone", "peak_memory_mib", "reason")
