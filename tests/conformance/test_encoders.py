@@ -90,7 +90,6 @@ def test_every_runtime_has_eagers_vectors_or_says_why_not(family: str, tmp_path:
 @pytest.mark.parametrize("runtime", COMPILED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_encoders_have_eagers_vectors_or_say_why_not(family: str, runtime: str, tmp_path: Path) -> None:
-    torch._dynamo.reset()  # it compiles one function for a few models only
     check(family, [runtime], tmp_path)
 
 

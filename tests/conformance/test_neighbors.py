@@ -7,7 +7,6 @@ XLNet and Funnel read the last position.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -22,7 +21,7 @@ from torchlake.models.write import quiet
 
 ROUNDING = 1e-4
 TEXTS = ("good", "a film that we like", "it was boring and we did not like all of it , but the acting is great fun")
-LONG = "we like the acting . " * 12
+LONG = "we like the acting . " * 40
 "Of several windows."
 WRITERS = (
     *("bart", "bigbird_pegasus", "blenderbot", "fsmt", "led", "longt5", "m2m_100", "mbart", "mt5", "mvp", "nllb-moe"),
@@ -46,8 +45,12 @@ LABELS = {
     "token_classification": {0: "O", 1: "B-PER", 2: "I-PER"},
     "zero_shot_classification": {0: "contradiction", 1: "neutral", 2: "entailment"},
 }
-OPTIONS = {"zero_shot_classification": {"candidate_labels": ["fun", "a long and boring film"]}}
-"Of the tasks, as `task_options`."
+CLASSES = ["fun", "a long and boring film"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero_shot_classification": {"task_options": {"candidate_labels": CLASSES}, "all_probabilities": True},
+    "text2text_generation": {"max_new_tokens": 8},
+}
+"Of `predict`."
 EXCLUDED = {
     ("feature_extraction", "t5gemma"): "torchlake refuses it: its configuration does not say how wide its states are",
     ("question_answering", "longformer"): "it asks for the three separators of its own tokenizer",
@@ -58,6 +61,7 @@ CASES = [
     for name in (WRITERS if known is WRITERS else families.classifiers())
     if name in known and (task, name) not in EXCLUDED
 ]
+CASES += [("feature_extraction", name) for name in ("longt5", "switch_transformers")]
 QUICK = {(task, name) for task in MODELS for name in ("fnet", "nystromformer", "xlnet")}
 
 
@@ -89,21 +93,21 @@ def scored(model: Path, task: str, texts: list[str]) -> list[dict[str, Any]]:
     """The predictions for the texts, in one table."""
     name = "context" if task == "question_answering" else "text"
     table = pa.table({name: texts, "question": ["what is it ?"] * len(texts)})
-    options: dict[str, Any] = {"task_options": OPTIONS[task]} if task in OPTIONS else {}
-    if task == "text2text_generation":
-        options["max_new_tokens"] = 8
-    rows: list[dict[str, Any]] = tl.predict(model, table, task=task, engine=tiny.Here(), **options).to_pylist()
+    settings = {"task": task, "engine": tiny.Here(), **OPTIONS.get(task, {})}
+    rows: list[dict[str, Any]] = tl.predict(model, table, **settings).to_pylist()
     assert [row["error"] for row in rows] == [None] * len(texts)
     return rows
 
 
-def numbers(value: Any) -> list[float]:
-    """The numbers in a prediction, in their order."""
-    if isinstance(value, dict):
-        return [each for name in sorted(value) for each in numbers(value[name])]
-    if isinstance(value, list):
-        return [each for part in value for each in numbers(part)]
-    return [float(value)] if isinstance(value, float | int) else []
+def differ(one: Any, other: Any) -> bool:
+    """Whether two predictions differ by more than rounding."""
+    if isinstance(one, float):
+        return not abs(one - other) <= ROUNDING
+    if isinstance(one, dict):
+        return one.keys() != other.keys() or any(differ(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) != len(other) or any(map(differ, one, other))
+    return bool(one != other)
 
 
 @pytest.mark.filterwarnings("default")  # transformers' own, of families that it is about to rename or to replace
@@ -114,5 +118,6 @@ def test_a_row_has_the_same_result_alone_and_beside_others(task: str, name: str,
     together = scored(model, task, texts)
     for row, text in zip(together, texts, strict=True):
         [alone] = scored(model, task, [text])
-        assert task != "text2text_generation" or row == alone
-        np.testing.assert_allclose(numbers(row), numbers(alone), atol=ROUNDING, err_msg=text)
+        if task == "zero_shot_classification":  # classes with equal probabilities change places
+            row["label"] = alone["label"] = None
+        assert not differ(row, alone), (row, alone)

@@ -78,6 +78,18 @@ def find_unreached(model: nn.Module, task: Any, batch: Batch) -> list[str]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and afterwards each of its modules into the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def _explained(model: nn.Module, task: Any, batch: Batch) -> Iterator[None]:
     """Raise DataError for what a model raises that cannot process the rows of its tokenizer."""
     try:
@@ -91,13 +103,13 @@ def _explained(model: nn.Module, task: Any, batch: Batch) -> Iterator[None]:
 
 
 def _cannot_process(model: Any, task: Any, batch: Batch, error: Exception) -> str:
-    if not task.wraps_transformers or INPUT_IDS not in batch:
+    if not task.checks_padding or INPUT_IDS not in batch:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
         return f"the task {task.name!r}: the model cannot compute a batch of one row ({shapes}): {in_words(error)}"
     return (
-        f"{type(model).__name__} of the type {model.config.model_type!r} cannot process a row of "
-        f"{batch[INPUT_IDS].shape[-1]} tokens of its tokenizer ({in_words(error)}). config.json and the tokenizer may "
-        "not belong together: compare their special tokens."
+        f"{type(model).__name__} of the type {model.config.model_type!r} cannot process rows of its tokenizer, of up "
+        f"to {batch[INPUT_IDS].shape[-1]} tokens ({in_words(error)}). It may need other inputs too, or config.json and "
+        "the tokenizer may not belong together: compare their special tokens."
     )
 
 
@@ -118,16 +130,18 @@ def padding_matters(model: nn.Module, task: Any, made: Features, processor: Any,
         {name: each for name, each in one.items() if name != MASK or not each.all()}
         for one in batches(task, made, processor, spec)
     ]
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), _explained(model, task, together_in):
-            together = task.outputs(run(model, task, together_in))
-            alone = [task.outputs(run(model, task, one)) for one in alone_in]
-    finally:
-        model.train(training)
+    with torch.no_grad(), evaluating(model), _explained(model, task, together_in):
+        together = task.outputs(run(model, task, together_in))
+        alone = [task.outputs(run(model, task, one)) for one in alone_in]
     pairs = ((both[tuple(map(slice, one.shape[1:]))], one[0]) for both, one in zip(together, alone, strict=True))
     return not all(_agree(both, one) for both, one in pairs)
+
+
+def padded_arrays(task: Any, made: Features, processor: Any, spec: TaskSpec) -> list[str]:
+    """Return the arrays of a batch that are as long as its longest text, found by their shapes with and without it."""
+    together = task.checked_batch(made.arrays, np.arange(len(made)), processor, spec)
+    [short, *_] = batches(task, made, processor, spec)
+    return [name for name, array in together.items() if array.shape[1:] != short[name].shape[1:]]
 
 
 def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, Any]) -> bool:
@@ -138,16 +152,12 @@ def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, 
     """
     ids = torch.from_numpy(np.concatenate(wanted))[None]
     positions = torch.from_numpy(np.concatenate([np.arange(len(row)) for row in wanted]))[None]
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):
             together = model(input_ids=ids, position_ids=positions, **forward).logits
             alone = [model(input_ids=torch.from_numpy(row)[None], **forward).logits for row in wanted]
     except TypeError:  # it has no argument for positions
         return False
-    finally:
-        model.train(training)
     return _agree(together, torch.cat(alone, dim=1))
 
 

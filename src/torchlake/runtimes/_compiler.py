@@ -1,4 +1,4 @@
-"""What the runtimes that compile a model share: what they refuse, and batches of which one graph serves all shapes.
+"""What the runtimes that compile a model share: refusals, and how to pad batches so that one graph serves all shapes.
 
 Rows and lengths are dynamic, both at least 2 (the compiler specializes 0 and 1), and lengths are rounded up to a
 multiple of 8 for its vector code. So a process compiles only once.
@@ -39,7 +39,7 @@ def refusal(folder: Path) -> str | None:
     return None
 
 
-def load_model(folder: Path, spec: TaskSpec, *, name: str) -> tuple[Any, dict[str, np.ndarray]]:
+def load_with_rows(folder: Path, spec: TaskSpec, *, name: str) -> tuple[Any, dict[str, np.ndarray]]:
     """Return the model in fp32 in main memory, and a batch of two rows to try it with.
 
     `name` is the runtime's. Raises UsageError if padding changes the model's results, and as `models.load_model`.
@@ -58,15 +58,24 @@ def load_model(folder: Path, spec: TaskSpec, *, name: str) -> tuple[Any, dict[st
     return model, task.checked_batch(rows.arrays, np.arange(len(rows)), processor, spec)
 
 
-def compile_outputs(model: Any, task: Any, **options: Any) -> Compute:
-    """Return the task's outputs of a batch of tensors as one compiled graph; `options` are torch.compile's."""
+def outputs_of(model: Any, task: Any) -> Compute:
+    """Return the function from a batch of tensors to the task's outputs."""
     import torch
 
-    def outputs_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         outputs: torch.Tensor = task.outputs(model(**inputs))
         return outputs
 
-    compiled: Compute = torch.compile(outputs_of, fullgraph=True, dynamic=True, **options)
+    # torch counts compilations, eight at most, by the function's code, and keeps the models of all of them.
+    compute.__code__ = compute.__code__.replace()
+    return compute
+
+
+def compile_outputs(model: Any, task: Any, **options: Any) -> Compute:
+    """Return `outputs_of` the model as one compiled graph; `options` are torch.compile's."""
+    import torch
+
+    compiled: Compute = torch.compile(outputs_of(model, task), fullgraph=True, dynamic=True, **options)
     return compiled
 
 

@@ -25,7 +25,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """
     import torch
 
-    model, _ = _compiler.load_model(folder, spec, name="compiled")
+    model, _ = _compiler.load_with_rows(folder, spec, name="compiled")
     torch.nn.Module.to(model, device)
     compute = _compiler.compile_outputs(model, plugins.load("tasks", spec.task))
     return _compiler.make_forward(compute, model, spec, device=device)

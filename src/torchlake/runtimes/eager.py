@@ -7,6 +7,7 @@ scaled dot-product attention can use its unmasked kernel; and, on AMD's CPUs, on
 (`_products.py`), whose different summation order changes logits by about 1e-6.
 """
 
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
+from torchlake.data.features import joined_outputs
 from torchlake.models.generation import GenerationOptions
 from torchlake.runtimes import Forward, _products
 
@@ -50,7 +52,7 @@ def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward
 
     def outputs_of(**batch: np.ndarray) -> np.ndarray:
         inputs = {
-            name: None if task.wraps_transformers and name == MASK and array.all() else array
+            name: None if task.checks_padding and name == MASK and array.all() else array
             for name, array in batch.items()
             if name not in task.kept_back
         }
@@ -61,41 +63,47 @@ def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward
         scores: np.ndarray = outputs.float().cpu().numpy()
         return scores
 
-    if not task.wraps_transformers or task.packs:
+    if not task.checks_padding or task.packs:
         return outputs_of
     processor = task.load_processor(folder, spec, scoring=False)
     made = probes.features(task, processor, spec)
     if made is None or not probes.padding_matters(model, task, made, processor, spec):
         return outputs_of
-    return partial(_length_by_length, outputs_of, spec.max_length)
+    padded = probes.padded_arrays(task, made, processor, spec)
+
+    def length_by_length(**batch: np.ndarray) -> np.ndarray:
+        return _length_by_length(outputs_of, batch, task.text_lengths(batch, spec), padded)
+
+    return length_by_length
 
 
-def _length_by_length(outputs_of: Forward, size: int, /, **batch: np.ndarray) -> np.ndarray:
-    """Return the outputs of texts (B, L), or of several for each row (B, K, L), that are computed without padding.
+def _length_by_length(
+    outputs_of: Forward, batch: Mapping[str, np.ndarray], lengths: np.ndarray, padded: Collection[str]
+) -> np.ndarray:
+    """Return the outputs of a batch whose texts of equal lengths are computed together.
 
-    Outputs of tokens (B, L, ...) are 0 where a text has ended. Rows of several windows of `size` tokens (L > `size`)
-    stay as they are: the last window is padded to `size`, whatever is beside it.
+    `lengths` are of texts (B,), or of several for each row (B, K), and `padded` the arrays that have a value for each
+    token. Outputs of tokens (B, L, ...) are NaN where a text has ended.
     """
-    mask = batch[MASK]
-    rows, longest = mask.shape[:-1], mask.shape[-1]
+    shape, flat = lengths.shape, lengths.ravel()
     texts = {
-        name: array.reshape(-1, *(1,) * (len(rows) - 1), longest)
+        name: array if array.shape[: len(shape)] == shape else np.repeat(array[:, None], shape[-1], axis=1)
         for name, array in batch.items()
-        if array.shape == mask.shape
     }
-    lengths = mask.sum(axis=-1).clip(min=1).ravel()
-    if longest > size:  # the mask of a window of padding has one token, that of another more
-        several = mask[:, size:].sum(axis=1) >= longest // size
-        lengths = np.where(several, longest, mask[:, :size].sum(axis=1).clip(min=1))
-    parts: dict[int, np.ndarray] = {}
-    for length in np.unique(lengths):
-        alike = np.flatnonzero(lengths == length)
-        outputs = outputs_of(**{name: array[alike][..., :length] for name, array in texts.items()})
-        parts |= zip(alike, outputs.reshape(len(alike), *outputs.shape[len(rows) :]), strict=True)
-    whole = np.zeros((len(parts), *np.max([part.shape for part in parts.values()], axis=0)), dtype=np.float32)
-    for row, part in parts.items():
-        whole[row][tuple(map(slice, part.shape))] = part
-    return whole.reshape(*rows, *whole.shape[1:])
+    texts = {
+        name: array.reshape(len(flat), *(1,) * (len(shape) - 1), *array.shape[len(shape) :])
+        for name, array in texts.items()
+    }
+    parts, places = [], []
+    for length in np.unique(flat):
+        alike = np.flatnonzero(flat == length)
+        some = {name: array[alike] for name, array in texts.items()}
+        some |= {name: some[name].take(np.arange(length), axis=len(shape)) for name in padded}
+        outputs = outputs_of(**some)
+        parts.append(outputs.reshape(len(alike), *outputs.shape[len(shape) :]))
+        places.append(alike)
+    whole = joined_outputs(parts)[np.argsort(np.concatenate(places))]
+    return whole.reshape(*shape, *whole.shape[1:])
 
 
 def load_generator(folder: Path, spec: TaskSpec, *, device: str, options: GenerationOptions) -> Forward:

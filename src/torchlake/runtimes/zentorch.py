@@ -16,6 +16,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.errors import UsageError
+from torchlake.models.load import EMBEDS
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _compiler
 
@@ -29,17 +30,20 @@ TOKEN_TYPES = True
 
 AGREEMENT = 0.05
 "Of outputs, relative to the largest: several times the error of bf16, a small part of that of other weights."
+OTHERS = "Take 'bf16', 'varlen' or 'compiled'."
+SMALLEST = {EMBEDS: 0.1}
+"By task, what the largest output counts as at least; else 1. The numbers of a vector of length 1 are about 0.1."
 
 
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
-    torch = ".".join(version("torch").split(".")[:2])
+    release = ".".join(version("torch").split(".")[:2])
     try:
-        library = ".".join(version("zentorch").split(".")[:2])
+        found = ".".join(version("zentorch").split(".")[:2])
     except PackageNotFoundError:
-        return f"the library 'zentorch' is not installed: pip install 'zentorch=={torch}.*'"
-    if library != torch:
-        return f"zentorch {library} is made for torch {library}, and this is {torch}: pip install 'zentorch=={torch}.*'"
+        return f"the library 'zentorch' is not installed: pip install 'zentorch=={release}.*'"
+    if found != release:
+        return f"zentorch {found} is made for torch {found}, and this is {release}: pip install 'zentorch=={release}.*'"
     if not hardware.supports_bf16():
         return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'compiled'"
     return _compiler.refusal(folder)
@@ -60,17 +64,24 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     with _compiler.without_warnings():
         import zentorch  # noqa: F401  it registers the backend of torch.compile
     task = plugins.load("tasks", spec.task)
-    model, batch = _compiler.load_model(folder, spec, name="zentorch")
-    eager = _compiler.make_forward(lambda inputs: task.outputs(model(**inputs)), model, spec, device="cpu")
+    model, batch = _compiler.load_with_rows(folder, spec, name="zentorch")
+    eager = _compiler.make_forward(_compiler.outputs_of(model, task), model, spec, device="cpu")
     expected = eager(**batch)
-    model.to(torch.bfloat16)
+    (model.encoder if spec.task == EMBEDS else model).to(torch.bfloat16)
     torch.ops.zentorch.zentorch_clear_weight_cache()
     forward = _compiler.make_forward(_compile(model, task), model, spec, device="cpu")
-    difference = np.abs(forward(**batch) - expected).max() / np.abs(expected).max()
+    try:
+        outputs = forward(**batch)
+    except Exception as error:
+        raise UsageError(
+            f"{folder}: zentorch cannot compile this model ({type(error).__name__}: {str(error)[:300]}). {OTHERS}"
+        ) from error
+    largest = max(SMALLEST.get(spec.task, 1.0), float(np.abs(expected).max()))
+    difference = float(np.abs(outputs - expected).max()) / largest
     if not difference <= AGREEMENT:
         raise UsageError(
             f"{folder}: as zentorch compiles this model, its outputs differ by {difference:.1%} from those of the "
-            "unchanged one. Take 'bf16', 'varlen' or 'compiled'."
+            f"unchanged one. {OTHERS}"
         )
     return forward
 

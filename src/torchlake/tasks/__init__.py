@@ -101,6 +101,12 @@ class Task:
     "By `data.learn`, what a task without labels predicts; by default the task's name."
     auto_class: str = ""
     "transformers' Auto class of such models; empty: `build` makes the model."
+    checks_padding: bool = False
+    """Whether the model reads texts by a model of transformers (with `auto_class`: True).
+
+    Then it is tried whether padding changes its outputs despite the mask, and `attention_mask` is None for a batch
+    without padding. Another module is trusted to ignore padding by its mask.
+    """
     hub_task: str = "other"
     "The hub's name of the task, for the model card."
     trains: bool = True
@@ -133,6 +139,7 @@ class Task:
     def __init_subclass__(cls) -> None:
         """Give the class its name."""
         cls.name = vars(cls).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        cls.checks_padding = cls.checks_padding or bool(cls.auto_class)
 
     # Columns to features.
 
@@ -360,15 +367,6 @@ class Task:
         return bool(self.auto_class)
 
     @property
-    def wraps_transformers(self) -> bool:
-        """Whether a model of transformers computes the tokens.
-
-        Such a model needs no mask where there is no padding, and some are changed by padding despite the mask. Another
-        module is trusted to ignore padding by its mask.
-        """
-        return bool(self.auto_class)
-
-    @property
     def measures_classes(self) -> bool:
         """Whether its metrics are those of `torchlake.metrics`, which `evaluate` computes with intervals."""
         mine = type(self)
@@ -464,7 +462,7 @@ def _as_json(value: Any) -> Any:
 
 
 def load_encoder(folder: Path, *, weights: bool) -> "nn.Module":
-    """Return the transformers model in a folder without its head, for a task's own module.
+    """Return the transformers model in a folder without its head, for a task's own module: of T5 the encoder alone.
 
     `weights=False` makes the same module without reading weights. Refuses folders as every load does.
     """

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchlake.loss import CHUNK_BYTES
+from torchlake.models.probes import evaluating
 
 NO_TARGET = -100
 AGREEMENT = 1e-5
@@ -129,23 +130,18 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
     head = _head(model)
     if head is None or tokens * head.out_features * 4 <= CHUNK_BYTES:
         return None
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            found = _find_after_head(model, head, row, forward)
-            if found is None:
-                return None
-            after, logits = found
-            before = model.forward, head.forward
-            _replace(model, head, after, _terms)
-            targets = torch.cat([row[:, 1:], torch.full_like(row[:, :1], NO_TARGET)], dim=1)
-            expected = functional.cross_entropy(logits[0, :-1].float(), row[0, 1:], reduction="sum")
-            same = torch.isclose(model(input_ids=row, targets=targets, **forward), expected, rtol=AGREEMENT, atol=0)
-            model.forward, head.forward = before  # type: ignore[method-assign]
-            return after if same else None
-    finally:
-        model.train(training)
+    with torch.no_grad(), evaluating(model):
+        found = _find_after_head(model, head, row, forward)
+        if found is None:
+            return None
+        after, logits = found
+        before = model.forward, head.forward
+        _replace(model, head, after, _terms)
+        targets = torch.cat([row[:, 1:], torch.full_like(row[:, :1], NO_TARGET)], dim=1)
+        expected = functional.cross_entropy(logits[0, :-1].float(), row[0, 1:], reduction="sum")
+        same = torch.isclose(model(input_ids=row, targets=targets, **forward), expected, rtol=AGREEMENT, atol=0)
+        model.forward, head.forward = before  # type: ignore[method-assign]
+        return after if same else None
 
 
 def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False) -> None:

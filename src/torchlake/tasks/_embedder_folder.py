@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io
 from torchlake.config.embedding import MODULES, PROMPTS, SETTINGS, Embedding, write_layout
+from torchlake.tasks._pretrained import encoder_class
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,6 @@ def write_folder(
     folder: Path, state: "Mapping[str, torch.Tensor]", config: Any, *, base: Path, max_length: int
 ) -> None:
     """Write the weights, config.json and the files of sentence-transformers; `base` is the model trained from."""
-    import transformers
     from safetensors.torch import save_file
 
     def save(tensors: Mapping[str, Any], path: Path) -> None:
@@ -34,10 +34,9 @@ def write_folder(
     save(
         {name.removeprefix(ENCODER): each for name, each in state.items() if name.startswith(ENCODER)}, folder / WEIGHTS
     )
-    kind: Any = transformers.AutoModel._model_mapping[type(config)]
-    architecture = (kind[0] if isinstance(kind, tuple) else kind).__name__
+    architectures = [encoder_class(config).__name__]
     atomic_io.write_json(
-        folder / "config.json", {**config.to_dict(), "architectures": [architecture]}, site="model.config"
+        folder / "config.json", {**config.to_dict(), "architectures": architectures}, site="model.config"
     )
     if not (base / MODULES).is_file():
         write_layout(folder, Embedding(dimensions=int(config.hidden_size), max_length=max_length))

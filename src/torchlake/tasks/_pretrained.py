@@ -7,7 +7,7 @@ part of the weights from the strategy: loading N ranks takes the main memory of 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchlake.config.task_spec import GENERATIVE, TaskSpec, label_name
 from torchlake.errors import DataError, TaskError
@@ -206,25 +206,39 @@ def load_own(
     return module
 
 
-def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
-    """Return the transformers model in a folder without its head; `weights=False`: none are read.
+def encoder_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
+    """Return the class of models without a head: of T5 and its kind the encoder alone, as in sentence-transformers.
 
-    Of T5's kind it is the encoder alone, as in sentence-transformers.
+    Raises DataError if transformers has none.
     """
-    import torch
     import transformers
 
+    known: Any = transformers.AutoModel._model_mapping.get(type(config), None)
+    if known is None:
+        raise DataError(f"transformers has no model without a head of the type {config.model_type!r}")
+    model_class: Any = known[0] if isinstance(known, tuple) else known
+    encoder = f"{model_class.__name__.removesuffix('Model')}EncoderModel"
+    found: Any = getattr(transformers, encoder, model_class)
+    return cast("type[PreTrainedModel]", found)
+
+
+def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
+    """Return the transformers model in a folder without its head, or of T5 and its kind without its decoder.
+
+    `weights=False`: none are read.
+    """
+    import torch
+
     config = load_config(folder)
-    encoders = transformers.AutoModelForTextEncoding._model_mapping
-    name = "AutoModelForTextEncoding" if type(config) in encoders else "AutoModel"
+    model_class = encoder_class(config)
     if weights:
-        model, info = from_pretrained(folder, name, config=config)
+        model, info = from_pretrained(folder, model_class.__name__, config=config)
         torn = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
         if torn:
             raise DataError(f"{folder}: the encoder's weights lack {', '.join(torn[:4])}; the model is incomplete")
         return model
     with quiet():
-        made: torch.nn.Module = getattr(transformers, name).from_config(config, dtype=torch.float32)
+        made: torch.nn.Module = model_class._from_config(config, dtype=torch.float32)
     return made
 
 

@@ -69,6 +69,14 @@ class WindowedTask(Task):
             batch[name], _ = pad(ragged(arrays, name), rows, -1)
         return pad_windows(batch, spec.max_length, processor.pad_token_id)
 
+    def text_lengths(self, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
+        """Return the tokens before the padding; rows of several windows are padded to whole windows."""
+        longest, size = batch[MASK].shape[1], spec.max_length
+        lengths = batch[MASK][:, :size].sum(axis=1).clip(min=1)
+        several = (batch["starts"][:, size:] != -1).any(axis=1)
+        found: np.ndarray = np.where(several, longest, lengths)
+        return found
+
     def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
         """Return the model that training starts from, which reads windows."""
         model = super().base_model(base, spec, empty=empty)

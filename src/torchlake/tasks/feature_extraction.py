@@ -75,6 +75,7 @@ class FeatureExtraction(Task):
     labeled = ("regression",)
     problems = {"all": "feature_extraction"}
     hub_task = "sentence-similarity"
+    checks_padding = True
     couples_rows = True
     token_arrays = (INPUT_IDS, *(ids for ids, _ in FURTHER.values()))
     default_metric = {"feature_extraction": "mrr_at_10", "regression": "spearman"}
@@ -82,11 +83,6 @@ class FeatureExtraction(Task):
         "loss": "lower",
         **dict.fromkeys((*SEARCH_METRICS, "spearman", "pearson"), "higher"),
     }
-
-    @property
-    def wraps_transformers(self) -> bool:
-        """True: its module is an encoder of transformers and what follows."""
-        return True
 
     @property
     def needs_base(self) -> bool:

@@ -19,6 +19,7 @@ from torchlake.errors import DataError
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.tables.arrays import from_strings
 from torchlake.tasks import ANY, NO_TARGET, ColumnOptions, Inputs, _spans, _windows
+from torchlake.tasks._inputs import columns_of
 from torchlake.tasks._spans import METRICS, OUTSIDE
 from torchlake.tasks._windows import PLACES, SOURCE, WindowedTask, ragged, stored_texts, texts_of, without_texts
 
@@ -50,8 +51,8 @@ class TokenClassification(WindowedTask):
             raise ValueError("stride is the number of tokens that windows of a long text share, 0 or more")
 
     def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs | None:
-        """Return the texts, as if they were not lists of words."""
-        return {"text": from_strings(tuple(texts))}
+        """Return the texts as strings, not as lists of words; None if a subclass reads more than the text."""
+        return {"text": from_strings(tuple(texts))} if columns_of(self.inputs, spec).keys() == {"text"} else None
 
     # Labels.
 

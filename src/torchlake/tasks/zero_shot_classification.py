@@ -37,14 +37,10 @@ class ZeroShotClassification(Task):
     trains = False
     problems = {"all": NAME}
     hub_task = "zero-shot-classification"
+    checks_padding = True
     options = {"candidate_labels": [], "hypothesis_template": "This example is {}.", "multi_label": False}
     default_metric = {}
     directions = {"loss": "lower"}
-
-    @property
-    def wraps_transformers(self) -> bool:
-        """True: its module is a classifier of transformers."""
-        return True
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError without classes, and for a template without a place for one."""
@@ -113,9 +109,7 @@ class ZeroShotClassification(Task):
                 "Give a model for natural language inference."
             )
         contradicts = len(names) - 1 if entails == 0 else 0
-        module = Entailment(load.load_model(folder, auto_class=MODEL, **options), (contradicts, entails))
-        module.train(False)
-        return module
+        return Entailment(load.load_model(folder, auto_class=MODEL, **options), (contradicts, entails))
 
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
         """Return the probability (N, K) of each class: among all classes or, with `multi_label`, of each alone."""

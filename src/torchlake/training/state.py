@@ -172,7 +172,7 @@ class TrainState:
         }
         if MASK in batch:
             # Without padding transformers' models are faster without a mask; another module may need it.
-            unmasked = self.task.wraps_transformers and batch[MASK].all()
+            unmasked = self.task.checks_padding and batch[MASK].all()
             inputs[MASK] = None if unmasked else to_device(batch[MASK], device)
         with (
             torch.autocast(device.type, precision.dtype or torch.bfloat16, enabled=precision.autocast),

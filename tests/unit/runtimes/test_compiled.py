@@ -1,5 +1,7 @@
 """What `compiled` and `zentorch` promise beyond agreeing with eager: one compilation, and no other model's weights."""
 
+import gc
+import weakref
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import tiny
+from torchlake import plugins
 from torchlake.errors import UsageError
 from torchlake.models import load
 from torchlake.processes import hardware
@@ -57,7 +60,24 @@ def test_a_model_never_gets_the_weights_of_one_that_was_freed(tmp_path: Path) ->
         expected = eager.load(model, spec, device="cpu")(**BATCH)
         outputs = zentorch.load(model, spec, device="cpu")(**BATCH)
         assert np.abs(outputs - expected).max() <= zentorch.AGREEMENT * np.abs(expected).max(), seed
-        torch._dynamo.reset()  # it kept the model
+        gc.collect()
+
+
+def test_any_number_of_models_is_compiled_and_none_is_kept(tiny_model: Path) -> None:
+    """torch counts compilations by the code of a function, and ends with an error at the ninth."""
+    spec = load.load_spec(tiny_model)
+    task = plugins.load("tasks", spec.task)
+    inputs = {name: torch.from_numpy(array) for name, array in BATCH.items()}
+    models = weakref.WeakSet[Any]()
+    for _ in range(10):
+        model = task.load_model(tiny_model, spec)
+        models.add(model)
+        compute = _compiler.compile_outputs(model, task, backend="eager")
+        with torch.inference_mode(), _compiler.without_warnings():
+            torch.testing.assert_close(compute(inputs), task.outputs(model(**inputs)))
+    del model, compute
+    gc.collect()
+    assert not models
 
 
 @runs_zentorch

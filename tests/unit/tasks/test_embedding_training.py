@@ -153,6 +153,8 @@ def test_sentence_transformers_loads_the_folder_with_equal_vectors(trained: Path
         base = build(tmp_path / "base")
         runs.succeed(tmp_path / "run", PAIRS.sections(tmp_path, base, max_steps=2))
         folder = tmp_path / "run" / "model"
+    stated = json.loads((folder / "config.json").read_text())["architectures"]
+    assert stated == ["T5EncoderModel" if kind == "t5" else "BertModel"]
     texts = TRIPLETS.table(20)["passage"].to_pylist()
     theirs = SentenceTransformer(str(folder), device="cpu").encode(texts)
     ours = tl.predict(folder, pa.table({"query": texts}))["embedding"].to_pylist()

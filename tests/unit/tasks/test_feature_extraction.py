@@ -273,6 +273,15 @@ def test_every_runtime_embeds_with_minilm(minilm: Path, tmp_path: Path, runtime:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runtime", sweep([*EXACT[1:], *SHORTENED], quick={"varlen", "bf16", "int8", "zentorch"}))
+def test_every_runtime_computes_a_dense_module(tmp_path: Path, runtime: str) -> None:
+    folder = tiny.build_embedder(tmp_path / "model")
+    with_export(folder, runtime)
+    expected = vectors_of(folder, TEXTS, runtime="eager")
+    cosines = (vectors_of(folder, TEXTS, runtime=runtime) * expected).sum(axis=1)
+    assert cosines.min() > (1 - 1e-5 if runtime in EXACT else 0.97)
+
+
 def test_optimize_compares_vectors_by_their_cosines(encoder: Path) -> None:
     write_layout(encoder, {"pooling_mode": "mean"})
     table = pa.table({"text": [f"{text} {row}" for row in range(12) for text in TEXTS]})
@@ -352,5 +361,5 @@ def test_a_model_that_embeds_no_text_alone_is_refused_in_words(tmp_path: Path) -
     config = families.config_of("pegasus", vocab_size=len(tokenizer), **special)
     transformers.AutoModel.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with pytest.raises(DataError, match=r"Embedder of the type 'pegasus' cannot process a row of \d+ tokens"):
+    with pytest.raises(DataError, match=r"Embedder of the type 'pegasus' cannot process rows of its tokenizer, of up to \d+"):
         tl.predict(folder, pa.table({"text": TEXTS}), task="feature_extraction", engine=tiny.Here())

@@ -166,15 +166,13 @@ def passes_positions(model: Any, row: torch.Tensor, forward: dict[str, Any]) -> 
 
     AttentionInterface.register(PROBE, attention)
     AttentionMaskInterface.register(PROBE, sdpa_mask)
-    before, training = model.config._attn_implementation, model.training
-    model.eval()
+    before = model.config._attn_implementation
     try:
         model.set_attn_implementation(PROBE)
-        with torch.no_grad():
+        with torch.no_grad(), probes.evaluating(model):
             model(input_ids=row, position_ids=torch.arange(row.shape[1])[None], **forward)
     finally:
         model.set_attn_implementation(before)
-        model.train(training)
     return len(passed) >= len(layers(model)) and all(passed)
 
 

@@ -67,12 +67,12 @@ def find_traits(
     if not task.auto_class:
         try_task(model, task, batch, processor, spec)
     equal_lengths = (
-        task.wraps_transformers
+        task.checks_padding
         and not task.packs
         and "attention_mask" in batch
         and probes.padding_matters(model, task, made, processor, spec)
     )
-    if equal_lengths and task.couples_rows:
+    if equal_lengths and sum(name in batch for name in task.token_arrays) > 1:
         raise ConfigError(
             f"{job.model.base}: padding changes the vectors of a model of type {base.config.model_type!r}, and texts "
             "of a pair are padded to the longest of their batch. Take another encoder; this one can only be scored."
@@ -99,13 +99,8 @@ def find_traits(
 
 def try_task(model: nn.Module, task: Any, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
     """Take one row through all methods of a task that training and scoring will call; raises their TaskErrors."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = task.checked_outputs(probes.run(model, task, batch), 1)
-    finally:
-        model.train(training)
+    with torch.no_grad(), probes.evaluating(model):
+        outputs = task.checked_outputs(probes.run(model, task, batch), 1)
     kept = task.reduce_outputs(outputs.float().cpu().numpy(), batch, spec)
     table = task.output_columns(task.answers(kept, spec), processor, spec)
     if table.schema != task.output_schema(spec) or len(table) != 1:
