@@ -126,16 +126,20 @@ def as_matrix(array: Array) -> Array:
     return array
 
 
-def joined_outputs(pieces: Sequence[np.ndarray], shape: tuple[int, ...] | None = None) -> np.ndarray:
+def joined_outputs(
+    pieces: Sequence[np.ndarray], shape: tuple[int, ...] | None = None, *, fill: float | None = None
+) -> np.ndarray:
     """Outputs (B, ...) of several batches as those of all rows (N, *shape).
 
-    Narrower ones are filled up with NaN, or with -1 if they are integers. shape None: the largest of each dimension.
+    Narrower ones are filled up with `fill`; None: with NaN, or with -1 if they are integers. shape None: the largest of
+    each dimension.
     """
     if shape is None:
         shape = tuple(np.max([piece.shape[1:] for piece in pieces], axis=0)) if pieces[0].ndim > 1 else ()
     if all(piece.shape[1:] == shape for piece in pieces):
         return np.concatenate(pieces)
-    fill = -1 if pieces[0].dtype.kind == "i" else np.nan
+    if fill is None:
+        fill = -1 if pieces[0].dtype.kind == "i" else np.nan
     whole = np.full((sum(map(len, pieces)), *shape), fill, dtype=pieces[0].dtype)
     first = 0
     for piece in pieces:

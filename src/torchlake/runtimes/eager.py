@@ -83,7 +83,7 @@ def _length_by_length(
     """Return the outputs of a batch whose texts of equal lengths are computed together.
 
     `lengths` are of texts (B,), or of several for each row (B, K), and `padded` the arrays that have a value for each
-    token. Outputs of tokens (B, L, ...) are NaN where a text has ended.
+    token. Outputs of tokens (B, L, ...) are 0 where a text has ended.
     """
     shape, flat = lengths.shape, lengths.ravel()
     texts = {
@@ -102,7 +102,7 @@ def _length_by_length(
         outputs = outputs_of(**some)
         parts.append(outputs.reshape(len(alike), *outputs.shape[len(shape) :]))
         places.append(alike)
-    whole = joined_outputs(parts)[np.argsort(np.concatenate(places))]
+    whole = joined_outputs(parts, fill=0.0)[np.argsort(np.concatenate(places))]
     return whole.reshape(*shape, *whole.shape[1:])
 
 

@@ -240,6 +240,11 @@ class Task:
                 batch[name], _ = pad(array, rows, 0)
         return batch
 
+    def text_lengths(self, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
+        """Return the tokens of each text of a batch (B,), or of several for each row (B, K), without padding."""
+        lengths: np.ndarray = batch["attention_mask"].sum(axis=-1).clip(min=1)
+        return lengths
+
     def collate_targets(self, targets: Array, rows: np.ndarray, spec: TaskSpec) -> np.ndarray:
         """Return the targets of the rows (B,), those of different numbers filled up with NO_TARGET."""
         if isinstance(targets, np.ndarray):

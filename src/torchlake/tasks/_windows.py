@@ -242,7 +242,9 @@ def attach(model: "nn.Module", size: int) -> None:
         inside = {name: each.reshape(-1, size) if _is_wide(each) else each for name, each in batch.items()}
         answer = forward(**inside)
         for name, each in list(answer.items()):
-            answer[name] = each.reshape(rows, ids.shape[1], *each.shape[2:])
+            # Encoder-decoders also return states and caches, which are of windows.
+            if hasattr(each, "shape") and tuple(each.shape[:2]) == (len(inside["input_ids"]), size):
+                answer[name] = each.reshape(rows, ids.shape[1], *each.shape[2:])
         return answer
 
     model.forward = windowed

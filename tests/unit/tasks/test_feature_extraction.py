@@ -361,5 +361,7 @@ def test_a_model_that_embeds_no_text_alone_is_refused_in_words(tmp_path: Path) -
     config = families.config_of("pegasus", vocab_size=len(tokenizer), **special)
     transformers.AutoModel.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with pytest.raises(DataError, match=r"Embedder of the type 'pegasus' cannot process rows of its tokenizer, of up to \d+"):
+    with pytest.raises(
+        DataError, match=r"Embedder of the type 'pegasus' cannot process rows of its tokenizer, of up to \d+"
+    ):
         tl.predict(folder, pa.table({"text": TEXTS}), task="feature_extraction", engine=tiny.Here())
