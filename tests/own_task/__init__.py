@@ -56,6 +56,30 @@ class TextAndNumbers(Task):
         return nn.functional.huber_loss(outputs.float().squeeze(-1), scaled, reduction="sum")
 
 
+class Mean(nn.Module):
+    """The mean of an encoder's tokens, and one linear layer."""
+
+    def __init__(self, encoder: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.encoder, self.config = encoder, encoder.config
+        self.head = nn.Linear(encoder.config.hidden_size, outputs)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self.head((hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+class TextAlone(Task):
+    """Classes from a text, by an encoder that padding may change."""
+
+    inputs = {"text": TEXT}
+    checks_padding = True
+
+    def build(self, folder: Path, spec: TaskSpec, *, weights: bool) -> nn.Module:
+        return Mean(load_encoder(folder, weights=weights), len(spec.labels))
+
+
 class Perceptron(nn.Module):
     """Numbers to outputs, with a layer between them."""
 

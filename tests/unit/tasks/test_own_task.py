@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
+import families
 import own_task
 import scoring_runs
 import task_cases
+import tiny
 import torchlake as tl
 import training_runs as runs
 from golden_losses import BETWEEN_STRATEGIES
@@ -281,3 +283,22 @@ def test_weights_that_the_task_does_not_build_are_refused(trained: Path) -> None
         plugins._given["text_and_numbers"] = before
     table = pa.table({"text": ["good"], "stars": [1.0], "helpful": np.array([1])})
     assert tl.predict(trained / "model", table, task=CASE.task)["error"].to_pylist() == [None]
+
+
+def test_padding_changes_no_answer_of_an_own_module_that_asks_for_it(tmp_path: Path) -> None:
+    base = families.build(tmp_path / "base", "fnet", kind="classifier")
+    table = tiny.reviews(24)
+    pq.write_table(table, tmp_path / "train.parquet")
+    sections = {
+        "data": {"train": str(tmp_path / "train.parquet"), "label": "label", "key": "id"},
+        "model": {"base": str(base)},
+        "train": {"max_steps": 2, "batch_size": 8, "learning_rate": 1e-3},
+    }
+    task = own_task.TextAlone()
+    run = tl.train(run=tmp_path / "run", engine=runs.Inline(), task=task, **sections)
+    settings = {"task": task, "engine": tiny.Here(), "all_probabilities": True}
+    table = table.select(["text"])
+    together = tl.predict(run.model, table, **settings)["prob_good"].to_numpy()
+    alone = [tl.predict(run.model, table.slice(row, 1), **settings)["prob_good"][0].as_py() for row in range(24)]
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    assert len(set(np.round(alone, 4))) > 1
