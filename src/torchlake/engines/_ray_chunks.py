@@ -9,6 +9,7 @@ Cost: about 1 s to start an actor, then 1 ms per call; while there are many chun
 
 import logging
 import pickle
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ class ChunkActor:
 
     def __init__(self, driver: Driver, payload: bytes, variables: Mapping[str, str]) -> None:
         self._driver = driver
-        self._messages, self._calls, self._ended = SimpleQueue[Message](), 0, True
+        self._messages, self._ended = SimpleQueue[Message](), True
+        self._lock, self._reading = threading.Lock(), set[SimpleQueue[Message]]()
         self._process = driver.chunk_process(payload, variables, granted_gpus())
 
     def ready(self) -> Failure | None:
@@ -48,14 +50,14 @@ class ChunkActor:
     @ray.method(num_returns="streaming")
     def run(self, bundle: bytes) -> Iterator[list[tuple[str, Any]]]:
         """Run the chunks in order; yields lists of (kind, value) as in `chunk_process.Message`."""
-        chunks, before, messages = pickle.loads(bundle), self._messages, SimpleQueue[Message]()
-        self._messages, self._ended = messages, False
-        self._calls += 1
+        chunks, messages = pickle.loads(bundle), SimpleQueue[Message]()
+        with self._lock:
+            before, self._messages, self._ended = self._messages, messages, False
+            is_read = before in self._reading  # the last call still waits for results: they are its own
+            self._reading.add(messages)
         self._process.submit(chunks, messages)
-        while not before.empty():
-            message = before.get()
-            if message[1] == "failed":  # it came after the last call's results
-                messages.put(message)
+        if not is_read:
+            _pass_on_failures(before, messages)
         left = len(chunks)
         while left > 0:
             events = [message[1:] for message in drain(messages)]
@@ -63,13 +65,17 @@ class ChunkActor:
             self._ended = "ended" in kinds or "failed" in kinds
             left = 0 if "failed" in kinds else left - kinds.count("result")
             yield events
-        self._calls -= 1
+        with self._lock:
+            self._reading.remove(messages)
+            latest = self._messages
+        if latest is not messages:
+            _pass_on_failures(messages, latest)
 
     def finish(self) -> Failure | None:
         """Let the child end its generator; returns its failure, or None."""
         while not self._ended:
             self._process.finish()
-            if self._calls:  # they read the messages
+            if self._reading:  # by calls
                 time.sleep(0.01)
                 continue
             with suppress(Empty):
@@ -83,6 +89,14 @@ class ChunkActor:
     def stop(self) -> None:
         """Kill the child."""
         self._process.__exit__()
+
+
+def _pass_on_failures(done: "SimpleQueue[Message]", latest: "SimpleQueue[Message]") -> None:
+    """Move a failure that came after the last result of a call to the latest call."""
+    while not done.empty():
+        message = done.get()
+        if message[1] == "failed":
+            latest.put(message)
 
 
 @dataclass(eq=False)
