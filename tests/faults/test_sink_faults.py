@@ -10,6 +10,8 @@ import s3_server
 from fault_proxy import FaultProxy, between
 from sink_jobs import Output, Writers, source_rows, write_source
 from sink_kinds import KINDS, Place
+from torchlake.errors import AccessError, StorageError
+from torchlake.tables.storage import objects
 
 ALL = list(range(7))
 REMOTE = ["object_folder", "delta_on_s3"]
@@ -121,3 +123,18 @@ def test_a_lost_commit_that_another_writer_has_built_upon(
     assert lost.hit
     assert output.ids() == sorted([*ALL, first_id, *(ALL if mode == "append" else [])])
     assert output.run(source, version=2, mode=mode) == {"computed": 4 if mode == "overwrite" else 0}
+
+
+@pytest.mark.parametrize("answer", [403, 500])
+def test_a_number_in_a_name_is_no_answer_of_the_store(
+    store: FaultProxy, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    """A conflict (409) is tried again; names have hashes, in which any number may be."""
+    for name, value in store.behind.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(objects, "RETRIES", 1)
+    store.clear()
+    store.fail("PUT", "part-409", answer=answer, times=10**6)
+    with pytest.raises(AccessError if answer == 403 else StorageError, match=f"status code: {answer}"):
+        objects.ObjectFolder("s3://lake/numbers").write_new("part-409", b"1", site="part")
+    store.clear()

@@ -23,6 +23,8 @@ ATTEMPTS = 5
 
 
 _MISSING = re.compile(r"NoSuchBucket|NO_SUCH_BUCKET")
+_CONFLICT = re.compile(r"status code: 409\b")
+"The number alone may be part of a name, a port or a duration."
 _PERMISSION = re.compile(
     r"ACCESS_DENIED|AccessDenied|Forbidden|Unauthenticated|Unauthorized|[Cc]redential|169\.254\.169\.254"
 )
@@ -156,7 +158,7 @@ class ObjectFolder:
                 raise
             raise self._failure(name, error) from error
         except Exception as error:
-            if options.get("mode") and "409" in str(error):
+            if options.get("mode") and _CONFLICT.search(str(error)):
                 raise _Refused from error
             raise self._failure(name, error) from error
 
