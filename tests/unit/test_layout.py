@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import torchlake
 
 SOURCE = Path(torchlake.__file__).parent
@@ -45,15 +43,20 @@ def test_the_top_level_fits_on_a_screen() -> None:
     assert len(list(SOURCE.glob("*.py"))) <= 12
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: str(package.relative_to(SOURCE)))
-def test_a_package_says_what_it_is_for_and_is_small(package: Path) -> None:
-    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
-    assert text, "a docstring that says what the package is for"
-    if package.name in PLUG_INS:
-        return
-    for word in ("In:", "Out:", "Read `"):
-        assert word in text
-    assert 3 <= len(list(package.glob("*.py"))) - 1 <= 10
+def test_packages_say_what_they_are_for_and_are_small() -> None:
+    found = []
+    for package in PACKAGES:
+        name = package.relative_to(SOURCE)
+        text = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
+        if not text:
+            found.append(f"{name}: has no docstring")
+        if package.name in PLUG_INS:
+            continue
+        found += [f"{name}: its docstring lacks {word!r}" for word in ("In:", "Out:", "Read `") if word not in text]
+        files = len(list(package.glob("*.py"))) - 1
+        if not 3 <= files <= 10:
+            found.append(f"{name}: has {files} files")
+    assert found == []
 
 
 def test_functions_are_short_and_take_few_parameters() -> None:

@@ -33,9 +33,8 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in parsed(workflow)["jobs"].values() for step in job["steps"]]
 
 
-@pytest.mark.parametrize("path", YAML, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_file_parses(path: Path) -> None:
-    assert isinstance(parsed(path), dict)
+def test_the_files_parse() -> None:
+    assert [str(path) for path in YAML if not isinstance(parsed(path), dict)] == []
 
 
 def test_make_targets_exist() -> None:
@@ -52,16 +51,18 @@ def test_continuous_integration_runs_what_a_person_runs() -> None:
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_actions_are_pinned_by_commit(workflow: Path) -> None:
-    text = workflow.read_text(encoding="utf-8")
-    used = [step["uses"] for step in steps(workflow) if "uses" in step]
-    assert used
-    for action in used:
-        assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action)
-        assert re.search(rf"uses: {re.escape(action)} # v\d+\.\d+\.\d+$", text, re.MULTILINE), (
-            "the version, in a comment"
-        )
+def test_actions_are_pinned_by_commit() -> None:
+    """The version is in a comment behind it."""
+    found = []
+    for workflow in WORKFLOWS:
+        text = workflow.read_text(encoding="utf-8")
+        used = [step["uses"] for step in steps(workflow) if "uses" in step]
+        found += [f"{workflow.name}: uses no action"] if not used else []
+        for action in used:
+            line = re.search(rf"uses: {re.escape(action)} # v\d+\.\d+\.\d+$", text, re.MULTILINE)
+            if line is None or not re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action):
+                found.append(f"{workflow.name}: {action}")
+    assert found == []
 
 
 def test_only_the_job_that_publishes_may_have_a_token() -> None:
