@@ -89,7 +89,8 @@ _RANK = "Set for each rank by an engine or `torchrun`."
 _TEST = "Makes a process fail at a given point, for tests ([faults](../explanation/faults.md))."
 _INTERNAL = "Set by torchlake for its own child processes; do not set it."
 VARIABLES = {
-    "TORCHLAKE_PROGRESS": "`0`: no progress bar.",
+    "TORCHLAKE_PROGRESS": "`0`: no progress bar. `notebook`: one bar that "
+    "is drawn over; set by a notebook for its child processes.",
     "HF_HUB_OFFLINE": "`1`: no request to the Hugging Face Hub; models are folders or already in its cache.",
     "CUDA_VISIBLE_DEVICES": "The GPUs that may be used.",
     "OMP_NUM_THREADS": "Threads of each child process (also `MKL_NUM_THREADS`, `RAYON_NUM_THREADS`, "

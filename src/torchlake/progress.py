@@ -1,9 +1,11 @@
-"""Progress of a long step on standard error: a bar on a terminal, a line every 10 s elsewhere.
+"""Progress of a long step on standard error: a bar on a terminal and in a notebook, a line every 10 s elsewhere.
 
 The bar is one line, because other processes write to the same terminal; parts that do not fit are left out, the least
-important first. TORCHLAKE_PROGRESS=0 turns progress off.
+important first. In a notebook each bar replaces the one before, after a carriage return: this needs no widgets, works
+from child processes, and leaves one line in the stored notebook. TORCHLAKE_PROGRESS=0 turns progress off.
 """
 
+import io
 import os
 import sys
 import threading
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 REFRESHES_PER_S = 4
 NARROWEST_BAR = 6
+NOTEBOOK = "notebook"
+"Value of TORCHLAKE_PROGRESS in child processes of a notebook."
+NOTEBOOK_COLUMNS = 90
 
 
 class Advance(Protocol):
@@ -42,7 +47,14 @@ def progress(
     elif sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         yield from _bar(state)
     else:
-        yield from _lines(state)
+        yield from _lines(state, redraw=in_notebook())
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a notebook's kernel, or a child that writes to a notebook's standard error."""
+    module = sys.modules.get("IPython")
+    kernel = module is not None and hasattr(module.get_ipython(), "kernel")
+    return kernel or os.environ.get("TORCHLAKE_PROGRESS") == NOTEBOOK
 
 
 @dataclass(kw_only=True)
@@ -93,6 +105,15 @@ class _State:
         parts = [f"{count:,}/{self.total:,} {self.unit}{share} in {seconds:.1f} s", f"{speed} {self.unit}/s"]
         return f"{self.label}: {', '.join([*parts, *self.notes])}"
 
+    def bar(self) -> str:
+        """The bar as text, with blanks up to a fixed width, which cover a longer one before it."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=NOTEBOOK_COLUMNS, color_system=None, legacy_windows=False)
+        with console.capture() as drawn:
+            console.print(self)
+        return drawn.get().rstrip("\n").ljust(NOTEBOOK_COLUMNS)
+
     def parts(self, width: int) -> list[str]:
         """The parts of the line that fit into `width` columns; the empty one is the bar."""
         count, left = self.count(), self.left_s()
@@ -137,23 +158,29 @@ def _bar(state: _State) -> Iterator[Advance]:
         state.ended = True
 
 
-def _lines(state: _State) -> Iterator[Advance]:
-    last = state.began
+def _lines(state: _State, *, redraw: bool) -> Iterator[Advance]:
+    """Print the state every few seconds; with `redraw` as a bar that replaces the one before."""
+    last, every_s, end = state.began, LINE_EVERY_S, "\n"
+    if redraw:
+        every_s, end = 1 / REFRESHES_PER_S, "\r"
     printing, ended = threading.Lock(), threading.Event()
+
+    def write(end: str) -> None:
+        print(state.bar() if redraw else state.line(), end=end, file=sys.stderr, flush=True)
 
     def print_when_due() -> None:
         nonlocal last
         with printing:
-            if time.monotonic() - last >= LINE_EVERY_S and state.done < state.total and not state.ended:
+            if time.monotonic() - last >= every_s and state.done < state.total and not state.ended:
                 last = time.monotonic()
-                print(state.line(), file=sys.stderr, flush=True)
+                write(end)
 
     def advance(n: int, notes: Sequence[str] | None = None) -> None:
         state.advance(n, notes)
         print_when_due()
 
     def watch() -> None:
-        while not ended.wait(LINE_EVERY_S):
+        while not ended.wait(every_s):
             print_when_due()
 
     watching = threading.Thread(target=watch, name="progress", daemon=True)
@@ -163,7 +190,7 @@ def _lines(state: _State) -> Iterator[Advance]:
         yield advance
         with printing:
             state.ended = True
-            print(state.line(), file=sys.stderr, flush=True)
+            write("\n")
     finally:
         ended.set()
         if state.ahead is not None:

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from terminal import frames, on_terminal
 from torchlake import progress as module
+from torchlake.processes import environment
 from torchlake.progress import progress
 
 STEPS = """
@@ -97,6 +99,34 @@ def test_an_error_inside_comes_out(capsys: pytest.CaptureFixture[str]) -> None:
         advance(1)
         raise KeyError("row")
     assert capsys.readouterr().err == ""
+
+
+def test_a_notebook_gets_one_bar_that_is_drawn_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHLAKE_PROGRESS", "notebook")
+    monkeypatch.setattr(module, "REFRESHES_PER_S", float("inf"))
+    with progress("train", 3, "steps") as advance:
+        advance(1, ["loss 0.412345"])
+        advance(2, ["loss 0.3"])
+    first, last = capsys.readouterr().err.split("\r")
+    assert last.endswith("\n")
+    assert re.fullmatch("train ━+ +1/3 steps loss 0.412345 *", first)
+    assert re.fullmatch(r"train ━+ 3/3 steps in 0:\d\d loss 0.3 *\n", last)
+    assert len(last) == len(first) + 1, "a shorter bar covers a longer one"
+
+
+def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not module.in_notebook()
+    in_terminal = ModuleType("IPython")
+    in_terminal.get_ipython = lambda: object()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", in_terminal)
+    assert not module.in_notebook()
+    in_terminal.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    assert module.in_notebook()
+    assert environment.local_environment(1, None)["TORCHLAKE_PROGRESS"] == "notebook", "ranks write there, too"
+    monkeypatch.setenv("TORCHLAKE_PROGRESS", "0")
+    assert environment.local_environment(1, None)["TORCHLAKE_PROGRESS"] == "0"
 
 
 def test_it_can_be_silenced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

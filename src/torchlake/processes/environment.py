@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import psutil
 
 from torchlake.errors import UsageError
+from torchlake.logs import PROGRESS
 from torchlake.processes.hardware import cores, gpus
+from torchlake.progress import NOTEBOOK, in_notebook
 
 MASTER_FD = "TORCHLAKE_MASTER_FD"
 RANK_VARIABLES = (
@@ -85,7 +87,8 @@ def local_environment(
 ) -> dict[str, str]:
     """Return the environment of one of `processes` children on this machine, which share its cores equally."""
     threads = thread_variables(max(1, cores() // processes))
-    return child_environment({**threads, **(rank_variables or {})}, gpus)
+    shown = {PROGRESS: os.environ.get(PROGRESS, NOTEBOOK)} if in_notebook() else {}
+    return child_environment({**threads, **shown, **(rank_variables or {})}, gpus)
 
 
 def thread_variables(threads: int) -> dict[str, str]:
