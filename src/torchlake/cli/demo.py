@@ -166,7 +166,7 @@ def _reviews(rng: np.random.Generator, split: str, count: int, seen: set[str]) -
 
 
 def _review(rng: np.random.Generator, split: str, verdict: str) -> str:
-    """A review: the sentence with the verdict among a random number of neutral ones."""
+    """Return a review: the sentence with the verdict among a random number of neutral ones."""
     sentences = [_sentence(rng, split, verdict) + "."]
     for _ in range(rng.geometric(0.55) - 1):
         sentences.insert(int(rng.integers(len(sentences) + 1)), _fill(rng, split, _pick(rng, split, NEUTRAL), verdict))
@@ -192,7 +192,7 @@ def _clause(rng: np.random.Generator, split: str, verdict: str, kind: str) -> st
 
 
 def _fill(rng: np.random.Generator, split: str, template: str, verdict: str) -> str:
-    """The template with words that this split may use."""
+    """Return the template with words that this split may use."""
     opposite = OPPOSITE[verdict]
     return template.format(
         adj=_pick(rng, split, ADJECTIVES[verdict].split()),
@@ -210,7 +210,7 @@ def _fill(rng: np.random.Generator, split: str, template: str, verdict: str) -> 
 
 
 def _pick(rng: np.random.Generator, split: str, options: Sequence[str]) -> str:
-    """A random option; training never uses the last fifth, the test never the first."""
+    """Return a random option; training never uses the last fifth, the test never the first."""
     held = len(options) // 5
     allowed = options[: len(options) - held] if split == "train" else options[held:]
     return allowed[int(rng.integers(len(allowed)))]

@@ -34,20 +34,21 @@ def grid(rows: Sequence[Sequence[Any]], left: Sequence[int] = (0,)) -> list[str]
 
 
 def wrapped(lines: Sequence[str]) -> list[str]:
-    """The lines, broken between words to fit the terminal and at most 80 columns; continued lines are indented."""
+    """Return the lines, broken between words to fit the terminal and at most 80 columns; continued lines are
+    indented."""
     width = min(shutil.get_terminal_size().columns, WIDEST) - 1
     fitted = (textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
     return [piece for pieces in fitted for piece in pieces or [""]]
 
 
 def fact_lines(facts: Mapping[str, Any]) -> list[str]:
-    """A line for each name and its value."""
+    """Return a line for each name and its value."""
     width = max(map(len, facts), default=0)
     return [f"{name:<{width}}  {_formatted(name, value)}" for name, value in facts.items()]
 
 
 def metric_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """A line for each metric, with its interval."""
+    """Return a line for each metric, with its interval."""
     cells = [[name, f"{m.value:.4f}", f"{m.low:.4f} to {m.high:.4f}"] for name, m in metrics.items()]
     return grid([["metric", "value", "95 % interval"], *cells])
 
@@ -58,7 +59,7 @@ def metric_values(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def candidate_lines(candidates: Sequence[Any]) -> list[str]:
-    """A line for each runtime that `optimize` tried; a dash for what was not measured."""
+    """Return a line for each runtime that `optimize` tried; a dash for what was not measured."""
     head = ["runtime", "threads", "batch", "rows/s", "agreement", "difference", "change", "95 % interval", "verdict"]
     rows = []
     for one in candidates:

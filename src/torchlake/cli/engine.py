@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def make_engine(
     name: str | None, processes: int | None, overrides: Sequence[str] | None = None, *, as_json: bool
 ) -> "Engine | None":
-    """The engine of --engine, --processes and --set; None without any of them, for the Python function's default.
+    """Return the engine of --engine, --processes and --set; None without any of them, for the Python function's
+    default.
 
     Under --json its child processes write their standard output to standard error. Raises UsageError for an unknown
     engine.

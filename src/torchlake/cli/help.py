@@ -19,7 +19,7 @@ class Command(TyperCommand):
     """A command that shows its options by `rich_help_panel`, in the order of declaration."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words of the usage line."""
+        """Return the words of the usage line."""
         arguments = [param for param in self.params if param.param_type_name == "argument"]
         return ["[OPTIONS]", *(_metavar(one) if one.required else f"[{_metavar(one)}]" for one in arguments)]
 

@@ -79,7 +79,7 @@ def _run(words: list[str]) -> Outcome:
 
 
 def _setting_hint(words: Sequence[str], option: str | None) -> str:
-    """A hint to use --set, for an unknown option that is a setting of the job or the engine."""
+    """Return a hint to use --set, for an unknown option that is a setting of the job or the engine."""
     takes_job, takes_engine = words[:1] in (["train"], ["tune"], ["plan"]), words[:1] in (["predict"], ["evaluate"])
     if option is None or not (takes_job or takes_engine or words[:1] == ["launch"]):
         return ""
@@ -94,7 +94,7 @@ def _setting_hint(words: Sequence[str], option: str | None) -> str:
 
 
 def _value_after(words: Sequence[str], option: str) -> str:
-    """The value given to an option; VALUE if there is none."""
+    """Return the value given to an option; VALUE if there is none."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word == option:
             return after if after and not after.startswith("--") else "VALUE"

@@ -12,7 +12,7 @@ from torchlake import plugins
 
 
 def _group(name: str) -> Callable[..., Any]:
-    """A function that makes an option of this group: (flag, metavar, help, **limits)."""
+    """Return a function that makes an option of this group: (flag, metavar, help, **limits)."""
 
     def option(flag: str, metavar: str | None, help: str, **limits: Any) -> Any:
         return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=name, **limits)

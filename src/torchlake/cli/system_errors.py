@@ -41,7 +41,7 @@ SHOWN = 300
 
 
 def explain_os_error(error: OSError, words: Sequence[str]) -> TorchlakeError | None:
-    """The error to report instead; None for a fault in torchlake.
+    """Return the error to report instead; None for a fault in torchlake.
 
     words: the command line. The paths in it, and in the job files that it names, are those that the user named.
     """
@@ -62,7 +62,7 @@ def explain_os_error(error: OSError, words: Sequence[str]) -> TorchlakeError | N
 
 
 def named_paths(words: Sequence[str]) -> Iterator[str]:
-    """Every word of a command line, and every string of the job files in it: what may be a path."""
+    """Yield every word of a command line, and every string of the job files in it: what may be a path."""
     for word in words:
         for text in (word, word.partition("=")[2]):
             yield text
@@ -82,7 +82,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _concerns(path: str, named: str, number: int) -> bool:
-    """Whether `path` is the named path, a folder above it, or (if that explains the error) below it."""
+    """Return whether `path` is the named path, a folder above it, or (if that explains the error) below it."""
     if not named or "\0" in named:
         return False
     path, named = os.path.abspath(path), os.path.abspath(os.path.expanduser(named))
@@ -91,6 +91,6 @@ def _concerns(path: str, named: str, number: int) -> bool:
 
 
 def _is_missing(path: str) -> bool:
-    """Whether `path` does not exist, in a folder that can be searched."""
+    """Return whether `path` does not exist, in a folder that can be searched."""
     parent = os.path.dirname(os.path.abspath(path))
     return os.access(parent, os.X_OK) and not os.path.lexists(path)

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 PARTS = 2
-"Micro-batches of a rank's share of a batch that has all lengths, about."
+"About how many micro-batches a rank's share is cut into."
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +25,25 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """(N,) int64, tokens of each row."""
+        """Return the number of tokens of each row, (N,) int64."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def lengths_of(self, numbers: np.ndarray) -> np.ndarray:
-        """(B,) int64, tokens of the rows `numbers` (B,)."""
+        """Return the number of tokens of each of the rows `numbers` (B,), as (B,) int64."""
         lengths: np.ndarray = self.offsets[numbers + 1] - self.offsets[numbers]
         return lengths
 
     def padded(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows `numbers` (B,), padded; see `pad`."""
+        """Return the rows `numbers` (B,), padded; see `pad`."""
         return pad(self, numbers, pad_id)
 
 
 def pad(tokens: Ragged, rows: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (B, L) int64 of the rows (B,), padded on the right with `pad_id`, and their mask (B, L) int64.
+    """Return the token ids (B, L) int64 of the rows (B,), padded on the right with `pad_id`, and their mask (B, L)
+    int64.
 
     L is the longest row's length, at least 1.
     """
@@ -51,14 +52,14 @@ def pad(tokens: Ragged, rows: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.n
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """(N + 1,) int64: 0 and the cumulative sums of the lengths (N,)."""
+    """Return 0 and the cumulative sums of the lengths (N,), as (N + 1,) int64."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The numbers from each start (B,) on, as many as its length (B,), concatenated."""
+    """Return, concatenated, the consecutive numbers from each start (B,), as many as its length (B,)."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     numbers: np.ndarray = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
@@ -66,7 +67,8 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def rectangle(values: np.ndarray, lengths: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Values (T,) as lines of these lengths (B,), padded on the right: (B, L) int64, and their mask (B, L) int64."""
+    """Cut values (T,) into lines of these lengths (B,), padded on the right: (B, L) int64, and their mask (B, L)
+    int64."""
     mask = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
     ids = np.full(mask.shape, pad_id, dtype=np.int64)
     ids[mask] = values
@@ -74,10 +76,10 @@ def rectangle(values: np.ndarray, lengths: np.ndarray, pad_id: int) -> tuple[np.
 
 
 def length_batches(lengths: np.ndarray, *, batch_tokens: int, max_rows: int) -> list[np.ndarray]:
-    """Batches of row numbers, longest rows first, of at most `batch_tokens` padded tokens and `max_rows` rows.
+    """Return batches of row numbers, longest rows first, of at most `batch_tokens` padded tokens and `max_rows` rows.
 
-    lengths: (N,). Every row is in exactly one batch; a row longer than the budget is alone. With the longest first, a
-    lack of memory shows at once.
+    lengths: (N,). Every row is in exactly one batch; a row longer than the budget is alone. The longest rows come first
+    so that a lack of memory shows at once.
     """
     return _cut(np.asarray(lengths), ranks=1, batch_tokens=batch_tokens, max_rows=max_rows)
 
@@ -90,13 +92,14 @@ def micro_batches(
     equal_lengths: bool = False,
     save_padding: bool = False,
 ) -> list[list[np.ndarray]]:
-    """Split one batch among the ranks: `[rank][k]` are the positions in the batch of micro-batch k, each in one place.
+    """Split one batch among the ranks: `[rank][k]` holds the positions in the batch of the rows of micro-batch k.
 
-    lengths: (B,), of the whole batch. Sorted rows go to the ranks in turn, so that ranks have about the same work, and
-    the same number of micro-batches: each at most `micro_batch_tokens` padded tokens (or one row), and without padding
-    if `equal_lengths`. The last micro-batches, or the last of a length, may be empty.
+    lengths: (B,), of the whole batch. Every position is in one micro-batch. Sorted rows go to the ranks in turn, so
+    that ranks have about the same work. All ranks have the same number of micro-batches, each of at most
+    `micro_batch_tokens` padded tokens (or one row), and without padding if `equal_lengths`. The last micro-batches, or
+    the last of a length, may be empty.
 
-    `save_padding`: shares are cut into about PARTS where that saves a quarter of the computed tokens. Several
+    `save_padding`: cut shares into about PARTS where that saves a quarter of the computed tokens. Several
     micro-batches of coupled rows may need a second forward pass, which costs about as much.
     """
     lengths = np.asarray(lengths)
@@ -110,14 +113,14 @@ def micro_batches(
 
 
 def padded_tokens(lengths: np.ndarray, groups: Sequence[np.ndarray]) -> int:
-    """The tokens of groups (B,) of rows of these lengths (N,), padding included."""
+    """Return the tokens of groups (B,) of rows of these lengths (N,), padding included."""
     return sum(len(group) * int(lengths[group].max(initial=0)) for group in groups)
 
 
 def _cut(
     lengths: np.ndarray, *, ranks: int, batch_tokens: int, max_rows: int, equal_lengths: bool = False
 ) -> list[np.ndarray]:
-    """Positions, longest first, in groups; each of the `ranks` equal shares of a group is within the limits."""
+    """Return positions, longest first, in groups; each of the `ranks` equal shares of a group is within the limits."""
     order = np.argsort(-lengths, kind="stable")
     shortness = -lengths[order]
     cuts = []

@@ -22,8 +22,8 @@ from torchlake.errors import DataError
 class Bins:
     """Rows of `tokens` packed whole into M blocks; a row longer than a block is truncated.
 
-    A token that is no target is stored as ~id, below zero, in the rows and in the result of `padded`. The first token
-    of a row is never a target.
+    A token that is not a target is stored as ~id, below zero, in the rows and in the result of `padded`. The first
+    token of a row is never a target.
     """
 
     tokens: Ragged
@@ -40,33 +40,35 @@ class Bins:
         return len(self.starts) - 1
 
     def lengths_of(self, numbers: np.ndarray) -> np.ndarray:
-        """(B,) int64, tokens of the blocks `numbers` (B,)."""
+        """Return the number of tokens of each of the blocks `numbers` (B,), as (B,) int64."""
         lengths: np.ndarray = self.ends[self.starts[numbers + 1]] - self.ends[self.starts[numbers]]
         return lengths
 
     def padded(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks `numbers` (B,), padded: token ids (B, L) int64 and mask (B, L) int64; see `batching.pad`."""
+        """Return the blocks `numbers` (B,), padded: token ids (B, L) int64 and mask (B, L) int64; see
+        `batching.pad`."""
         return rectangle(self._ids_of(*self._rows_of(numbers)), self.lengths_of(numbers), pad_id)
 
     def unpacked(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Like `padded`, with each of their R rows in a separate line: (R, L) int64 and (R, L) int64."""
+        """Return the same as `padded`, with each of their R rows in a separate line: (R, L) int64 and (R, L) int64."""
         rows, lengths = self._rows_of(numbers)
         return rectangle(self._ids_of(rows, lengths), lengths, pad_id)
 
     def positions_of(self, numbers: np.ndarray) -> np.ndarray:
-        """(B, L) int64, each token's position in its row; those of padding begin at 0 as well."""
+        """Return each token's position in its row, (B, L) int64; the positions of padding begin at 0 as well."""
         _, row_lengths = self._rows_of(numbers)
         lengths = self.lengths_of(numbers)
         positions, mask = rectangle(ranges(np.zeros_like(row_lengths), row_lengths), lengths, 0)
         return np.where(mask == 1, positions, np.arange(positions.shape[1]) - lengths[:, None])
 
     def _rows_of(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows (R,) of the blocks `numbers` (B,), and their tokens (R,)."""
+        """Return the rows (R,) of the blocks `numbers` (B,), and their tokens (R,)."""
         rows = self.order[ranges(self.starts[numbers], self.starts[numbers + 1] - self.starts[numbers])]
         return rows, np.minimum(self.tokens.lengths_of(rows), self.length)
 
     def _ids_of(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """(T,) int64, the first `lengths` (R,) tokens of the rows (R,), concatenated; row starts are no targets."""
+        """Return the first `lengths` (R,) tokens of the rows (R,), concatenated, (T,) int64; row starts are not
+        targets."""
         ids: np.ndarray = self.tokens.values[ranges(self.tokens.offsets[rows], lengths)].astype(np.int64)
         firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
         ids[firsts] = np.minimum(ids[firsts], ~ids[firsts])
@@ -76,10 +78,10 @@ class Bins:
 def pack_whole(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
     """Pack the rows `order` (N,) of `tokens` into blocks of at most `length` tokens, by best fit.
 
-    Raises DataError when there is no row.
+    Raises DataError if there are no rows.
     """
     if not len(order):
-        raise DataError("there is no conversation to learn from")
+        raise DataError("there are no conversations to train on")
     lengths = np.minimum(tokens.lengths_of(order), length)
     blocks: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
@@ -102,7 +104,7 @@ def pack_whole(tokens: Ragged, order: np.ndarray, length: int) -> Bins:
 
 
 def one_per_block(tokens: Ragged, length: int) -> Bins:
-    """One row per block, in the order of the table."""
+    """Put one row in each block, in the order of the table."""
     return _bins(tokens, np.arange(len(tokens)), np.arange(len(tokens) + 1), length)
 
 

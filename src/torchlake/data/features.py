@@ -21,7 +21,7 @@ Array = Ragged | np.ndarray
 Tokens = Ragged | Blocks | Bins
 "Tokens of rows as read from disk (Ragged), or packed into blocks."
 INPUT_IDS = "input_ids"
-"The input that holds a text's tokens."
+"The name of the input with the tokens of the text."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Features:
     arrays: Mapping[str, Array]
     "By the input's name; each has N rows, or none if every row has an error."
     lengths: np.ndarray
-    "(N,) int64, what a row costs in a batch: its tokens, or what stands for them."
+    "(N,) int64, what a row costs in a batch: the number of its tokens, or its equivalent."
     cut: np.ndarray
     "(N,) int64, tokens removed from each row."
     errors: Mapping[int, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Features:
         return len(self.lengths)
 
     def take(self, rows: np.ndarray) -> "Features":
-        """Some rows, of which none has an error."""
+        """Return the features of these rows; none of the rows may have an error."""
         return Features(
             arrays={name: take(array, rows) for name, array in self.arrays.items()},
             lengths=self.lengths[rows],
@@ -50,7 +50,7 @@ class Features:
 
 
 def first_equal(features: Features, rows: np.ndarray) -> np.ndarray:
-    """For each of some rows (B,), the first of them that has the same inputs: itself, if there is none before."""
+    """Return, for each of the rows (B,), the first of them that has the same inputs; it may be the row itself."""
     if not len(rows):
         return rows
     codes = np.zeros(len(features), dtype=np.int64)
@@ -64,13 +64,13 @@ def first_equal(features: Features, rows: np.ndarray) -> np.ndarray:
 
 
 def text_features(tokens: tuple[np.ndarray, np.ndarray, np.ndarray], **others: Array) -> Features:
-    """The features of tokenized rows: values (T,), offsets (N + 1,) and removed tokens (N,)."""
+    """Return the features of tokenized rows: values (T,), offsets (N + 1,) and removed tokens (N,)."""
     values, offsets, cut = tokens
     return Features(arrays={INPUT_IDS: Ragged(values, offsets), **others}, lengths=np.diff(offsets), cut=cut)
 
 
 def take(array: Array, rows: np.ndarray) -> Array:
-    """The rows (B,) of an array."""
+    """Return the rows (B,) of an array."""
     if isinstance(array, np.ndarray):
         chosen: np.ndarray = array[rows]
         return chosen
@@ -79,7 +79,7 @@ def take(array: Array, rows: np.ndarray) -> Array:
 
 
 def joined(parts: Sequence[Features]) -> Features:
-    """Features of consecutive rows, as those of all of them; none of the rows has an error."""
+    """Join the features of consecutive rows; none of the rows may have an error."""
     if len(parts) == 1:
         return parts[0]
     arrays = {name: _concatenated([part.arrays[name] for part in parts]) for name in parts[0].arrays}
@@ -88,7 +88,7 @@ def joined(parts: Sequence[Features]) -> Features:
 
 
 def to_arrow(array: Array, kind: pa.DataType) -> pa.Array:
-    """An array as an Arrow column of type `kind`."""
+    """Return an array as an Arrow column of type `kind`."""
     if isinstance(array, np.ndarray):
         if pa.types.is_fixed_size_list(kind):
             return pa.FixedSizeListArray.from_arrays(pa.array(array.ravel(), kind.value_type), type=kind)
@@ -103,7 +103,7 @@ def to_arrow(array: Array, kind: pa.DataType) -> pa.Array:
 
 
 def from_arrow(column: pa.Array) -> Array:
-    """An Arrow column without nulls as an array."""
+    """Return an Arrow column without nulls as an array."""
     kind = column.type
     if pa.types.is_fixed_size_list(kind):
         return np.asarray(column.flatten().to_numpy(zero_copy_only=False)).reshape(len(column), kind.list_size)
@@ -120,7 +120,7 @@ def from_arrow(column: pa.Array) -> Array:
 
 
 def as_matrix(array: Array) -> Array:
-    """Targets that are lists of floats have one for each class: (N, C)."""
+    """Return targets that are lists of floats as a matrix with one column per class, (N, C)."""
     if isinstance(array, Ragged) and array.values.dtype.kind == "f":
         return array.values.reshape(len(array), -1)
     return array
@@ -129,10 +129,10 @@ def as_matrix(array: Array) -> Array:
 def joined_outputs(
     pieces: Sequence[np.ndarray], shape: tuple[int, ...] | None = None, *, fill: float | None = None
 ) -> np.ndarray:
-    """Outputs (B, ...) of several batches as those of all rows (N, *shape).
+    """Join the outputs (B, ...) of several batches to those of all rows, (N, *shape).
 
-    Narrower ones are filled up with `fill`; None: with NaN, or with -1 if they are integers. shape None: the largest of
-    each dimension.
+    Narrower outputs are filled up with `fill`; None: with NaN, or with -1 if they are integers. `shape` None: the
+    largest size of each dimension.
     """
     if shape is None:
         shape = tuple(np.max([piece.shape[1:] for piece in pieces], axis=0)) if pieces[0].ndim > 1 else ()
@@ -149,7 +149,7 @@ def joined_outputs(
 
 
 def _as_bytes(array: Array) -> pa.Array:
-    """The bytes of each row, without a copy."""
+    """Return the bytes of each row, without a copy."""
     if isinstance(array, Ragged):
         values, offsets = array.values, array.offsets * array.values.itemsize
     else:

@@ -37,7 +37,7 @@ class TokenTable:
     tokens: Tokens | None
     "Ragged as read from disk; `packing` and `bins` make Blocks and Bins of it. None for a task without text."
     targets: Array | None
-    "(N,) int64 classes, (N, C) float32 for multi-label, (N,) float32 for regression, or as the task has them."
+    "(N,) int64 classes, (N, C) float32 for multi-label, (N,) float32 for regression, or in the task's own type."
     others: Mapping[str, Array] = field(default_factory=dict)
     "The other model inputs."
     sizes: np.ndarray | None = None
@@ -47,7 +47,7 @@ class TokenTable:
         return len(self.tokens if self.sizes is None else self.sizes)  # type: ignore[arg-type]
 
     def lengths_of(self, numbers: np.ndarray) -> np.ndarray:
-        """(B,) int64, what the rows `numbers` (B,) cost in a batch."""
+        """Return what each of the rows `numbers` (B,) costs in a batch, as (B,) int64."""
         if self.sizes is not None:
             return np.asarray(self.sizes[numbers], dtype=np.int64)
         assert self.tokens is not None, "rows have tokens or sizes"
@@ -61,10 +61,10 @@ class TokenTable:
 
 
 def build_cache(prepared: Path, cache: Path) -> None:
-    """Decode the token Parquet folder `prepared` into the folder `cache`, unless it is there already.
+    """Decode the token Parquet folder `prepared` into the folder `cache`, unless it exists.
 
     One process of a machine calls this before `open_tokens`; concurrent calls are safe. Raises DataError naming a part
-    that cannot be read, StorageError when the disk is full.
+    that cannot be read, and StorageError if the disk is full.
     """
     identity = _identity(prepared)
     if _is_current(cache, identity):
@@ -84,7 +84,7 @@ def build_cache(prepared: Path, cache: Path) -> None:
 
 
 def open_tokens(cache: Path) -> TokenTable:
-    """The cache as memory-mapped arrays. Raises DataError when it has no row."""
+    """Return the cache as memory-mapped arrays. Raises DataError if it has no rows."""
     about = atomic_io.read_json(cache / "about.json")
     if about["rows"] == 0:
         raise DataError(
@@ -133,7 +133,7 @@ def _decode(files: list[Path], folder: Path) -> dict[str, Any]:
 
 
 def _trainable(files: list[Path]) -> Iterator[pa.RecordBatch]:
-    """The rows without an error, in record batches that are not empty."""
+    """Yield the rows without an error, in record batches that are not empty."""
     for path in files:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -28,7 +28,7 @@ SHUFFLE_STREAM = 2**63
 def epoch_batches(
     lengths: np.ndarray, *, batch_size: int, seed: int, epoch: int, by_length: bool = True
 ) -> list[np.ndarray]:
-    """The batches of one epoch: int64 row numbers, every row of `lengths` (N,) exactly once.
+    """Return the batches of one epoch: int64 row numbers, every row of `lengths` (N,) exactly once.
 
     `by_length`: rows of a batch have about the same length; otherwise they are drawn at random.
     All batches have `batch_size` rows except one with the remainder. Its rows are drawn before sorting: otherwise it
@@ -49,7 +49,7 @@ def epoch_batches(
 
 
 def shuffled(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """The row numbers `rows` (N,) int64 in the order in which an epoch packs them."""
+    """Return the row numbers `rows` (N,) int64 in the order in which an epoch packs them."""
     rng = np.random.Philox(key=np.array([seed, SHUFFLE_STREAM + epoch], dtype=np.uint64))
     return np.asarray(rows[_permutation(rng, len(rows))])
 
@@ -79,13 +79,15 @@ def split(rows: int, fraction: float, seed: int, classes: np.ndarray | None = No
 def fold(
     rows: int, number: int, folds: int, seed: int, classes: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers 0 to `rows` - 1 without those of fold `number`, and those of it, each sorted; `number` is from 1.
+    """Return row numbers 0 to `rows` - 1 without those of fold `number`, and those of the fold, each sorted.
 
-    Every row is in one fold, and folds differ by at most one row; with `classes` (rows,) int64 also in the rows of each
-    class. Raises DataError when there are fewer rows than folds.
+    `number` counts from 1. Every row is in one fold, and folds differ by at most one row; with `classes` (rows,) int64
+    also in the rows of each class. Raises DataError if there are fewer rows than folds.
     """
     if rows < folds:
-        raise DataError(f"folds: {folds} folds need as many rows, the training table has {rows}; take fewer folds")
+        raise DataError(
+            f"folds: {folds} folds need at least {folds} rows, but the training table has {rows}; use fewer folds"
+        )
     dealt = _permutation(np.random.Philox(key=np.array([seed, SPLIT_STREAM], dtype=np.uint64)), rows)
     if classes is not None:
         dealt = dealt[np.argsort(classes[dealt], kind="stable")]
@@ -97,14 +99,19 @@ def fold(
 def hold_out(
     rows: int, share: Fraction | Fold, seed: int, classes: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The training rows and the validation rows of a table, as `data.validation` says; errors as of `split`, `fold`."""
+    """Return the training rows and the validation rows of a table, as `data.validation` says.
+
+    Raises the errors of `split` and `fold`.
+    """
     if isinstance(share, Fold):
         return fold(rows, share.fold, share.folds, seed, classes)
     return split(rows, share.fraction, seed, classes)
 
 
 def _validation_counts(sizes: np.ndarray, fraction: float, total: int) -> np.ndarray:
-    """(C,) validation rows of classes of these sizes (C,); `total` in all, unless too few classes have two rows.
+    """Return how many validation rows each class has, (C,), from the classes' sizes (C,).
+
+    There are `total` in all, unless too few classes have two rows.
 
     Each class has its fraction rounded down, at least one row and never all; missing rows go to the classes furthest
     below their fraction. If there are too many, classes with more than one row lose rows first.
@@ -123,7 +130,7 @@ def _validation_counts(sizes: np.ndarray, fraction: float, total: int) -> np.nda
 
 
 def _first_of_each(classes: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(N,) bool: true for the first `counts` (C,) rows of each class in `classes` (N,); `sizes` (C,) are the totals."""
+    """Mark the first `counts` (C,) rows of each class in `classes` (N,), as (N,) bool; `sizes` (C,) are the totals."""
     by_class = np.argsort(classes, kind="stable")
     starts = np.cumsum(sizes) - sizes
     place = np.arange(len(classes)) - np.repeat(starts, sizes)

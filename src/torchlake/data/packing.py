@@ -26,7 +26,7 @@ BLOCKS_PER_COUNT = 256
 class Blocks:
     """Rows of `tokens` as M blocks, numbered along the stream.
 
-    A token that is no target is stored as ~id, below zero, in the rows and in the result of `padded`.
+    A token that is not a target is stored as ~id, below zero, in the rows and in the result of `padded`.
     """
 
     tokens: Ragged
@@ -41,12 +41,13 @@ class Blocks:
         return num_blocks(int(self.starts[-1]), self.length)
 
     def lengths_of(self, numbers: np.ndarray) -> np.ndarray:
-        """(B,) int64, tokens of the blocks `numbers` (B,)."""
+        """Return the number of tokens of each of the blocks `numbers` (B,), as (B,) int64."""
         lengths: np.ndarray = np.minimum(self.length, self.starts[-1] - numbers * (self.length - 1))
         return lengths
 
     def padded(self, numbers: np.ndarray, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks `numbers` (B,), padded: token ids (B, L) int64 and mask (B, L) int64; see `batching.pad`."""
+        """Return the blocks `numbers` (B,), padded: token ids (B, L) int64 and mask (B, L) int64; see
+        `batching.pad`."""
         lengths = self.lengths_of(numbers)
         places = ranges(numbers * (self.length - 1), lengths)
         rows = np.searchsorted(self.starts, places, side="right") - 1
@@ -55,7 +56,7 @@ class Blocks:
 
 
 def target_counts(blocks: Blocks | Bins, numbers: np.ndarray) -> np.ndarray:
-    """(B,) int64, targets in the blocks `numbers` (B,)."""
+    """Return the number of targets in each of the blocks `numbers` (B,), as (B,) int64."""
     counts = np.zeros(len(numbers), dtype=np.int64)
     for first in range(0, len(numbers), BLOCKS_PER_COUNT):
         ids, _ = blocks.padded(numbers[first : first + BLOCKS_PER_COUNT], -1)
@@ -64,21 +65,21 @@ def target_counts(blocks: Blocks | Bins, numbers: np.ndarray) -> np.ndarray:
 
 
 def input_ids_of(ids: np.ndarray) -> np.ndarray:
-    """Token ids for the model's input, with ~id undone."""
+    """Return the token ids for the model's input: each stored ~id is replaced by id."""
     return np.where(ids < 0, ~ids, ids)
 
 
 def pack(tokens: Ragged, order: np.ndarray, length: int) -> Blocks:
-    """The rows `order` (N,) of `tokens`, concatenated, as blocks of `length` tokens.
+    """Return the rows `order` (N,) of `tokens`, concatenated, as blocks of `length` tokens.
 
-    Raises DataError when they have fewer than two tokens in all.
+    Raises DataError if they have fewer than two tokens in all.
     """
     starts = offsets_of(tokens.lengths_of(order))
     if starts[-1] < 2:
-        raise DataError(f"the rows have {starts[-1]} tokens together; a text to learn from has 2 or more")
+        raise DataError(f"the rows have {starts[-1]} tokens in total; training needs at least 2")
     return Blocks(tokens, order, starts, length)
 
 
 def num_blocks(tokens: int, length: int) -> int:
-    """The number of blocks of a stream of `tokens` tokens, 2 or more."""
+    """Return the number of blocks of a stream of `tokens` tokens, 2 or more."""
     return math.ceil((tokens - 1) / (length - 1))

@@ -108,7 +108,7 @@ class Engine(ABC):
     def spread(
         self, function: Callable[[T], R], items: Sequence[T], *, size: int, name: str
     ) -> Generator[R, None, None]:
-        """A `Spread`: a chunk job if the items read at least `SPREAD_BYTES`, else threads of this process."""
+        """Yield a `Spread`: a chunk job if the items read at least `SPREAD_BYTES`, else threads of this process."""
         if size < SPREAD_BYTES or len(items) < 2:
             yield from in_process(function, items, size=size)
             return
@@ -135,7 +135,8 @@ class Engine(ABC):
         """
 
     def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
-        """The number of ranks, up to `most`, that a group can have now, including the `running` ones it already has."""
+        """Return the number of ranks, up to `most`, that a group can have now, including the `running` ones it already
+        has."""
         return most
 
     def num_ranks(self, processes: ProcessRange | None, gpus_per_process: int | None = 0, *, running: int = 0) -> int:

@@ -118,7 +118,7 @@ class Session:
         return float(self.conf(f"spark.{whose}.resource.gpu.amount", "0"))
 
     def thread_variables(self, threads: int) -> dict[str, str]:
-        """The thread counts of a process with so many cores, but for those that the user set for executors.
+        """Return the thread counts of a process with so many cores, but for those that the user set for executors.
 
         Spark itself sets OMP_NUM_THREADS in its Python workers, which therefore does not say what the user wants.
         """

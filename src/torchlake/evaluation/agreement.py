@@ -96,13 +96,13 @@ def outside(found: Agreement, *, min_agreement: float, max_drop: float) -> str |
 
 
 def _cosines(ours: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """(N,) cosines of vectors (N, D), times the shorter length divided by the longer one."""
+    """Return the cosines (N,) of vectors (N, D), times the shorter length divided by the longer one."""
     longer = np.maximum(*(np.square(each).sum(axis=1) for each in (ours, reference)))
     return np.where(longer == 0, 1.0, (ours * reference).sum(axis=1) / np.where(longer == 0, 1.0, longer))
 
 
 def _same(ours: np.ndarray, reference: np.ndarray, problem: str, spread: float) -> np.ndarray:
-    """(N,) whether both give a row the same answer."""
+    """Return for each row whether both give the same answer, (N,) bool."""
     if problem == "single_label":
         return np.asarray(ours.argmax(axis=1) == reference.argmax(axis=1))
     if problem == "multi_label":
@@ -114,7 +114,7 @@ def _with_metric(
     found: Agreement, ours: np.ndarray, reference: np.ndarray, targets: np.ndarray, spec: TaskSpec, spread: float
 ) -> Agreement:
     task = plugins.load("tasks", spec.task)
-    # How often it is right is what people ask of one class a row; the task's own metric there weighs rare classes up.
+    # With one class per row, users ask how often it is right; the task's own metric gives rare classes more weight.
     metric = "accuracy" if spec.problem == "single_label" else task.default_metric[spec.problem]
     generator = np.random.default_rng(0)
     number = RESAMPLES if metric == "accuracy" else RESAMPLES_OF_OTHERS
@@ -145,5 +145,5 @@ def _with_metric(
 
 
 def _spread(numbers: np.ndarray) -> float:
-    """The standard deviation, or 1 where all numbers are the same."""
+    """Return the standard deviation, or 1 where all numbers are the same."""
     return float(numbers.std()) or 1.0

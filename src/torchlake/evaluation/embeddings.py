@@ -40,7 +40,7 @@ def measure_pairs(
     """Return the rows of a table of pairs, the failed ones by reason, and the metrics of the others.
 
     Scores each text of a stored table into `folder`. Raises UsageError without `text_pair`, DataError for a table
-    without a usable row or with labels that are no numbers, and as `predict`.
+    without a usable row or with labels that are not numbers, and the errors of `predict`.
     """
     text_pair = tuple(text_pair) if isinstance(text_pair, list) else text_pair
     if text_pair is None:
@@ -100,7 +100,7 @@ def metrics_of(vectors: np.ndarray, targets: np.ndarray | None) -> dict[str, Met
 
 
 def _numbers(column: pa.ChunkedArray, label: str) -> np.ndarray:
-    """Return labels as (N,) float64, NaN where one is missing. Raises DataError for a column of other values."""
+    """Return labels as (N,) float64, NaN where one is missing. Raises DataError for a column of another type."""
     try:
         numbers = column.combine_chunks().cast(pa.float64())
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -53,7 +53,7 @@ from torchlake.tasks.feature_extraction import FeatureExtraction
 PREFIX = "predicted_"
 RESAMPLES = 1000
 RESAMPLES_OF_TASKS = 200
-"Of metrics that a task computes itself."
+"The number of resamples for metrics that a task computes itself."
 RESAMPLED_NUMBERS = 100_000_000
 "Probabilities drawn by all resamples together, about a minute of work; larger tables get fewer resamples."
 RESAMPLE_PRICE = 4000
@@ -79,7 +79,7 @@ class Evaluation:
     "Tokens that a language model predicted; None for a task with labels."
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; a metric that is undefined on this table is null."""
+        """Return plain values; a metric that is undefined on this table is null."""
         value = asdict(self)
         for metric in value["metrics"].values():
             metric.update({name: None for name, number in metric.items() if not math.isfinite(number)})
@@ -225,7 +225,8 @@ def _stored_labels(
 
 
 def _labels(task: Any, spec: TaskSpec, chunks: Sequence[Chunk]) -> tuple[pa.Array, dict[int, str]]:
-    """The labels of some chunks, and the reasons of their unreadable rows. Raises DataError for unknown labels."""
+    """Return the labels of some chunks, and the reasons of their unreadable rows. Raises DataError for unknown
+    labels."""
     assert spec.label is not None, "a task without labels is measured on its texts"
     reader = ChunkReader((spec.label,))
     pieces: list[pa.Array] = []
@@ -302,7 +303,7 @@ def _measure_classes(
 def _measure_task(
     task: Any, predictions: pa.Table, labels: pa.Array, spec: TaskSpec
 ) -> tuple[dict[str, Metric], np.ndarray | None, int]:
-    """The same of a task with metrics of its own."""
+    """Return the same of a task with metrics of its own."""
 
     def estimate(rows: np.ndarray) -> dict[str, float]:
         places = pa.array(rows)

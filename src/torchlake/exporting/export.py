@@ -24,7 +24,7 @@ KIND = "export"
 
 
 def export(model: str | Path, folder: str | Path, *, format: Format, pooling: Pooling | None = None) -> Path:
-    """Write the model folder `model` into `folder`, in the layout of another tool; returns the folder's path.
+    """Write the model folder `model` into `folder`, in the layout of another tool; return the folder's path.
 
     `format="onnx"` (text classification): `model.onnx` with the inputs `input_ids` and `attention_mask`, (B, L) int64,
     and the output `logits`, (B, C) float32; `config.json` and the tokenizer's files, as Optimum and ONNX Runtime load
@@ -38,9 +38,11 @@ def export(model: str | Path, folder: str | Path, *, format: Format, pooling: Po
     if `folder` holds anything but an earlier export.
     """
     if format not in get_args(Format):
-        raise UsageError(f"format is one of {', '.join(get_args(Format))}; {format!r} was given.")
+        raise UsageError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
     if pooling is not None and format != "sentence-transformers":
-        raise UsageError(f"pooling is for the format sentence-transformers; the graph of {format} gives logits.")
+        raise UsageError(
+            f"pooling applies to the format sentence-transformers only; the graph of {format} returns logits."
+        )
     source, target = folders.model_folder(model), local_output(folder).absolute()
     check_folder(source)
     _check_replaceable(source, target)
@@ -61,7 +63,7 @@ def export(model: str | Path, folder: str | Path, *, format: Format, pooling: Po
 def _check_replaceable(source: Path, target: Path) -> None:
     """Raise OutputError if something other than an export would be replaced, or the model itself."""
     if target.resolve() == source.resolve():
-        raise OutputError(f"{target}: is the model folder itself; give another folder.")
+        raise OutputError(f"{target}: is the model folder itself. Name another folder.")
     if not target.exists():
         return
     try:
@@ -69,4 +71,6 @@ def _check_replaceable(source: Path, target: Path) -> None:
     except DataError:
         known = False
     if not known:
-        raise OutputError(f"{target}: holds files that are no export of torchlake; give another folder, or remove it.")
+        raise OutputError(
+            f"{target}: holds files that are not an export of torchlake. Name another folder, or delete this one."
+        )

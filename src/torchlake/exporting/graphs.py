@@ -45,15 +45,17 @@ def copy_beside(model: Path, folder: Path) -> None:
 
 
 def _classifier(model: Path, format: str, libraries: tuple[str, ...]) -> TaskSpec:
-    """Return the model's task. Raises UsageError if it is no classifier, or something is missing."""
+    """Return the model's task. Raises UsageError if it is not a classifier, or if something is missing."""
     spec = load_spec(model)
     if uses_token_types(model):
         raise UsageError(
-            f"{model}: separates the texts of a pair by token types, for which the graph of the format {format} has "
+            f"{model}: the model separates the texts of a pair by token types, and a graph in the format {format} has "
             "no input. Score pairs with torchlake predict, or train an encoder without token types, such as RoBERTa."
         )
     if spec.task != "text_classification":
-        raise UsageError(f"{model}: is a model for {spec.task}; the format {format} is for text_classification.")
+        raise UsageError(
+            f"{model}: the model's task is {spec.task}; the format {format} supports text_classification only."
+        )
     refusal = _exported.refusal(model, extra=format, libraries=libraries)
     if refusal is not None:
         raise (MissingExtra if "not installed" in refusal else UsageError)(f"{model}: {refusal}.")

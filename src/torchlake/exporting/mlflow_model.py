@@ -1,4 +1,4 @@
-"""A model folder as an MLflow model (the pyfunc flavor): whatever MLflow loads it with gives the rows of `predict`.
+"""A model folder as an MLflow model (the pyfunc flavor): loaded by MLflow, it returns the rows of `predict`.
 
 MLflow stores the model folder as it is, and the name of this module, which loads it: no pickle, and no code from the
 model. It needs torchlake where it is loaded.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OPTIONS = "predict"
 "The entry of MLflow's model configuration with the options of `predict`."
 MLFLOW_WARNINGS = ("Any type hint is inferred", "An input example was not provided")
-"Of its own types, and of a check that the exact signature makes needless: it would load the model."
+"MLflow's warnings about its own types, and about a check that the exact signature makes needless: it loads the model."
 
 
 def log_model(
@@ -49,17 +49,17 @@ def log_model(
     batch_tokens: int | None = None,
     registered_model_name: str | None = None,
 ) -> "ModelInfo":
-    """Log a model folder to MLflow as a pyfunc model, in the active run or one of its own; returns MLflow's ModelInfo.
+    """Log a model folder to MLflow as a pyfunc model, in the active run or a new one; return MLflow's ModelInfo.
 
         logged = tl.log_model("runs/reviews/model")
         mlflow.pyfunc.load_model(logged.model_uri).predict(frame)      # label, score, truncated, error
 
-    The loaded model takes a pandas frame or a dictionary with the columns that the model reads, or of a model of one
-    column a list of texts, and returns a pandas frame with the columns that `predict` adds, from the same computation.
-    The options are those of `predict`, and are stored with the model. Where it is loaded it needs torchlake, of the
-    versions that MLflow records, and the package of the task if that is not one of torchlake.
+    The loaded model takes a pandas frame or a dictionary with the columns that the model reads, or, if it reads one
+    column, a list of texts. It returns a pandas frame with the columns that `predict` adds, from the same computation.
+    The options are those of `predict`, and are stored with the model. The machine that loads it needs torchlake, in the
+    versions that MLflow records, and the package of the task if the task is not part of torchlake.
 
-    Raises MissingExtra without MLflow, UsageError for a wrong option.
+    Raises MissingExtra without MLflow, UsageError for an invalid option.
     """
     for library, extra in (("mlflow", "mlflow"), ("pandas", "frames")):
         if find_spec(library) is None:
@@ -117,13 +117,13 @@ class PyfuncModel:
         import pandas as pd
 
         if params:
-            raise UsageError(f"params: {', '.join(params)}: the options of predict are given to log_model.")
+            raise UsageError(f"params: {', '.join(params)}: pass the options of predict to log_model instead.")
         if isinstance(model_input, str):
             model_input = [model_input]
         columns = list(self.spec.input_columns)
         if not isinstance(model_input, pd.DataFrame | Mapping):
             if len(columns) > 1:
-                raise UsageError(f"This model reads several columns: give a frame with {', '.join(columns)}.")
+                raise UsageError(f"This model reads several columns: pass a frame with {', '.join(columns)}.")
             model_input = {columns[0]: list(model_input)}
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         table = to_arrow(frame)
@@ -148,7 +148,7 @@ def _settings(model: str | Path, options: Mapping[str, Any]) -> tuple[ScoringSet
 
 
 def _signature(settings: ScoringSettings, spec: TaskSpec) -> Any:
-    """Return MLflow's schema of the input columns, texts or of any type, and of the prediction columns."""
+    """Return MLflow's schema of the input columns (text, or any type) and of the prediction columns."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
     from mlflow.types.schema import AnyType

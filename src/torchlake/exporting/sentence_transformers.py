@@ -1,7 +1,7 @@
 """An encoder with pooling in the layout of sentence-transformers, which every version of it since 2.0 reads.
 
-`config/embedding.py` has the layout. A folder that is in it is checked and copied, file by file that it names; what is
-checked there is what `predict` computes.
+`config/embedding.py` describes the layout. If the model folder has it, the files that it names are checked and copied;
+the check covers what `predict` computes.
 """
 
 import shutil
@@ -30,19 +30,19 @@ def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling |
     how = read_embedding(model)
     if not layout and pooling is None:
         raise UsageError(
-            f"{model}: does not say how token states become one vector: give pooling ({', '.join(choices)}); most "
-            "encoders were trained with mean."
+            f"{model}: the folder does not say how token states become one vector. Set pooling "
+            f"({', '.join(choices)}); most encoders were trained with mean."
         )
     if pooling is not None and pooling not in choices:
-        raise UsageError(f"pooling is one of {', '.join(choices)}; {pooling!r} was given.")
+        raise UsageError(f"pooling must be one of {', '.join(choices)}, not {pooling!r}.")
     if layout and pooling is not None and how.poolings != (pooling,):
         raise UsageError(
-            f"{model}: has {' and '.join(how.poolings)} pooling, and was trained with it; leave pooling out."
+            f"{model}: the model was trained with {' and '.join(how.poolings)} pooling. Leave pooling out."
         )
     architecture = read_head(model).architecture
     if architecture.endswith(HEADS):
         raise UsageError(
-            f"{model}: is a {architecture}, and its head does not give embeddings. The format sentence-transformers is "
+            f"{model}: is a {architecture}, whose head does not return embeddings. The format sentence-transformers is "
             "for encoders: a classifier can be exported as onnx or openvino."
         )
     for pattern in ("config.json", "*.safetensors", INDEX, *TOKENIZER_FILES, MODULES, SETTINGS, PROMPTS):

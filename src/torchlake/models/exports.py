@@ -95,10 +95,10 @@ def making(
 
 
 def _begin(parent: Path, name: str) -> tuple[Path, int]:
-    """Return a new locked folder and the descriptor of its lock. Folders of killed processes are removed."""
+    """Return a new locked folder and the descriptor of its lock. Remove the folders of killed processes."""
     entrance = os.open(parent, os.O_RDONLY)
     try:
-        # Until the folder is locked, another process would take it for an abandoned one.
+        # Until the folder is locked, another process would consider it abandoned.
         locks = _lock(entrance, wait=True)
         for left in parent.glob(f".{name}.*.tmp"):
             if locks and _is_abandoned(left):

@@ -108,7 +108,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _model_of_run(folder: Path) -> Path:
-    """Return the model folder for the folder of a run, of its checkpoints or of a tuning; other folders unchanged.
+    """Return the model folder for the folder of a run, of its checkpoints or of a tuning; return other folders
+    unchanged.
 
     Raises DataError if there is no model yet, and for a single checkpoint.
     """
@@ -153,7 +154,7 @@ def _unfinished(run: Path) -> str:
 
 
 def _nearest(folder: Path) -> str:
-    """A hint: the name most similar to the first missing part of a path."""
+    """Return a hint: the name most similar to the first missing part of a path."""
     missing = next((part for part in [*reversed(folder.parents), folder] if not os.path.exists(part)), folder)
     try:
         names = [entry.name for entry in os.scandir(missing.parent) if os.path.isdir(entry)]
@@ -164,7 +165,7 @@ def _nearest(folder: Path) -> str:
 
 
 def base_folder(base: str | None) -> Path | None:
-    """Return the folder of a job's base model; None if it has none. Raises as `model_folder`."""
+    """Return the folder of a job's base model; None if it has none. Raises the errors of `model_folder`."""
     return None if base is None else model_folder(base)
 
 

@@ -62,7 +62,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 ZERO_SHOT = "zero_shot_classification"
-"The task of classifiers of pairs that are asked about any classes."
+"The task of classifiers of pairs that score any classes, without training on them."
 EMBEDS = "feature_extraction"
 "The task of encoders without a head."
 HEADS = {
@@ -72,7 +72,7 @@ HEADS = {
     "ForQuestionAnswering": "question_answering",
     "ForQuestionAnsweringSimple": "question_answering",
 }
-"By the suffix of a class of transformers, the task that its head is for."
+"The task of each head, by the suffix of its class in transformers."
 OWN_PROBLEMS = {"token_classification": "spans", "question_answering": "answer"}
 "Problems of tasks that have only one."
 INPUTS = {"image_classification": ("image",), "question_answering": ("question", "context")}
@@ -89,11 +89,11 @@ PROBLEM_TYPES: dict[Problem, Any] = {
 
 
 def load_spec(folder: str | Path, task: str | None = None) -> TaskSpec:
-    """Return the task in task.json, or else that of sentence-transformers' modules.json or of the head in config.json.
+    """Return the task in task.json, or else the task of sentence-transformers' modules.json or of the head in
+    config.json.
 
-    `task` "feature_extraction" takes the encoder of a folder that says none of these, or has a head;
-    "zero_shot_classification" takes any classifier. Raises DataError
-    if there is nothing.
+    `task` "feature_extraction" uses the encoder of a folder that has none of these, or has a head;
+    "zero_shot_classification" uses any classifier. Raises DataError if none of this names a task.
     """
     folder = model_folder(folder)
     check_folder(folder)
@@ -170,7 +170,7 @@ def _embedding_spec(folder: Path) -> TaskSpec:
 
 
 def uses_token_types(folder: Path) -> bool:
-    """Return whether a model folder is of text pairs that it separates by token types."""
+    """Return whether the model folder is for text pairs that it separates by token types."""
     path = folder / TASK_FILE
     pairs = path.exists() and spec_from_json(path, atomic_io.read_json(path)).text_pair is not None
     return pairs and TOKEN_TYPES in load_pair_tokenizer(folder).model_input_names
@@ -188,7 +188,7 @@ def load_model(
 
     `placement`, arguments of transformers, loads it over several devices instead.
 
-    Raises UnsafeError as `check_folder`; DataError if a file differs from the manifest, if weights are missing (an
+    Raises UnsafeError like `check_folder`; DataError if a file differs from the manifest, if weights are missing (an
     encoder with an untrained head would predict at random), or if the head does not fit `spec`.
     """
     folder = model_folder(folder)
@@ -213,7 +213,7 @@ def load_model(
 def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
     """Return the tensors of a model folder by name, verified as in `load_model`, in a memory map that processes share.
 
-    Raises UnsafeError as `check_folder`, DataError for a damaged file.
+    Raises UnsafeError like `check_folder`, DataError for a damaged file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -234,7 +234,8 @@ def load_weights(folder: Path) -> "dict[str, torch.Tensor]":
 
 
 def head_spec(folder: Path) -> TaskSpec | None:
-    """Return the task that the head of a model folder was trained for; None without a head or names of its classes."""
+    """Return the task that the head of a model folder was trained for; None if it has no head, or no names for its
+    classes."""
     check_folder(folder)
     if _task_of(read_head(folder).architecture) is None:
         return None

@@ -31,7 +31,7 @@ AGREEMENT = 1e-4
 
 
 def features(task: Any, processor: Any, spec: TaskSpec) -> Features | None:
-    """Return a short and a longer row, made by the task as in training; None if it reads other things than texts."""
+    """Return a short and a longer row, made by the task as in training; None if the task does not read texts."""
     inputs = task.sample_inputs(spec, TEXTS)
     if inputs is None:
         return None
@@ -40,7 +40,7 @@ def features(task: Any, processor: Any, spec: TaskSpec) -> Features | None:
 
 
 def batches(task: Any, made: Features, processor: Any, spec: TaskSpec) -> list[Batch]:
-    """Return each row of `made` as a batch of its own, without padding."""
+    """Return each row of `made` as a separate batch, without padding."""
     ids = made.arrays.get(INPUT_IDS)
     if isinstance(ids, Ragged) and task.packs:
         rows = (row[: spec.max_length].astype(np.int64)[None] for row in np.split(ids.values, ids.offsets[1:-1]))
@@ -91,7 +91,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _explained(model: nn.Module, task: Any, batch: Batch) -> Iterator[None]:
-    """Raise DataError for what a model raises that cannot process the rows of its tokenizer."""
+    """Raise DataError in place of the model's error if it cannot process the rows of its tokenizer."""
     try:
         yield
     except TorchlakeError:
@@ -107,9 +107,9 @@ def _cannot_process(model: Any, task: Any, batch: Batch, error: Exception) -> st
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
         return f"the task {task.name!r}: the model cannot compute a batch of one row ({shapes}): {in_words(error)}"
     return (
-        f"{type(model).__name__} of the type {model.config.model_type!r} cannot process rows of its tokenizer, of up "
-        f"to {batch[INPUT_IDS].shape[-1]} tokens ({in_words(error)}). It may need other inputs too, or config.json and "
-        "the tokenizer may not belong together: compare their special tokens."
+        f"{type(model).__name__} of the type {model.config.model_type!r} cannot process rows from its tokenizer, of up "
+        f"to {batch[INPUT_IDS].shape[-1]} tokens ({in_words(error)}). It may need other inputs as well, or "
+        "config.json and the tokenizer may not belong together: compare their special tokens."
     )
 
 
@@ -156,7 +156,7 @@ def isolates(model: nn.Module, wanted: Sequence[np.ndarray], forward: dict[str, 
         with torch.no_grad(), evaluating(model):
             together = model(input_ids=ids, position_ids=positions, **forward).logits
             alone = [model(input_ids=torch.from_numpy(row)[None], **forward).logits for row in wanted]
-    except TypeError:  # it has no argument for positions
+    except TypeError:  # the model has no argument for positions
         return False
     return _agree(together, torch.cat(alone, dim=1))
 

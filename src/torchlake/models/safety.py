@@ -54,7 +54,7 @@ CODE_KEYS = frozenset(
 # Kernels are compiled code. Where the library `kernels` is installed, transformers (5.5 to 5.23) downloads them for
 # flash attention that is not installed, for names with a slash, for other kinds of experts than these ...
 IMPLEMENTATIONS = frozenset({None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"})
-# ... for many a quantization_config, and for these models as they are built.
+# ... for many values of quantization_config, and for these models as they are built.
 MODELS_WITH_KERNELS = frozenset({"mra", "rwkv", "sam3_video", "yoso"})
 NAMES_FILE = re.compile(r"(?:_files?|_spm|(?<!name_or)_path|^vocab|^merges|^transformers_weights)$")
 NOT_OPENED = "special_tokens_map_file"
@@ -136,7 +136,7 @@ def json_depth(file: Path, *, block_bytes: int = 1 << 20) -> int:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Return every file below the folder. Refuses links out of it and special files."""
+    """Yield every file below the folder. Refuses links out of it and special files."""
     root = folder.resolve()
     allowed = [root]
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):

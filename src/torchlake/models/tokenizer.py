@@ -54,9 +54,9 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def load_pair_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer for pairs of texts: `model_input_names` has token types only if the model has some.
+    """Return the tokenizer for pairs of texts; its `model_input_names` has token types only if the model has them.
 
-    Tokenizers of RoBERTa and DistilBERT may give types, and these models have none.
+    Tokenizers of RoBERTa and DistilBERT may return types, which these models do not have.
     """
     tokenizer = load_tokenizer(folder)
     if not has_token_types(load_config(model_folder(folder))):
@@ -65,7 +65,7 @@ def load_pair_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 
 
 def has_token_types(config: "PretrainedConfig") -> bool:
-    """Return whether models of this configuration tell the two texts of a pair apart by their tokens' types."""
+    """Return whether models of this configuration separate the two texts of a pair by token types."""
     import transformers
 
     types = getattr(config, "type_vocab_size", None)
@@ -79,7 +79,7 @@ def has_token_types(config: "PretrainedConfig") -> bool:
 def load_text_tokenizer(folder: str | Path) -> "TextTokenizer | PreTrainedTokenizerFast":
     """Load the tokenizer of a model folder for `tokenize` of a task with labels, if possible without transformers.
 
-    Raises as `load_tokenizer`.
+    Raises the errors of `load_tokenizer`.
     """
     folder = model_folder(folder)
     check_folder(folder, weights=False)

@@ -24,12 +24,12 @@ FILE, CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = (
 )
 MODEL_TYPES = frozenset({"bert", "distilbert", "roberta", "camembert", "xlm-roberta"})
 NO_LIMIT = int(1e30)
-"`model_max_length` of transformers for a tokenizer without one."
+"The `model_max_length` that transformers sets for a tokenizer without one."
 MAX_VOCABULARY = 100_000
 "transformers patches the tokenizers of some larger vocabularies."
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHANGES_TEXT = ("add_bos_token", "add_eos_token", "split_special_tokens", "fix_mistral_regex", "gguf_file")
-"Options of tokenizer_config.json that change what the file gives."
+"Options of tokenizer_config.json that change the tokens of the file."
 BERT_TOKENS = {
     "unk_token": "[UNK]",
     "sep_token": "[SEP]",
@@ -66,7 +66,7 @@ class TextTokenizer:
 
 
 def read_tokenizer_file(folder: Path) -> TextTokenizer | None:
-    """Read tokenizer.json; None if transformers might make another tokenizer of the folder."""
+    """Read tokenizer.json; None if transformers might build another tokenizer from the folder."""
     paths = [folder / name for name in (FILE, CONFIG, "config.json")]
     if not all(path.is_file() for path in paths):
         return None
@@ -145,7 +145,7 @@ def _without_id(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_bert(file: Mapping[str, Any], config: Mapping[str, Any], tokens: Mapping[str, str | None]) -> bool:
-    """Return whether the file is what `BertTokenizer` builds."""
+    """Return whether the file equals what `BertTokenizer` builds."""
     model, normalizer = file["model"], file.get("normalizer") or {}
     return (
         (model.get("type"), model.get("unk_token")) == ("WordPiece", tokens["unk_token"])
@@ -178,7 +178,7 @@ def _wraps_in(file: Mapping[str, Any], tokens: Mapping[str, str | None]) -> bool
 
 
 def _is_roberta(file: Mapping[str, Any], config: Mapping[str, Any], tokens: Mapping[str, str | None]) -> bool:
-    """Return whether the file is what `RobertaTokenizer` builds."""
+    """Return whether the file equals what `RobertaTokenizer` builds."""
     model, pre, post = file["model"], file.get("pre_tokenizer") or {}, file.get("post_processor") or {}
     added = {token["content"]: token["id"] for token in file["added_tokens"]}
     unset = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")

@@ -26,7 +26,7 @@ SHOWN_LABELS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a model card says of a task, and how its weights are written."""
+    """What a model card says about a task, and how its weights are written."""
 
     auto_class: str = "AutoModelForSequenceClassification"
     "transformers' Auto class; empty for a task's own module."
@@ -122,7 +122,7 @@ def _save_own(folder: Path, model_or_state: Any, config: Any) -> None:
 
 
 def untied_state(model_or_state: Any) -> "Mapping[str, torch.Tensor]":
-    """Return the state dict of a model, or the given one, tied tensors once."""
+    """Return the state dict of a model, or the given one; tied tensors occur once."""
     from torchlake.checkpoints.format import untied
 
     return untied(model_or_state if isinstance(model_or_state, Mapping) else model_or_state.state_dict())
@@ -175,7 +175,7 @@ def model_card(spec: TaskSpec, card: Mapping[str, Any], about: About = About()) 
 
 
 def _columns(spec: TaskSpec) -> list[str]:
-    """The columns of the inputs and the label, each after its name."""
+    """Return the columns of the inputs and the label, each with its name."""
     named = {"text": spec.text, "text pair": spec.text_pair, **spec.inputs, "label": spec.label}
     return [
         f"{name} {' '.join(f'`{column}`' for column in as_columns(columns))}"

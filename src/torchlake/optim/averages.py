@@ -26,7 +26,7 @@ AVERAGE = "average"
 def update(optimizer: torch.optim.Optimizer, ema: float, step: int, applied: torch.Tensor) -> None:
     """Update the averages after step `step`, counted from 1; not at all unless `applied`, () bool on the device."""
     if not skips_on_device(optimizer) and not applied.item():
-        return  # it has no state yet, if this was the first step
+        return  # the optimizer has no state yet: the first step was skipped
     rate = 1 - min(ema, (1 + step) / (10 + step))
     for parameter in _trained(optimizer):
         state, weight = optimizer.state[parameter], _local(parameter)
@@ -58,7 +58,7 @@ def _exchange(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
             average.copy_(kept)
     for each in module.modules():
         if isinstance(each, FSDPModule):
-            each.reshard()  # what is still gathered are the other values
+            each.reshard()  # gathered copies still have the other values
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -66,5 +66,5 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, in the same memory."""
+    """Return this rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

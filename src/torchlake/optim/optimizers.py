@@ -23,12 +23,12 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import MissingExtra
 
 SCALE = "lr_scale"
-"The key of a group's share of the learning rate."
+"The key of a parameter group for its share of the learning rate."
 BETAS = {"adamw": (0.9, 0.999), "adamw_8bit": (0.9, 0.999), "lion": (0.9, 0.99)}
-"Of the optimizers that have betas, unless train.betas says others: their authors' values."
+"The authors' betas of each optimizer that has them, used unless train.betas is set."
 MOMENTUM = 0.9
 LIBRARIES = {"lion": ("lion_pytorch", "lion"), "adamw_8bit": ("bitsandbytes", "8bit")}
-"The modules of optimizers that torch lacks, and the extras of torchlake that have them."
+"For each optimizer that torch lacks, its module and the extra of torchlake that installs it."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,9 @@ def check_installed(train: TrainConfig) -> None:
 
 
 def moment_bytes(train: TrainConfig) -> float:
-    """Bytes per trained parameter that the optimizer keeps, and the average of the weights; what adafactor keeps is not
-    counted.
+    """Return the bytes per trained parameter that the optimizer and the average of the weights keep.
+
+    What adafactor keeps is not counted.
     """
     moments = {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 0.0, "lion": 4.0}[train.optimizer]
     return (0.0 if train.momentum == 0 else moments) + (0.0 if train.ema is None else 4.0)
@@ -62,7 +63,7 @@ def moment_bytes(train: TrainConfig) -> float:
 def parameter_groups(
     module: nn.Module, train: TrainConfig, scales: Mapping[str, float] | None = None
 ) -> list[ParameterGroup]:
-    """The trained parameters in groups: matrices, then the others, each by its share of the learning rate.
+    """Return the trained parameters in groups: matrices, then the others, each by its share of the learning rate.
 
     Only matrices decay: decaying biases and the scales of norms would change what a layer computes, not how smooth it
     is. `scales`: shares by name, 1 for the others.
@@ -80,14 +81,14 @@ def parameter_groups(
 
 
 def trainable_names(module: nn.Module, train: TrainConfig, scales: Mapping[str, float] | None = None) -> list[str]:
-    """The names of the trained parameters in the order of the optimizer's groups."""
+    """Return the names of the trained parameters in the order of the optimizer's groups."""
     return [name for group in parameter_groups(module, train, scales) for name in group.names]
 
 
 def make_optimizer(
     module: nn.Module, train: TrainConfig, scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained parameters, in the order of `trainable_names`."""
+    """Return the job's optimizer over the trained parameters, in the order of `trainable_names`."""
     parameters = dict(module.named_parameters())
     groups: list[dict[str, Any]] = [
         {
@@ -125,5 +126,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernel reads `found_inf`, so that the host need not wait to know if a step is applied."""
+    """Return whether the optimizer's kernel reads `found_inf`, so that the host need not wait to know if a step is
+    applied."""
     return bool(optimizer.defaults.get("fused"))

@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie: which of them are trained, and at which share of the learning rate.
+"""The depth of a model's parameters: which of them are trained, and at which share of the learning rate.
 
     depth    0             1 ... N           N + 1
              embeddings    the layers        what follows the last layer: final norm, pooler, head
@@ -22,7 +22,7 @@ SHOWN = 4
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's transformer layers in the order of its modules, for an encoder-decoder those of both parts.
+    """Return the model's transformer layers in the order of its modules; of an encoder-decoder, those of both parts.
 
     They are the members of the outermost module lists that contain matrices. For a list of lists (Funnel's blocks) the
     inner lists are used, because a list is never called. Empty for a model without such a list.
@@ -41,7 +41,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def depths(model: nn.Module) -> dict[str, int]:
-    """The depth of each parameter, by name; tied parameters have that of their first place."""
+    """Return the depth of each parameter, by name; tied parameters have that of their first place."""
     places = {id(layer): number for number, layer in enumerate(layers(model), start=1)}
     top, found, seen = len(places) + 1, dict[str, int](), set[int]()
     depth, inside = 0, ""
@@ -59,7 +59,8 @@ def depths(model: nn.Module) -> dict[str, int]:
 
 
 def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
-    """The share of the learning rate of each parameter, by name: `decay` to the power of N + 1 - depth; empty for None.
+    """Return the share of the learning rate of each parameter, by name: `decay` to the power of N + 1 - depth; empty
+    for None.
 
     So the head takes the whole learning rate, the last layer `decay` of it, the embeddings the least (as in ELECTRA,
     Clark et al. 2020). Raises ConfigError for a model without layers.
@@ -67,7 +68,7 @@ def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
     if decay is None:
         return {}
     if not layers(model):
-        raise ConfigError(f"train.layer_decay: {type(model).__name__} has no list of layers. Leave it out.")
+        raise ConfigError(f"train.layer_decay: {type(model).__name__} has no list of layers. Remove the setting.")
     top = len(layers(model)) + 1
     return {name: decay ** (top - depth) for name, depth in depths(model).items()}
 
@@ -75,7 +76,7 @@ def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
 def freeze(model: nn.Module, wanted: "Freeze | None") -> None:
     """Train no parameter that `model.freeze` names; None: train all.
 
-    Raises ConfigError when it names no parameter of the model, or all of them.
+    Raises ConfigError if it names none of the model's parameters, or all of them.
     """
     if wanted is None:
         return
@@ -90,7 +91,7 @@ def freeze(model: nn.Module, wanted: "Freeze | None") -> None:
 
 
 def frozen_names(model: nn.Module, wanted: "Freeze") -> set[str]:
-    """The names of the parameters that `model.freeze` names."""
+    """Return the parameters that `model.freeze` selects, by name."""
     if wanted == "body":
         inside = [f"{name}." for name in head_modules(model)]
         return {name for name, _ in model.named_parameters() if not any(f".{each}" in f".{name}" for each in inside)}
@@ -105,7 +106,7 @@ def frozen_names(model: nn.Module, wanted: "Freeze") -> set[str]:
 
 
 def body_name(model: nn.Module) -> str:
-    """The name of the child that holds the layers: transformers names it, in another module it is looked for."""
+    """Return the name of the child that holds the layers; searched for where transformers does not name it."""
     named = getattr(model, "base_model_prefix", "")
     inside = {id(layer) for layer in ([] if named else layers(model))}
     found = (name for name, child in model.named_children() if any(id(each) in inside for each in child.modules()))
@@ -113,7 +114,7 @@ def body_name(model: nn.Module) -> str:
 
 
 def head_modules(model: nn.Module) -> list[str]:
-    """The names of the modules beside the body of a model, and its pooler, which may be new too.
+    """Return the names of the modules beside the body of a model, and of its pooler, which may be new, too.
 
     A language model's head is not among them if it is its output embeddings.
     """
@@ -126,20 +127,23 @@ def head_modules(model: nn.Module) -> list[str]:
 
 
 def untrained_layers(model: nn.Module) -> int:
-    """The number of first layers below the first trained parameter: their backward pass is not computed."""
+    """Return the number of first layers below the first trained parameter: their backward pass is not computed."""
     found = depths(model)
     lowest = min((found[name] for name, each in model.named_parameters() if each.requires_grad), default=0)
     return max(0, lowest - 1)
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """The names that match a pattern, or lie below a module whose name does. Raises ConfigError for one without any."""
+    """Return the names that match a pattern, or are below a module whose name does.
+
+    Raises ConfigError for a pattern without a match.
+    """
     matched: set[str] = set()
     for pattern in patterns:
         own = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not own:
             raise ConfigError(
-                f"model.freeze: {pattern!r} matches no parameter; their names are {', '.join(names[:SHOWN])} ..."
+                f"model.freeze: {pattern!r} matches no parameter; the names are {', '.join(names[:SHOWN])} ..."
             )
         matched |= own
     return matched

@@ -16,7 +16,7 @@ from torchlake.processes import hardware
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The arithmetic of the forward and backward pass. Trained weights, gradients and moments are fp32 in any."""
+    """The arithmetic of the forward and backward pass. Trained weights, gradients and moments are always fp32."""
 
     dtype: torch.dtype | None
     "The 16-bit dtype; None: fp32."
@@ -30,7 +30,8 @@ class Precision:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of torch's generators for one step on one rank: different on each rank, the same after a resume."""
+    """Return the seed of torch's generators for one step on one rank: different on each rank, the same after a
+    resume."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -38,8 +39,8 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 def arithmetic(train: TrainConfig, device: torch.device) -> Iterator[None]:
     """Set torch's switches of this process for a training, and restore them.
 
-    On GPUs products of fp32 matrices take TF32, with 10 bits of mantissa as in fp16, unless precision is fp32. With
-    `train.deterministic` torch takes deterministic kernels, and raises RuntimeError where it has none; cuBLAS reads
+    On GPUs products of fp32 matrices use TF32, with 10 bits of mantissa as in fp16, unless precision is fp32. With
+    `train.deterministic` torch uses deterministic kernels, and raises RuntimeError where it has none; cuBLAS reads
     CUBLAS_WORKSPACE_CONFIG, which `restarts.train_rank` sets before CUDA starts.
     """
     strict = train.precision == "fp32"
@@ -52,7 +53,7 @@ def arithmetic(train: TrainConfig, device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = not strict
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
-        switches.fill_uninitialized_memory = False  # it costs a write of every new tensor
+        switches.fill_uninitialized_memory = False  # it would write every new tensor
     try:
         yield
     finally:
@@ -63,7 +64,10 @@ def arithmetic(train: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def find_precision(name: str, device: torch.device) -> Precision:
-    """The precision called `name` in a job. "auto": bf16_weights on GPUs and bf16 on CPUs that have bf16 arithmetic."""
+    """Return the precision called `name` in a job.
+
+    "auto" is bf16_weights on GPUs, and bf16 on CPUs that have bf16 arithmetic.
+    """
     if name == "auto":
         if device.type == "cuda":
             name = "bf16_weights" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -100,7 +104,7 @@ class ComputeWeights(nn.Module):
         self._places = places
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Return what the model returns."""
         for parameter, places in self._places.items():
             copy = parameter.to(self._dtype)
             for held, name in places:

@@ -15,13 +15,13 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import ConfigError
 
 COOLDOWN = 0.1
-"Share of the steps over which wsd falls, unless train.cooldown says another."
+"The share of the steps over which wsd falls, unless train.cooldown is set."
 
 
 def learning_rate(step: int, total: int, train: TrainConfig) -> float:
-    """The learning rate of step `step`, counted from 0, of `total`.
+    """Return the learning rate of step `step`, counted from 0, of `total`.
 
-    No step has a rate of 0: the first takes 1/warm-up of the peak, the last is one step's share above the minimum.
+    No step has a rate of 0: the first has 1/warm-up of the peak, the last is one step's share above the minimum.
     """
     peak, lowest = train.learning_rate, train.min_learning_rate
     warmup, falling = phases(total, train)
@@ -37,7 +37,7 @@ def learning_rate(step: int, total: int, train: TrainConfig) -> float:
 
 
 def phases(total: int, train: TrainConfig) -> tuple[int, int]:
-    """The number of steps over which the rate rises, and of those at the end over which it falls."""
+    """Return the number of steps over which the rate rises, and of those at the end over which it falls."""
     warmup = round((train.warmup or 0.0) * total) if train.warmup_steps is None else train.warmup_steps
     if train.schedule == "constant":
         return warmup, 0
@@ -47,7 +47,8 @@ def phases(total: int, train: TrainConfig) -> tuple[int, int]:
 
 
 def check(total: int, train: TrainConfig) -> None:
-    """Raise ConfigError if a run of `total` steps ends before its learning rate has risen, or falls before that."""
+    """Raise ConfigError if the learning rate of a run of `total` steps does not rise to its peak, or falls before
+    that."""
     warmup, falling = phases(total, train)
     if train.warmup_steps is None:
         return
@@ -58,6 +59,6 @@ def check(total: int, train: TrainConfig) -> None:
         )
     if warmup + falling > total:
         raise ConfigError(
-            f"train.warmup_steps={warmup}: of {total:,} steps, the last {falling:,} are train.cooldown, which would "
-            "begin before the warm-up ends. Lower one of them, or train longer."
+            f"train.warmup_steps={warmup}: the run has {total:,} steps, and the last {falling:,} of them "
+            "(train.cooldown) would begin before the warm-up ends. Lower one of the two settings, or train longer."
         )

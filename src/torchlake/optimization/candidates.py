@@ -81,12 +81,13 @@ class Bench:
         return self.until - time.monotonic()
 
     def folder(self) -> Path:
-        """A new empty folder."""
+        """Return a new empty folder."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
 
 def find_shapes(bench: Bench) -> list[tuple[int, int]]:
-    """Return the (processes, threads per process) to try: the defaults of `predict`, and one process with all cores."""
+    """Return the pairs (processes, threads per process) to try: the defaults of `predict`, and one process with all
+    cores."""
     memory, threads = worker_memory(bench.settings.model), os.environ.get("OMP_NUM_THREADS", "")
     if bench.engine.processes is not None:
         numbers = [bench.engine.processes]
@@ -202,5 +203,5 @@ def judge(
 
 
 def rate(candidate: Candidate) -> float:
-    """Rows per second; 0 if not measured."""
+    """Return the rows per second; 0 if not measured."""
     return candidate.rows_per_s or 0.0

@@ -75,7 +75,7 @@ class Measured:
     "Rows per second of all processes together, for each batch size that was tried."
     batch_tokens: int
     rows_per_s: float
-    "Of all processes together, on their rows."
+    "The rate of all processes together, on their rows."
     device: str
 
 
@@ -87,7 +87,7 @@ class Stopped:
 
 
 def measure(engine: Engine, trial: Trial) -> list[Measured] | Stopped:
-    """Run the trial's processes at the same time. Returns their measurements, or why the first one stopped."""
+    """Run the trial's processes at the same time. Return their measurements, or why the first one stopped."""
     work = plugins.carried(trial.settings.spec.task, partial(_measure, trial))
     return run_guarded(engine, work, Path(trial.folder), trial.processes, trial.deadline_s)
 
@@ -95,7 +95,7 @@ def measure(engine: Engine, trial: Trial) -> list[Measured] | Stopped:
 def prepare(
     engine: Engine, settings: ScoringSettings, runtime: str, calibration: str, folder: Path, deadline_s: float
 ) -> Stopped | None:
-    """Let the runtime write its export of the model in a separate process. Returns why that failed, or None."""
+    """Let the runtime write its export of the model in a separate process. Return why that failed, or None."""
     work = plugins.carried(settings.spec.task, partial(_prepare, settings, runtime, calibration))
     done = run_guarded(engine, work, folder, 1, deadline_s)
     return done if isinstance(done, Stopped) else None
@@ -104,7 +104,7 @@ def prepare(
 def run_guarded(
     engine: Engine, work: Callable[[int], Any], folder: Path, processes: int, deadline_s: float
 ) -> list[Any] | Stopped:
-    """Run `work(0)`, `work(1)`, ... in a process each, at the same time. Returns all results, or why one stopped."""
+    """Run `work(0)`, `work(1)`, ... in a process each, at the same time. Return all results, or why one stopped."""
     made: list[Any] = []
     guarded = partial(_guarded_worker, work, str(folder), deadline_s)
     try:
@@ -129,7 +129,7 @@ def read_rows(path: str) -> pa.Table:
 
 
 def write_rows(path: Path, table: pa.Table) -> str:
-    """Write rows to a file for other processes. Returns its path."""
+    """Write rows to a file for other processes. Return its path."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
         file.write_table(table)
     return str(path)
@@ -206,7 +206,7 @@ def _prepare(settings: ScoringSettings, runtime: str, calibration: str, index: i
 
 
 def _score(scorer: Scorer, rows: pa.Table) -> pa.Table:
-    """Do all that `predict` does for these rows, including tokenizing, which uses the same core."""
+    """Do everything that `predict` does for these rows, including tokenizing, which uses the same core."""
     return scorer.score(scorer.read(rows, {}))
 
 
@@ -222,7 +222,7 @@ def _rate(scorer: Scorer, rows: pa.Table, passes: int = 1) -> tuple[pa.Table, fl
 
 
 def _barrier(trial: Trial, index: int, meanwhile: Callable[[], Any], place: str, value: float) -> float:
-    """Wait until every process has reached `place`, calling `meanwhile`. Returns the sum of their values."""
+    """Wait until every process has reached `place`, calling `meanwhile`. Return the sum of their values."""
     folder = Path(trial.folder)
     unfinished = folder / f".{place}-{index}"
     unfinished.write_text(repr(value), encoding="ascii")

@@ -83,7 +83,7 @@ class Optimized:
     "Rows per second divided by eager's."
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; undefined numbers are null."""
+        """Return plain values; undefined numbers are null."""
         value = asdict(self)
         return {**value, "candidates": [_plain(one) for one in value["candidates"]]}
 
@@ -103,24 +103,24 @@ def optimize(
     **options: Unpack[OptimizeOptions],
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
-
     `sample` is a stored table, a frame or a stream, as in `predict`; at most `rows` of its rows are scored, in the
-    proportions of the table, or of those of its rows for which `where` is true, the first `limit` of them. `text`,
-    `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; the sample may
-    have no labels. `task` is as in `predict`. A candidate is inside the tolerance if at least `min_agreement` of the
-    labels are eager's and the accuracy (several labels per row: the task's F1; regression: the error, in standard
-    deviations of the target) drops by no more than `max_drop`; vectors, if their mean cosine to eager's is at least
+    proportions of the table. `where` and `limit` restrict these to the first `limit` rows for which `where` is true.
+    `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; the
+    sample does not need labels. `task` is as in `predict`. A candidate is inside the tolerance if at least
+    `min_agreement` of the labels are eager's and the accuracy (several labels per row: the task's F1; regression: the
+    error, in standard deviations of the target) drops by no more than `max_drop`; vectors, if their mean cosine to
+    eager's is at least
     `min_agreement`, and the lowest not ten times as far from 1. `budget` ("5min", or seconds) is for all candidates
     together; eager, the reference, is always measured. `runtimes` are the names to try (default: all), or functions as
     in `predict`.
 
     The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
-    measured but not written there: that file would name code to run.
-    Raises UsageError for wrong arguments and for a model folder in the hub's cache or without write permission,
+        measured but not written there: that file would name code to run.
+        Raises UsageError for invalid arguments and for a model folder in the hub's cache or without write permission,
     DataError for a sample without usable rows, TorchlakeError if eager cannot score it, and the errors of `predict`.
     """
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
-        raise UsageError("max_drop and min_agreement are shares from 0 to 1, and rows is 1 or more.")
+        raise UsageError("max_drop and min_agreement must be shares from 0 to 1, and rows must be 1 or more.")
     text_pair, inputs = options.pop("text_pair", None), options.pop("inputs", None)
     task, read = options.pop("task", None), read_options(options)
     if is_frame(sample):
@@ -168,7 +168,8 @@ def optimize(
 
 
 def _check_comparable(folder: Path, task: Task) -> None:
-    """Raise UsageError for a task whose answers are neither classes, a number nor vectors: they cannot be compared."""
+    """Raise UsageError for a task whose answers cannot be compared: they are neither classes, nor numbers, nor
+    vectors."""
     classes = task.has_labels and type(task).output_columns is Task.output_columns
     if not classes and task.name != EMBEDS:
         raise UsageError(f"{folder}: {task.name} runs only under {REFERENCE}; there is nothing to choose from.")
@@ -179,8 +180,8 @@ def _own_folder(model: str | Path) -> Path:
     folder = folders.model_folder(model)
     if not local_output(model).is_dir() or (folder / "config.json").is_symlink():
         raise UsageError(
-            f"{model}: is a snapshot in the cache of the Hugging Face hub ({folder}), where nothing should be written. "
-            f"Copy it first (cp -rL {folder} my-model), then optimize and use the copy."
+            f"{model}: the model is a snapshot in the cache of the Hugging Face Hub ({folder}), which must not be "
+            f"changed. Copy it (cp -rL {folder} my-model), then optimize and use the copy."
         )
     if not os.access(folder, os.W_OK):
         raise UsageError(
@@ -210,7 +211,7 @@ def _sorted_by_effort(runtimes: Sequence[Runtime]) -> list[Runtime]:
 
 
 def _try_all(bench: Bench, others: Sequence[Runtime]) -> tuple[list[Candidate], str]:
-    """Measure eager, the others, and the best of them with other thread counts. Returns them and the device."""
+    """Measure eager, the others, and the best of them with other thread counts. Return them and the device."""
     shapes = find_shapes(bench)
     measured = measure(bench, REFERENCE, shapes[0], deadline_s=max(bench.left_s, MIN_REFERENCE_S))
     if isinstance(measured, Stopped):

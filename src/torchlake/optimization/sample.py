@@ -111,7 +111,7 @@ def draw_sample(
 
 
 def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) -> tuple[pa.Table, dict[int, str]]:
-    """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Returns them and the unreadable ones."""
+    """Read about `POOL_ROWS` rows of a table, from chunks spread over it. Return them and the unreadable ones."""
     source = pinned(source)
     table = open_table(source, columns=spec.input_columns, options=options)
     columns = _checked(table.schema, spec, label, table.source)
@@ -133,7 +133,7 @@ def _pool(source: Any, spec: TaskSpec, label: str | None, options: ReadOptions) 
 
 
 def _frame_pool(frame: Any, spec: TaskSpec, label: str | None) -> tuple[pa.Table, dict[int, str]]:
-    """Take every k-th row of a frame. Returns the rows and the unreadable ones."""
+    """Take every k-th row of a frame. Return the rows and the unreadable ones."""
     table = to_arrow(frame)
     columns = _checked(table.schema, spec, label, "the frame")
     pool = table.select(list(columns)).take(pa.array(evenly_spaced(len(table), min(len(table), POOL_ROWS))))
@@ -148,7 +148,7 @@ def _checked(schema: pa.Schema, spec: TaskSpec, label: str | None, where: str) -
 
 
 def _lengths(inputs: Inputs, kinds: Mapping[str, str]) -> np.ndarray:
-    """Return (N,) the characters of each row's texts."""
+    """Return the number of characters of each row's texts, (N,)."""
     texts = [each for name, each in inputs.items() if kinds[name] != NUMBER and pa.types.is_large_string(each.type)]
     found: np.ndarray = sum(pc.utf8_length(each).to_numpy(zero_copy_only=False) for each in texts)
     return found if texts else np.zeros(len(next(iter(inputs.values()))), dtype=np.int64)
@@ -171,7 +171,7 @@ def _numbers(targets: pa.Array, spec: TaskSpec) -> np.ndarray:
 
 
 def _strata(targets: np.ndarray | None, rows: int) -> np.ndarray:
-    """Return (N,) the group of each row: its class, its set of classes, or its decile of the targets."""
+    """Return the group of each row, (N,): its class, its set of classes, or its decile of the targets."""
     if targets is None:
         return np.zeros(rows, dtype=np.int64)
     if targets.ndim == 2:

@@ -17,7 +17,7 @@ LINKS = {
     True: (Link(bandwidth=200e9, latency=10e-6), Link(bandwidth=12.5e9, latency=20e-6)),
 }
 GPU_FLOPS = {True: 120e12, False: 12e12}
-"For a GPU that is not here, in 16 bits and in fp32: training speed of an A100 (40 and 60 % of its peak)."
+"The assumed training speed of a GPU elsewhere, in 16 bits and in fp32: an A100's (40 and 60 % of its peak)."
 
 
 def device(limit: float | None, ranks: int) -> tuple[bool, float]:
@@ -39,15 +39,15 @@ def describe_cluster(
 
     gpu = case.setting.gpu
     if flops is not None:
-        source = f"{flops:.3g} operations a second on each rank, as given"
+        source = f"{flops:.3g} operations per second on each rank, as given"
     elif gpu and not torch.cuda.is_available():
         flops = GPU_FLOPS[case.setting.bf16]
-        source = f"{flops:.3g} operations a second on each rank, assumed (an A100's); give --flops"
+        source = f"{flops:.3g} operations per second on each rank, assumed (an A100's); set --flops"
     else:
         measured = matmul_flops(case, ranks)
         flops = TRAINING_EFFICIENCY * measured
         share = f"{TRAINING_EFFICIENCY:.0%} of a matrix product's {measured:.3g} here"
-        source = f"{flops:.3g} operations a second on each rank: {share}"
+        source = f"{flops:.3g} operations per second on each rank: {share}"
     links = tuple(Link(bandwidth=bandwidth or link.bandwidth, latency=latency or link.latency) for link in LINKS[gpu])
     origin = ["assumed" if value is None else "given" for value in (bandwidth, latency)]
     cluster = Cluster(flops=flops, within=links[0], across=links[1])

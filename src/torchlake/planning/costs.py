@@ -23,7 +23,7 @@ MIB = 2**20
 DEEPSPEED_BUCKET = 500_000_000
 "Elements that DeepSpeed reduces at once: the size of its buffer, limited by the number of gradients."
 DEEPSPEED_LIVE = 1_000_000_000
-"Parameters that its stage 3 keeps gathered."
+"Parameters that DeepSpeed's stage 3 keeps gathered."
 OVERHEAD = {False: 96 * MIB, True: 1024 * MIB}
 "Bytes besides the model's tensors, without and with a GPU: library buffers, CUDA context, NCCL buffers."
 FORWARD = 1 / 3
@@ -38,9 +38,9 @@ class Shape:
     "Layers run in a forward pass; shared layers count each time."
     hidden: int
     query: int
-    "Of all heads."
+    "The width of all heads together."
     key_value: int
-    "Of all key heads."
+    "The width of all key heads together."
     heads: int
     feed_forward: int
     gated: bool
@@ -60,7 +60,7 @@ class Shape:
     "Classes or words."
     output_per_token: bool
     untrained: int = 0
-    "First layers below everything that is trained: they keep nothing for a backward pass, and have none."
+    "The number of first layers below everything that is trained: they have no backward pass, and keep nothing for one."
     output_trained: bool = True
     "Whether the layer that makes the outputs is trained."
 
@@ -72,16 +72,16 @@ class Parameters:
     total: int
     trainable: int
     matrices: int
-    "In linear layers that every token passes; shared layers count each time."
+    "Parameters in linear layers that every token passes; shared layers count each time."
     matrices_trainable: int
     linear: int
-    "In all linear layers, counted once: autocast keeps a copy of them."
+    "Parameters in all linear layers, counted once: autocast keeps a copy of them."
     layer: int
-    "In the largest repeated layer, which FSDP gathers at once."
+    "Parameters in the largest repeated layer, which FSDP gathers at once."
     layers: int
-    "In all repeated layers; the rest (embeddings, head) is one more unit."
+    "Parameters in all repeated layers; the rest (embeddings, head) is one more unit."
     units: int
-    "Number of repeated layers."
+    "The number of repeated layers."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class ComputeSettings:
     checkpointing: bool = False
     "Activation checkpointing: the backward pass recomputes a layer's activations (Chen et al. 2016)."
     selective: bool = False
-    "It recomputes all but the outputs of matrix products and attention (Korthikanti et al. 2022)."
+    "Checkpointing recomputes all but the outputs of matrix products and attention (Korthikanti et al. 2022)."
     moment_bytes: float = 8.0
     "Bytes per trained parameter that the optimizer keeps: AdamW's two moments."
     bucket_bytes: float = 25.0 * MIB
@@ -111,7 +111,7 @@ class Sharding:
 
     name: str
     plugin: str
-    "Its file in torchlake/strategies."
+    "The strategy's file in torchlake/strategies."
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
@@ -140,12 +140,12 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
-    "Of the largest micro-batch, with the gradients of one layer's activations."
+    "The activations of the largest micro-batch, with the gradients of one layer's activations."
     gathered: float
     "Temporary weights and gradients of other ranks, and send buffers."
     overhead: float
     peak: float
-    "The largest sum at one time; less than the total if gradients replace activations."
+    "The largest sum of these at one time; less than the total if gradients replace activations."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +181,11 @@ class Exchange:
     calls: float = 0.0
 
     def sent(self, ranks: int) -> float:
-        """Bytes that each rank sends."""
+        """Return the bytes that each rank sends."""
         return self.bytes * (ranks - 1) / ranks
 
     def seconds(self, ranks: int, link: Link) -> float:
-        """Seconds on a ring."""
+        """Return the seconds on a ring."""
         return 0.0 if ranks == 1 else self.calls * math.log2(ranks) * link.latency + self.sent(ranks) / link.bandwidth
 
 
@@ -196,10 +196,10 @@ class Traffic:
     forward: Exchange = Exchange()
     backward: Exchange = Exchange()
     after: Exchange = Exchange()
-    "After the optimizer step, without overlap."
+    "Exchanges after the optimizer step, without overlap."
 
     def sent(self, ranks: int) -> float:
-        """Bytes that each rank sends in a step."""
+        """Return the bytes that each rank sends in a step."""
         return sum(one.sent(ranks) for one in (self.forward, self.backward, self.after))
 
 
@@ -210,7 +210,7 @@ class StepTime:
     computing: float
     communication: float
     overlapped: float
-    "With as much overlap as the strategy allows."
+    "The time with as much overlap as the strategy allows."
     summed: float
     "Without overlap."
 
@@ -277,7 +277,7 @@ def _kept_bytes(shape: Shape, length: int, setting: ComputeSettings) -> int:
 
 
 def _is_fused(shape: Shape, setting: ComputeSettings) -> bool:
-    """Return whether attention's kernel keeps no L x L matrix; those of CPUs know no dropout."""
+    """Return whether attention's kernel keeps no L x L matrix; kernels for CPUs do not support dropout."""
     return shape.fused and (setting.gpu or not shape.attention_dropout)
 
 

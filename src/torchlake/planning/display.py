@@ -4,7 +4,7 @@ from torchlake.planning.cluster import size
 from torchlake.planning.plan import Plan, StrategyPlan
 
 WARN_ABOVE = 0.05
-"Share of truncated rows from which on a hint is shown."
+"The share of truncated rows above which a hint is shown."
 MEMORY = ("strategy", "weights", "gradients", "moments", "activations", "gathered", "other", "peak", "sent", "")
 SCALING = ("ranks", "strategy", "peak", "s/step", "unhidden", "hours", "efficiency", "")
 
@@ -30,8 +30,8 @@ def facts(done: Plan) -> dict[str, str]:
         + ("; raise model.max_length to keep more" if tokens.truncated > WARN_ABOVE else ""),
         "padding": f"{padding.sorted:.1%} of what is computed; {padding.arrival:.1%} if rows were {other}, "
         f"{padding.max_length:.1%} if all were padded to the maximum length",
-        "model": f"{parameters.total / 1e6:,.1f} million parameters, {parameters.trainable / 1e6:,.1f} million learn; "
-        f"{done.shape.layers} layers, {done.shape.hidden:,} wide",
+        "model": f"{parameters.total / 1e6:,.1f} million parameters, {parameters.trainable / 1e6:,.1f} million are "
+        f"trained; {done.shape.layers} layers, {done.shape.hidden:,} wide",
         "micro-batch": f"{rows:,} {examples} of {length:,} tokens at most, in {precision}",
     }
 

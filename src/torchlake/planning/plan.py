@@ -82,7 +82,7 @@ class StrategyPlan:
     "Bytes that each rank sends in a step."
     time: StepTime
     hours: float
-    "Of all steps, without validation and checkpoints."
+    "The time of all steps, without validation and checkpoints."
     efficiency: float
     "Speed relative to perfect scaling from one rank."
 
@@ -92,13 +92,13 @@ class Plan:
     """The result of `plan`."""
 
     rows: int
-    "Of the training table."
+    "The number of rows of the training table."
     sampled: int
     "Rows read."
     unusable: int
-    "Of these, rows without a text or a label."
+    "The number of these rows that lack a text or a label."
     training_rows: int
-    "Estimate, without unusable and validation rows."
+    "The estimated number of training rows, without unusable and validation rows."
     blocks: int | None
     "Blocks that these rows are packed into, an estimate unless all rows were read; None for a task that does not pack."
     batch_size: int
@@ -123,7 +123,7 @@ class Plan:
     "The recommended strategy; None: none fits."
     reason: str
     remedies: tuple[str, ...]
-    "Changes that would make it fit, each by itself."
+    "Changes that would make the job fit, each by itself."
 
 
 def plan(
@@ -146,11 +146,13 @@ def plan(
     operations per second of one rank ("120T"), `bandwidth` the bytes per second that a rank sends ("12.5GB"), and
     `latency` the seconds of a message. What is not given is measured or assumed, and listed in `assumptions`.
 
-    Raises ConfigError for a wrong job, UsageError for a wrong argument, TableError and DataError for a table, labels or
-    a model that cannot be used.
+    Raises ConfigError for an invalid job, UsageError for an invalid argument, TableError and DataError for a table,
+    labels or a model that cannot be used.
     """
     if sample_rows < 1 or (processes is not None and processes < 1) or (latency is not None and not latency > 0):
-        raise UsageError("sample_rows and processes are 1 or more, and latency is a number of seconds above 0.")
+        raise UsageError(
+            "sample_rows and processes must be 1 or more, and latency must be a number of seconds above 0."
+        )
     limit = None if gpu_memory is None else size_in_bytes(gpu_memory, "gpu_memory")
     bytes_s = None if bandwidth is None else size_in_bytes(bandwidth, "bandwidth")
     flops_s = None if flops is None else operations(flops, "flops")
@@ -210,7 +212,7 @@ class _Context:
     memory: float
     "Bytes of memory per rank."
     here: bool
-    "Training would run on this machine, not on a GPU elsewhere."
+    "Whether training would run on this machine, not on a GPU elsewhere."
 
     @property
     def usable_memory(self) -> float:

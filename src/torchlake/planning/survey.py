@@ -53,19 +53,20 @@ class TableSurvey:
     """A sample of the training table."""
 
     rows: int
-    "Of the table."
+    "The number of rows of the table."
     sampled: int
-    "Rows read; all of them in a small table."
+    "The number of rows read; all of them in a small table."
     unusable: int
-    "Of these, rows without a text or a label."
+    "The number of these rows that lack a text or a label."
     truncated: int
-    "Of these, rows longer than `spec.max_length` tokens."
+    "The number of these rows that are longer than `spec.max_length` tokens."
     cut: int
-    "Tokens that these rows lose."
+    "The number of tokens that these rows lose."
     lengths: np.ndarray
-    "(N,) int64, tokens of each usable row with special tokens, in the table's order."
+    "(N,) int64, the number of tokens of each usable row with special tokens, in the table's order."
     blocks: np.ndarray | None
-    "(M,) int64, tokens of the blocks that these rows are packed into; None for a task that does not pack."
+    "(M,) int64, the number of tokens of the blocks that these rows are packed into; None for a task that does not "
+    "pack."
     spec: TaskSpec
 
     @property
@@ -133,7 +134,7 @@ def _no_usable_row(source: str, rows: int, spec: TaskSpec) -> DataError:
 
 
 def _block_lengths(tokens: Ragged, spec: TaskSpec) -> np.ndarray:
-    """Return (M,) int64, the tokens of the blocks into which training packs the rows."""
+    """Return the number of tokens of the blocks into which training packs the rows, (M,) int64."""
     pack_rows = pack_whole if spec.problem == "next_answer_token" else pack
     blocks = pack_rows(tokens, np.arange(len(tokens)), spec.max_length)
     return blocks.lengths_of(np.arange(len(blocks)))
@@ -152,10 +153,10 @@ def survey_model(job: Job, base: Path | None, spec: TaskSpec) -> tuple[Shape, Pa
     model, config, per_token = _empty_model(base, spec)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
-        raise DataError(f"{base}: {type(model).__name__} has no repeated layers; plan knows transformers only.")
+        raise DataError(f"{base}: {type(model).__name__} has no repeated layers; plan supports transformers only.")
     if not all(isinstance(getattr(config, name, None), int) for name in ("hidden_size", "num_attention_heads")):
         raise DataError(
-            f"{base}: the layers of {type(model).__name__} differ; plan knows transformers of equal layers."
+            f"{base}: the layers of {type(model).__name__} differ; plan supports only transformers of equal layers."
         )
     layers = max(lists, key=_numbers)
     times = getattr(config, "num_hidden_layers", None) or len(layers)
@@ -185,8 +186,8 @@ def _empty_model(base: Path | None, spec: TaskSpec) -> "tuple[nn.Module, Any, bo
         config: Any = getattr(module, "config", None)
         if not hasattr(config, "hidden_size"):
             raise DataError(
-                f"the task {task.name!r}: its module has no `config` of a transformers encoder; plan knows modules "
-                "around one only."
+                f"the task {task.name!r}: its module has no `config` of a transformers encoder; plan supports only "
+                "modules around one."
             )
         config.num_labels = max(1, len(spec.labels))
         return module, config, False
@@ -340,5 +341,5 @@ def _find_labels(job: Job, pool: pa.Table, chunks: Sequence[Chunk], *, whole: bo
 def _labeled(labels: pa.ChunkedArray) -> pa.Array:
     array = labels.combine_chunks()
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        return pc.fill_null(pc.not_equal(array, ""), False)  # an empty cell of a CSV file is no label
+        return pc.fill_null(pc.not_equal(array, ""), False)  # an empty cell of a CSV file is not a label
     return pc.is_valid(array)

@@ -29,9 +29,9 @@ class Workload:
     parameters: Parameters
     setting: ComputeSettings
     lengths: np.ndarray
-    "(N,) int64, tokens of the representative rows."
+    "(N,) int64, the number of tokens of each representative row."
     longest: int
-    "Tokens of the table's longest row, possibly an estimate."
+    "The number of tokens of the table's longest row, possibly an estimate."
     batch_size: int
     micro_batch_tokens: int
     seed: int
@@ -54,15 +54,15 @@ class Padding:
     """Shares of the computed tokens that are padding."""
 
     sorted: float
-    "As in training: rows sorted in windows, micro-batches padded to their longest row."
+    "The share in training: rows sorted in windows, micro-batches padded to their longest row."
     arrival: float
-    "Micro-batches of the same size in the table's order, each padded to its longest row."
+    "The share with micro-batches of the same size in the table's order, each padded to its longest row."
     max_length: float
-    "Every row padded to the maximum length."
+    "The share with every row padded to the maximum length."
 
 
 def representative_lengths(lengths: np.ndarray, *, rows: int, batch_size: int, seed: int) -> np.ndarray:
-    """Return lengths (M,) that represent `rows` rows: `lengths` (N,) itself if it has all of them."""
+    """Return lengths (M,) that represent `rows` rows; this is `lengths` (N,) itself if it has all of them."""
     if len(lengths) >= rows:
         return lengths
     count = min(rows, batch_size * order.WINDOW_BATCHES)
@@ -107,7 +107,7 @@ def padding(case: Workload, arrival: np.ndarray, *, ranks: int, max_length: int)
 
 
 def work(case: Workload, ranks: int) -> Work:
-    """Return the work of the slowest of `ranks` ranks: the first one, because rows are dealt longest first."""
+    """Return the work of the slowest of `ranks` ranks: the first one, because the longest rows are dealt first."""
     per_token = costs.token_flops(case.parameters, case.shape, case.setting)
     per_pair = costs.pair_flops(case.shape, case.setting)
     flops, cuts = [], []

@@ -25,7 +25,7 @@ from torchlake.tables.table import Table, missing_column
 
 TEXT, LABEL = (DataConfig.model_fields[name].default for name in ("text", "label"))
 LABEL_NAMES = (LABEL, "labels", "class", "category", "target", "sentiment", "stars", "rating")
-"Usual names of label columns; the first of them that a table has is taken."
+"Usual names of label columns; the first of them that a table has is used."
 PAIRS = (
     ("premise", "hypothesis"),
     ("sentence1", "sentence2"),
@@ -42,7 +42,7 @@ PAIRS = (
 )
 "Usual names of the two columns of pairs of texts. Other columns are never guessed to be a pair."
 MUCH_LONGER = 2.0
-"How many times as long as the others a text without the usual name has to be."
+"How many times as long as the others a text column without the usual name has to be."
 # A letter, a space and more; or a letter of a script without spaces: Thai, kana, Chinese.
 WORDS = r"\pL\s+\S|[\x{0E00}-\x{0E7F}\x{3040}-\x{30FF}\x{3400}-\x{9FFF}]"
 
@@ -84,7 +84,7 @@ def choose_text(table: Table, columns: Sequence[Column], given: str | None) -> C
     if given is not None:
         column = _named(table, columns, given)
         if column is None or column.lengths is None:
-            raise UsageError(f"--text {given}: holds {table.schema.field(given).type}, not text.")
+            raise UsageError(f"--text {given}: the column holds {table.schema.field(given).type}, not text.")
         return column
     texts = sorted((one for one in columns if one.has_words), key=lambda one: -one.mean_length)
     usual = [one for one in texts if one.name.lower() == TEXT]
@@ -108,13 +108,13 @@ def choose_texts(
     """Return the text column, and that of the second text if the rows are pairs.
 
     Only two columns of texts with the names of `PAIRS`, of which `text` is the first if given, are guessed to be a
-    pair. Raises as `choose_text`.
+    pair. Raises the errors of `choose_text`.
     """
     if pair is not None:
         first = choose_text(table, [one for one in columns if text is not None or one.name != pair], text)
         second = _named(table, columns, pair)
         if second is None or second.lengths is None:
-            raise UsageError(f"--text-pair {pair}: holds {table.schema.field(pair).type}, not text.")
+            raise UsageError(f"--text-pair {pair}: the column holds {table.schema.field(pair).type}, not text.")
         if second.name == first.name:
             raise UsageError(f"{pair!r} cannot be both texts of a pair. Name them with --text and --text-pair.")
         return first, second
@@ -132,7 +132,9 @@ def choose_label(table: Table, columns: Sequence[Column], texts: Collection[str]
     if given is not None:
         column = _named(table, columns, given)
         if column is None:
-            raise UsageError(f"--label {given}: holds {table.schema.field(given).type}, which cannot be a label.")
+            raise UsageError(
+                f"--label {given}: the column holds {table.schema.field(given).type}, which cannot be a label."
+            )
         if given in texts:
             raise UsageError(f"{given!r} cannot be both the text and the label. Name them with --text and --label.")
         return column
@@ -156,7 +158,7 @@ def choose_label(table: Table, columns: Sequence[Column], texts: Collection[str]
 
 
 def describe_label(found: LabelColumn) -> str:
-    """A label column in a few words."""
+    """Return a label column in a few words."""
     if found.problem == "regression":
         return f"regression, mean {found.mean:.4g}, standard deviation {found.deviation:.4g}"
     return f"{found.problem}, {len(found.labels):,} class{'es' * (len(found.labels) != 1)}"
@@ -190,7 +192,8 @@ def _survey(name: str, values: pa.ChunkedArray, task: Any) -> Column:
 
 
 def _named(table: Table, columns: Sequence[Column], name: str) -> Column | None:
-    """The column of that name; None if its type was not read. Raises TableError if the table has no such column."""
+    """Return the column of that name; None if its type was not read. Raises TableError if the table has no such
+    column."""
     if name not in table.schema.names:
         raise missing_column(table.source, name, table.schema)
     return next((one for one in columns if one.name == name), None)
@@ -202,7 +205,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether values of the type may be texts or labels. Images and other large values are not worth reading."""
+    """Return whether values of the type may be texts or labels. Images and other large values are not worth reading."""
     types = pa.types
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _is_text(kind.value_type)

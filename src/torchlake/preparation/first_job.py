@@ -1,4 +1,4 @@
-"""Write a first job file for a table: its columns guessed, its comments what was found in it.
+"""Write a first job file for a table: the columns are guessed, and comments state what was found.
 
     open the table -> a sample of its rows -> text and label column -> one pass over the labels -> job.yaml
 
@@ -45,9 +45,9 @@ class FirstJob:
     "The job file."
     schema: Path
     rows: int
-    "Of the table."
+    "The number of rows of the table."
     sampled: int
-    "Rows of which the texts were read."
+    "The number of rows whose texts were read."
     text: str
     text_pair: str | None
     "The column of the second text; None: a row has one text."
@@ -75,10 +75,9 @@ def write_first_job(
     """Write a job file that trains a classifier (or a regression) on `table`, and return what was found.
 
     `text`, `text_pair` and `label` name the columns; by default they are guessed, a pair only by the names of its
-    columns, such as premise and hypothesis. `force` replaces an existing file. The job reads
-    the rows that `where`, `sample` and `limit` select, and CSV files by `csv`, as in `predict`. Raises
-    UsageError if the columns are not clear or the file exists, TableError for a table that cannot be read, DataError
-    for a label column that cannot be learned.
+    columns, such as premise and hypothesis. `force` replaces an existing file. The job reads the rows that `where`,
+    `sample` and `limit` select, and CSV files by `csv`, as in `predict`. Raises UsageError if the columns are not clear
+    or the file exists, TableError for a table that cannot be read, DataError for a label column that cannot be learned.
     """
     path = local_output(output)
     if path.exists() and not force:
@@ -150,13 +149,13 @@ def _quantiles(texts: Column) -> dict[str, int]:
 
 
 def _job_text(done: FirstJob, data: DataConfig, model: str, found: LabelColumn, *, drop: bool) -> str:
-    """The job file. Comments hold what was found, and the settings that a user is likely to change next."""
+    """Return the job file. Comments hold what was found, and the settings that a user is likely to change next."""
     characters, train, note = done.characters, TrainConfig(), found.note
     numbers = len(found.labels) > 2 and all(type(label) is int for label in found.labels)
     classes = f": {describe_classes(done.classes, sum(done.classes.values()))}" if done.classes else ""
     problem, pair = "", ""
     if done.text_pair is not None:
-        pair = "  # The second text of each pair. If the rows are no pairs, leave this out.\n"
+        pair = "  # The second text of each pair. Delete this line if the rows are not pairs.\n"
         pair += f"  text_pair: {_scalar(done.text_pair)}\n"
     if note:
         problem = f"  # {_comment(note)}\n  problem: {done.kind.partition(',')[0]}\n"
@@ -198,20 +197,20 @@ train:
 
 
 def _selection(data: DataConfig) -> str:
-    """The settings of the rows that are read, and of CSV files, each on a line."""
+    """Return the settings of the rows that are read, and of CSV files, one per line."""
     given = {name: getattr(data, name) for name in ("where", "sample", "limit")}
     given["csv"] = data.csv.model_dump(exclude_unset=True) or None
     return "".join(f"  {name}: {_scalar(value)}\n" for name, value in given.items() if value is not None)
 
 
 def _comment(text: str) -> str:
-    """A text on one line of printable characters, at most 200 of them."""
+    """Return the text on one line, as at most 200 printable characters."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text)
     return plain if len(plain) <= 200 else f"{plain[:197]}..."
 
 
 def _scalar(value: Any) -> str:
-    """A value in YAML, on one line."""
+    """Return the value as YAML on one line."""
     # PyYAML writes some line breaks unescaped and reads them back as spaces.
     strange = not str(value).isprintable()
     text = yaml.safe_dump(value, allow_unicode=not strange, width=2**31, default_flow_style=True)

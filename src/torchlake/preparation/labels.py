@@ -1,4 +1,4 @@
-"""The label column of a training table: read as the task reads it, and checked for what cannot be learned.
+"""The label column of a training table: read as the task reads it, and checked for labels that cannot be learned.
 
 Cost: one pass over the column, wherever `spread` runs it. Does not import torch.
 """
@@ -44,7 +44,7 @@ def read_labels(
 
 
 def _count(column: str, count: Callable[[Iterator[pa.ChunkedArray]], Any], chunks: Sequence[Chunk]) -> Any:
-    """What `count` finds in the column's part in these chunks."""
+    """Return what `count` finds in these chunks of the column."""
     reader = ChunkReader((column,))
     try:
         return count(reader.read(chunk)[0][column] for chunk in chunks)

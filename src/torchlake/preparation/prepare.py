@@ -55,7 +55,7 @@ class PrepareSettings:
     """The settings of a worker; plain values."""
 
     tokenizer: str | None
-    "The folder that holds the tokenizer; None: the job has no base model."
+    "The folder with the tokenizer; None: the job has no base model."
     spec: TaskSpec
     bad_rows: Literal["error", "drop"]
     staging: str
@@ -73,20 +73,19 @@ def prepare(
     overwrite: bool = False,
     options: ReadOptions | None = None,
 ) -> dict[str, Any]:
-    """Tokenize the rows of `table` that `options` ask for (None: all) into the Parquet folder `output`.
+    """Tokenize the rows of `table` that `options` select (None: all) into the Parquet folder `output`.
 
-    Returns its commit record, also if it was complete before.
+    Return its commit record, also if the output was complete before.
 
     Columns: `row_id` string, the task's features (of texts `input_ids` list<int32>, with ~id, below zero, for a token
     that is read but not learned), `length` int32, `cut` int32 (tokens truncated), `target` (the task's encoding of the
-    label, if it has labels), `error` string, null for rows that can be trained on. The record's
-    provenance counts `truncated` rows and tokens;
-    above 5 % of rows a warning is logged.
+    label, if it has labels), `error` string, null for rows that can be trained on. The record's provenance counts
+    `truncated` rows and tokens; above 5 % of rows a warning is logged.
 
-    Raises TableError when the texts of a task that packs are neither strings nor conversations, UsageError for
-    conversations without a chat template, or with one that does not mark the turns to learn; DataError naming the first
-    rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
-    `failed`; FingerprintError when `output` was made from another table or with other settings, unless `overwrite`.
+    Raises TableError if the texts of a task that packs are neither strings nor conversations, UsageError for
+    conversations without a chat template, or with one that does not mark the turns to learn from; DataError naming the
+    first rows without text or label unless `bad_rows="drop"`, which leaves them out of the training and counts them as
+    `failed`; FingerprintError if `output` was made from another table or with other settings, unless `overwrite`.
     """
     source = open_table(table, columns=spec.columns, options=options, spread=engine.spread)
     task = plugins.load("tasks", spec.task)
@@ -143,7 +142,7 @@ def prepare(
 
 
 def token_schema(spec: TaskSpec) -> pa.Schema:
-    """The columns of token Parquet."""
+    """Return the columns of token Parquet."""
     task = plugins.load("tasks", spec.task)
     return pa.schema(
         [
@@ -167,7 +166,7 @@ def make_token_worker(settings: PrepareSettings) -> Callable[[Iterator[tuple[Chu
     schema, embeddings = token_schema(spec), None if folder is None else load.embeddings(folder)
 
     def tokenized(chunk: Chunk, table: pa.Table, unreadable: dict[int, str]) -> pa.Table:
-        """The columns, all but `row_id`, of some of the chunk's rows."""
+        """Return the columns of some of the chunk's rows, except `row_id`."""
         try:
             rows = make_examples(task, processor, table, unreadable, spec, bad_rows=settings.bad_rows)
         except DataError as error:
@@ -213,7 +212,7 @@ def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
 
 
 def _truncation(parts: Sequence[Path], spec: TaskSpec) -> dict[str, int]:
-    """Truncated rows and tokens of token Parquet, and their totals."""
+    """Return the truncated rows and tokens of token Parquet, and their totals."""
     rows = tokens = of_rows = of_tokens = 0
     for part in parts:
         with pq.ParquetFile(part) as file:
@@ -259,10 +258,10 @@ def check_training_columns(schema: pa.Schema, task: Any, spec: TaskSpec, source:
 
 
 def check_answers(task: Any, tokenizer: Path, source: str, text: str, *, chat: bool) -> None:
-    """Raise UsageError when the assistant's turns cannot be identified."""
+    """Raise UsageError if the assistant's turns cannot be identified."""
     if not chat:
         raise UsageError(
-            f"{source}: data.learn is assistant, and {text!r} holds texts, not conversations (lists of structs with "
+            f"{source}: data.learn is assistant, and {text!r} holds text, not conversations (lists of structs with "
             "role and content). Leave data.learn out."
         )
     if not task.marks_answers(load.load_tokenizer(tokenizer)):
@@ -274,17 +273,17 @@ def check_answers(task: Any, tokenizer: Path, source: str, text: str, *, chat: b
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRows:
-    """What a task made of rows: M of them can be trained on."""
+    """The result of a task for some rows: M of them can be trained on."""
 
     rows: np.ndarray
-    "(M,) int64, their positions."
+    "(M,) int64, the positions of these rows."
     features: Features
     targets: pa.Array | None
     errors: dict[int, str]
-    "{position: reason} for the others."
+    "{position: reason} for the other rows."
 
     def to_table(self, count: int, schema: pa.Schema) -> pa.Table:
-        """The columns of all `count` rows; a row with an error has no features."""
+        """Return the columns of all `count` rows; a row with an error has no features."""
         made = {name: to_arrow(array, schema.field(name).type) for name, array in self.features.arrays.items()}
         made |= {"length": pa.array(self.features.lengths, pa.int32()), "cut": pa.array(self.features.cut, pa.int32())}
         if self.targets is not None:
@@ -302,9 +301,9 @@ class TrainingRows:
 def make_examples(
     task: Any, processor: Any, table: pa.Table, unreadable: dict[int, str], spec: TaskSpec, *, bad_rows: str
 ) -> TrainingRows:
-    """The features and targets of the rows that can be trained on, and why others cannot.
+    """Return the features and targets of the rows that can be trained on, and why others cannot.
 
-    With `bad_rows="error"` no row is made if any row has an error. Raises DataError for labels of a wrong type.
+    With `bad_rows="error"` nothing is made if any row has an error. Raises DataError for labels of the wrong type.
     """
     inputs, errors = read_inputs(table, task.inputs, spec, unreadable)
     labels = None if spec.label is None else _plain_labels(table[spec.label], errors)
@@ -324,7 +323,7 @@ def make_examples(
 
 
 def _plain_labels(column: pa.ChunkedArray, errors: dict[int, str]) -> pa.Array:
-    """The labels as one array; rows without one are `null_label` in `errors`, unless they have another error."""
+    """Return the labels as one array; rows without one are `null_label` in `errors`, unless they have another error."""
     labels = column.combine_chunks()
     missing = pc.is_null(labels)
     if pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def find_task_spec(
     job: Job, base: Path | None, folder: Path, *, trained: bool, spread: Spread = in_process
 ) -> TaskSpec:
-    """The model's task: derived from the label column, if the task has one, then stored in the run folder."""
+    """Return the model's task: derived from the label column, if the task has one, then stored in the run folder."""
     path = folder / TASK_FILE
     if path.exists() and trained:
         return spec_from_json(path, atomic_io.read_json(path))
@@ -52,7 +52,8 @@ def find_task_spec(
 
 
 def draft_spec(job: Job) -> TaskSpec:
-    """The job's task and its columns, before the table is read. Raises ConfigError for a setting that it ignores."""
+    """Return the job's task and its columns, before the table is read. Raises ConfigError for a setting that it
+    ignores."""
     data, task = job.data, plugins.load("tasks", job.model.task)
     if not task.trains:
         raise ConfigError(f"model.task: models of {job.model.task} cannot be trained with torchlake, only scored.")
@@ -70,16 +71,16 @@ def draft_spec(job: Job) -> TaskSpec:
     reasons = {
         "data.label": f"learns the text itself and reads no label{unless}",
         "data.problem": f"learns the text itself and reads no label{unless}",
-        "data.learn": "learns labels, not what is said",
+        "data.learn": "learns labels, not the turns of a conversation",
         "data.text": "reads no text",
         "data.text_pair": "reads no pairs of texts",
         "data.separator": "reads one column of texts (data.text)",
         "data.template": "reads one column of texts (data.text)",
     }
     for name in (name for name, unused in ignored.items() if unused):
-        raise ConfigError(f"{name}: {task.name} {reasons[name]}; leave it out")
+        raise ConfigError(f"{name}: {task.name} {reasons[name]}; remove the setting")
     if task.inputs.get("text") == PROMPT and not isinstance(data.text, str):
-        raise ConfigError(f"data.text: {task.name} reads one column; name one")
+        raise ConfigError(f"data.text: {task.name} reads one column of text; name one")
     if job.model.base is None and task.needs_base:
         raise ConfigError(f"model.base: {task.name} starts from a model; name its folder, or a name on the Hub")
     others = [name for name in task.inputs if name not in ("text", PAIR)]
@@ -105,16 +106,16 @@ def draft_spec(job: Job) -> TaskSpec:
 
 
 def complete_spec(drafted: TaskSpec, found: LabelColumn | None, *, max_length: int) -> TaskSpec:
-    """The task with what its label column holds."""
+    """Return the task, completed by the content of its label column."""
     if found is None:
         return replace(drafted, max_length=max_length)
     return replace(drafted, max_length=max_length, problem=found.problem, labels=found.labels)
 
 
 def _scale(found: LabelColumn | None, base: Path | None) -> dict[str, Any]:
-    """The mean and deviation by which a regression standardizes its targets.
+    """Return the mean and deviation by which a regression standardizes its targets.
 
-    Those of the base if it predicts numbers of a similar scale: its head is then kept.
+    They are those of the base model if it predicts numbers of a similar scale; its head is then kept.
     """
     if found is None or found.mean is None or found.deviation is None:
         return {}

@@ -30,7 +30,7 @@ FILE = "data.json"
 
 
 def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, Any]:
-    """The summary as plain values; `prepared` are the folders of token Parquet, the training table's first.
+    """Return the summary as plain values; `prepared` are the folders of token Parquet, the training table's first.
 
     `problem`, `rows` ({training, validation}; validation None without one), `classes` ({label: training rows}), `mean`
     and `deviation` of a regression, `tokens` ({median, p95, longest, total}) of the training rows, `left_out` ({reason:
@@ -72,7 +72,7 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The summary as text, with the 10 largest classes."""
+    """Return the summary as text, with the 10 largest classes."""
     rows, tokens = facts["rows"], facts["tokens"]
     first = str(facts["problem"])
     if classes := facts.get("classes"):
@@ -94,7 +94,7 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def describe_truncation(cut: Mapping[str, int]) -> str:
-    """A sentence about `truncated` of a prepared table's record."""
+    """Return a sentence about `truncated` of a prepared table's record."""
     rows, tokens = cut["rows"] / max(1, cut["of_rows"]), cut["tokens"] / max(1, cut["of_tokens"])
     return (
         f"{cut['rows']:,} of {cut['of_rows']:,} rows ({rows:.1%}) are cut to {cut['max_length']:,} tokens, and "
@@ -103,7 +103,7 @@ def describe_truncation(cut: Mapping[str, int]) -> str:
 
 
 def describe_classes(classes: Mapping[str, int], rows: int) -> str:
-    """The 10 largest classes with their rows and shares."""
+    """Return the 10 largest classes with their rows and shares."""
     ranked = sorted(classes.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = ", ".join(f"{name} {number:,} ({number / max(1, rows):.0%})" for name, number in ranked[:SHOWN_CLASSES])
     rest = ranked[SHOWN_CLASSES:]
@@ -111,7 +111,8 @@ def describe_classes(classes: Mapping[str, int], rows: int) -> str:
 
 
 def _read(prepared: Path) -> tuple[np.ndarray, np.ndarray | None, Counter[str]]:
-    """Lengths (N,) and targets (None without labels) of the rows that can be trained on; why others cannot."""
+    """Return lengths (N,) and targets (None without labels) of the rows that can be trained on, and why others
+    cannot."""
     lengths: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     reasons: Counter[str] = Counter()
@@ -129,12 +130,12 @@ def _read(prepared: Path) -> tuple[np.ndarray, np.ndarray | None, Counter[str]]:
 
 
 def _is_of_tokens(kind: pa.DataType) -> bool:
-    """Whether targets are of a row's tokens, not of the row."""
+    """Return whether a row has a target for each token, not one in all."""
     return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 
 
 def _numbers(targets: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """(N,) targets, or (N, C) bool where a row has a list of them."""
+    """Return the targets (N,), or (N, C) bool where a row has a list of them."""
     array = pa.concat_arrays(targets.chunks) if isinstance(targets, pa.ChunkedArray) else targets
     if not pa.types.is_list(array.type):
         return np.asarray(array.to_numpy(zero_copy_only=False))

@@ -83,8 +83,8 @@ def doctor() -> Diagnosis:
     for place, free in storage.items():
         if free["free"] < LOW_DISK_BYTES:
             problems.append(
-                f"Only {free['free'] / 2**30:.1f} GiB are free in {free['path']} ({place}); checkpoints are several "
-                "times the model's size. Make room, or name another --run folder."
+                f"Only {free['free'] / 2**30:.1f} GiB are free in {free['path']} ({place}); checkpoints need several "
+                "times the model's size. Free some space, or name another --run folder."
             )
     facts: dict[str, dict[str, Any]] = {
         "versions": {"python": platform.python_version(), **versions},
@@ -123,7 +123,7 @@ def _below_floors(versions: dict[str, str | None]) -> list[str]:
 
 
 def _devices() -> tuple[dict[str, Any], str | None]:
-    """The accelerators that torch finds, and a problem if torch cannot be imported."""
+    """Return the accelerators that torch finds, and a problem if torch cannot be imported."""
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises ImportError, OSError, RuntimeError, ...
@@ -148,7 +148,7 @@ def _machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "cores_usable": cores(),
         "cores_cgroup_limit": cgroup_cores(),
-        "cpu_features": ", ".join(_cpu_features()) or "none of those that matter here",
+        "cpu_features": ", ".join(_cpu_features()) or "none that affects the choice of a runtime",
         "memory": psutil.virtual_memory().total,
         "memory_available": available_memory(),
         "memory_cgroup_limit": cgroup_memory(),
@@ -156,7 +156,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cpu_features() -> list[str]:
-    """Instruction sets that affect the choice of a runtime; empty without /proc."""
+    """Return the instruction sets that affect the choice of a runtime; empty without /proc."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -171,7 +171,7 @@ def _storage() -> dict[str, dict[str, Any]]:
 
 
 def _java() -> str:
-    """The first line that `java -version` prints; Spark needs 17 or newer."""
+    """Return the first line that `java -version` prints; Spark needs 17 or newer."""
     java = shutil.which("java")
     if java is None:
         return "missing: only the Spark engine needs it (Java 17 or newer)"

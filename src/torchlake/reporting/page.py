@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    """The page for the facts that `report.collect` returns."""
+    """Return the page for the facts that `report.collect` returns."""
     progress, job = facts["progress"], facts["job"]
     state = "complete" if facts["complete"] else f"at step {progress['steps']:,}, not complete"
     validation = facts["validations"]
@@ -46,7 +46,7 @@ def render(facts: Mapping[str, Any]) -> str:
 
 
 def render_folds(facts: Mapping[str, Any]) -> str:
-    """The page of a cross-validation."""
+    """Return the page of a cross-validation."""
     means, deviations = facts.get("metrics", {}), facts.get("deviations", {})
     shown = {name: f"{mean:.4f} ± {deviations[name]:.4f}" for name, mean in means.items()}
     metric = facts.get("metric")
@@ -78,7 +78,7 @@ def _page(facts: Mapping[str, Any], state: str, tiles: str, sections: Iterable[t
 
 
 def _tiles(facts: Mapping[str, Any]) -> str:
-    """The main numbers: metrics, steps, time and speed."""
+    """Return the main numbers: metrics, steps, time and speed."""
     progress, metrics = facts["progress"], facts["metrics"]
     names = dict.fromkeys(name for name in (facts["metric"], *metrics) if name in metrics and name != "loss")
     tiles = [(name.replace("_", " "), f"{metrics[name]:.4f}") for name in names if metrics[name] is not None][:2]
@@ -104,7 +104,7 @@ def _series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
 
 
 def _figure(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    """A line chart with a legend; its vertical axis begins and ends at round numbers."""
+    """Return a line chart with a legend; its vertical axis begins and ends at round numbers."""
     points = [point for _, line in series for point in line]
     if not points:
         return ""
@@ -137,7 +137,7 @@ def _figure(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """At most seven round numbers from below `low` to above `high`."""
+    """Return at most seven round numbers from below `low` to above `high`."""
     span = max(high - low, 1e-6 * max(abs(low), abs(high)))
     rough = (span if span > 1e-30 else 1.0) / 4
     unit = 10.0 ** math.floor(math.log10(rough))

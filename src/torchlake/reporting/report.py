@@ -30,7 +30,7 @@ WARNINGS_SHOWN = 20
 
 
 def report(run: str | Path) -> Path:
-    """Write report.html and report.json into the run folder `run`; returns the path of the page.
+    """Write report.html and report.json into the run folder `run`; return the path of the page.
 
     Raises DataError if `run` is not a run folder, UsageError for a URL, StorageError if the files cannot be written.
     """
@@ -39,7 +39,7 @@ def report(run: str | Path) -> Path:
         return _write(folder, *_of_folds(folder))
     if not (folder / "job.yaml").is_file():
         raise DataError(
-            f"{folder}: no run folder (it has no job.yaml); name the folder that `torchlake train` printed."
+            f"{folder}: not a run folder (it has no job.yaml). Name the folder that `torchlake train` printed."
         )
     facts = redacted(collect(folder))
     return _write(folder, facts, render(facts))
@@ -53,7 +53,7 @@ def _write(folder: Path, facts: Mapping[str, Any], text: str) -> Path:
 
 
 def _of_folds(folder: Path) -> tuple[dict[str, Any], str]:
-    """The facts of a cross-validation, and its page; without metrics until every fold is trained."""
+    """Return the facts of a cross-validation, and its page; without metrics until every fold is trained."""
     settings = atomic_io.read_json(folder / FOLDS)
     result = atomic_io.read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
     facts: dict[str, Any] = _plain(
@@ -72,7 +72,7 @@ def _of_folds(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """The facts of a run, as plain JSON values."""
+    """Return the facts of a run, as plain JSON values."""
     lines = metrics_log.read_metrics(folder / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     validations = [
@@ -130,7 +130,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
-    """What the first epoch read; padding is None if the steps have no padded_tokens."""
+    """Return what the first epoch read; padding is None if the steps have no padded_tokens."""
     first = [line for line in steps if line["epoch"] == 1]
     rows, tokens = (sum(line[name] for line in first) for name in ("rows", "tokens"))
     padded = sum(line.get("padded_tokens", 0) for line in first)
@@ -143,13 +143,13 @@ def _data(steps: Sequence[metrics_log.Line]) -> dict[str, Any]:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """The data summary that training wrote; runs of earlier versions have none."""
+    """Return the data summary that training wrote; runs of earlier versions have none."""
     path = folder / summary.FILE
     return {"summary": summary.summary_lines(atomic_io.read_json(path))} if path.is_file() else {}
 
 
 def _checkpoints(kept_in: str | None, folder: Path) -> list[dict[str, Any]]:
-    """The complete checkpoints, oldest first; none if their storage cannot be reached."""
+    """Return the complete checkpoints, oldest first; none if their storage cannot be reached."""
     found = []
     try:
         store = location.find_store(kept_in, folder)
@@ -177,7 +177,7 @@ def _model(folder: Path) -> dict[str, Any]:
 
 
 def _warnings(folder: Path) -> list[str]:
-    """The last warnings and errors in the logs of all ranks, by time."""
+    """Return the last warnings and errors in the logs of all ranks, by time."""
     found = []
     for path in sorted(folder.glob("rank_*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -191,7 +191,7 @@ def _warnings(folder: Path) -> list[str]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most CURVE_POINTS points, each the mean of neighboring ones; points that are not finite are dropped."""
+    """Return at most CURVE_POINTS points, each the mean of neighboring ones; points that are not finite are dropped."""
     finite = [point for point in points if math.isfinite(point[1])]
     width = max(1, math.ceil(len(finite) / CURVE_POINTS))
     groups = [finite[start : start + width] for start in range(0, len(finite), width)]
@@ -199,7 +199,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with NaN and infinities, which JSON lacks, as null."""
+    """Return `value` with NaN and infinities, which JSON lacks, as null."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
 """Log a run to MLflow, Weights & Biases and TensorBoard: the job as parameters, metrics as curves, the model's hash.
 
 Each follows metrics.jsonl (`runs/follow.py`) in a thread of the launching process. A store that fails or is slow leads
-to a warning, never to a failed training. A continued run, also a finished one, adds only the points that are missing.
-No server is started, and the telemetry of MLflow and wandb is off. Cost: a second of imports; a new MLflow database
+Each follows metrics.jsonl (`runs/follow.py`) in a thread of the launching process. A store that fails or is slow
+leads to a warning, never to a failed training. A continued run, even a finished one, adds only the missing points.
 takes several.
 """
 
@@ -139,7 +139,7 @@ def _to_mlflow(job: Job, folder: Path, status: Callable[[], str], batches: Itera
 
 
 def _to_wandb(job: Job, folder: Path, status: Callable[[], str], batches: Iterator[list[metrics_log.Line]]) -> None:
-    """Log to Weights & Biases; a continued training continues its run there, which takes each step once."""
+    """Log to Weights & Biases; a continued training continues its run there, which accepts each step once."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -174,12 +174,12 @@ def _to_wandb(job: Job, folder: Path, status: Callable[[], str], batches: Iterat
 
 
 def _tracking_state(folder: Path) -> dict[str, Any]:
-    """What trackers stored in the run folder."""
+    """Return what trackers stored in the run folder."""
     return atomic_io.read_json(folder / STATE) if (folder / STATE).exists() else {}
 
 
 def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
-    """The ID of this run folder's MLflow run in the store; creates the run if there is none."""
+    """Return the ID of this run folder's MLflow run in the store; creates the run if there is none."""
     state = _tracking_state(folder)
     shown = str(redacted(store))
     if shown in state:
@@ -205,7 +205,7 @@ def _drop_empty(store: str, run_id: str) -> None:
 
 
 def _uri(store: str) -> str:
-    """The URI of a store: a file URL for a folder. Creates the folder of a SQLite database."""
+    """Return the URI of a store: a file URL for a folder. Creates the folder of a SQLite database."""
     if "://" not in store:
         return Path(store).absolute().as_uri()
     if store.startswith("sqlite:///"):

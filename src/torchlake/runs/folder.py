@@ -42,7 +42,7 @@ FOLDS = "folds.json"
 SOURCES = "sources.json"
 "The job's tables, each with the version that the run reads; missing if none has versions."
 AUTO = "auto"
-"As a run folder: the default one, or the next one that is new or holds the same job."
+"Given as the run folder: use the default one, or the first of its numbered successors that is new or holds the job."
 STOP = "stop"
 "A file with this name stops a training as SIGTERM does, on any machine; the next attempt removes it."
 MORE_ROOM = "more_room"
@@ -78,14 +78,15 @@ LOCATION_FIELDS = ("data.train", "data.validation", "train.checkpoint_folder")
 
 
 def find(job: str | Path | Job | None, run: str | Path | None) -> Path:
-    """`run`, by default runs/ and the job file's name. Raises UsageError for an URL."""
+    """Return `run`, by default runs/ and the job file's name. Raises UsageError for a URL."""
     if run is not None:
         return local_output(run)
     return Path("runs") / ("job" if job is None or isinstance(job, Job) else Path(job).stem)
 
 
 def candidates(job: str | Path | Job | None, run: str | Path | None) -> Iterator[Path]:
-    """The folders to try for a run: that of `find`; with run="auto" the default one and then NAME-2, NAME-3, ..."""
+    """Yield the folders to try for a run: the one of `find`, or with run="auto" the default one, NAME-2, NAME-3,
+    ..."""
     if run != AUTO:
         yield find(job, run)
         return
@@ -95,15 +96,15 @@ def candidates(job: str | Path | Job | None, run: str | Path | None) -> Iterator
 
 
 def accepts(folder: Path, job: Job) -> bool:
-    """Whether `job` can be trained, or continued, in the folder."""
+    """Return whether `job` can be trained, or continued, in the folder."""
     return not folder.exists() or _conflict(folder, job) is None
 
 
 @contextmanager
 def run_lease(folder: Path) -> Iterator[tuple[str, str]]:
-    """Hold the lease of the run folder; yields the lease's folder and token, for the ranks to check.
+    """Hold the lease of the run folder; yield the lease's folder and token, for the ranks to check.
 
-    Raises Locked naming the process that trains there, OutputError when the folder cannot be created.
+    Raises Locked naming the process that trains there, OutputError if the folder cannot be created.
     """
     staging = folder / ".training.staging"
     mine = lease.acquire(staging, LEASE_S, name=str(folder))
@@ -114,7 +115,7 @@ def run_lease(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def claim(folder: Path, job: Job) -> None:
-    """Store the job in the run folder. Raises FingerprintError when it holds the training of another job, or other
+    """Store the job in the run folder. Raises FingerprintError if it holds the training of another job, or other
     files.
     """
     conflict = _conflict(folder, job)
@@ -124,7 +125,7 @@ def claim(folder: Path, job: Job) -> None:
     before = load_job(path) if path.exists() else job
     if is_trained(folder, before):
         if longer := _differences(before, job):
-            log.info("%s: the run continues, as it is to be longer:\n%s", folder, "\n".join(longer))
+            log.info("%s: the run continues, because the job is longer now:\n%s", folder, "\n".join(longer))
             atomic_io.remove([folder / RESULT])  # before the job is stored: a crash between them loses nothing
     elif _differences(before, job):
         atomic_io.remove([folder / name for name in (TASK_FILE, metrics_log.METRICS, "prepared", "cache")])
@@ -136,7 +137,8 @@ def claim(folder: Path, job: Job) -> None:
 
 
 def _conflict(folder: Path, job: Job) -> str | None:
-    """Why the folder cannot hold the job: another job that has begun training, or foreign files; None if it can."""
+    """Return why the folder cannot hold the job: another job that has begun training, or foreign files; None if it
+    can."""
     path = folder / JOB_FILE
     if path.exists():
         before = load_job(path)
@@ -157,21 +159,23 @@ def _conflict(folder: Path, job: Job) -> str | None:
     if not foreign:
         return None
     return (
-        f"{folder}: is no run folder ({JOB_FILE} is missing) and not empty (it holds {foreign[0]!r}). "
-        "Name a new folder (--run FOLDER)."
+        f"{folder}: the folder is not a run folder ({JOB_FILE} is missing), and it is not empty (it holds "
+        f"{foreign[0]!r}). Name a new folder (--run FOLDER)."
     )
 
 
 def _ended(folder: Path, job: Job) -> str | None:
-    """Why a finished run would not continue, although it is to be longer; None: it would, or is not finished."""
+    """Return why a finished run would not continue although its job is longer now; None if it would or is not
+    finished."""
     result = atomic_io.read_json(folder / RESULT) if (folder / RESULT).exists() else {}
     if result.get("stopped_by") == "patience":
         return (
-            f"{folder}: its validations did not improve {job.train.patience} times (train.patience), so more "
-            "train.epochs or train.max_steps would not continue it. Train again in another run folder (--run FOLDER)."
+            f"{folder}: the run stopped because its validations no longer improved (train.patience="
+            f"{job.train.patience}), so more train.epochs or train.max_steps would not continue it. Train again in "
+            "another run folder (--run FOLDER)."
         )
     if job.train.max_steps is not None and result.get("steps", 0) >= job.train.max_steps:
-        return f"{folder}: has reached train.max_steps={job.train.max_steps}. Raise it too, or set it to null."
+        return f"{folder}: has reached train.max_steps={job.train.max_steps}. Raise it as well, or set it to null."
     return None
 
 
@@ -180,7 +184,7 @@ def _differences(before: Job, now: Job) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings that may not change and differ between two jobs, given as plain values: one line each."""
+    """Return the settings that may not change and differ between two jobs, given as plain values: one line each."""
     one, other = flat(before), flat(now)
     return [
         f"  {name}: {redacted(one.get(name), name)!r} -> {redacted(other.get(name), name)!r}"
@@ -190,8 +194,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
-    """What two run folders must share to use the same checkpoints, as plain values by dotted names: the job's settings
-    that may not change, the task, and, in place of the tables' paths, the content prepared in `folder`.
+    """Return what two run folders must share to use the same checkpoints, as plain values by dotted names: the job's
+    settings that may not change, the task, and, in place of the tables' paths, the content prepared in `folder`.
     """
     values = redacted(flat(job.model_dump(mode="json")))
     settings = {name: value for name, value in values.items() if not _is_free(name) and name not in LOCATION_FIELDS}
@@ -203,15 +207,16 @@ def run_identity(job: Job, spec: TaskSpec, folder: Path) -> dict[str, Any]:
 
 
 def stored_tables(job: Job) -> dict[str, str | tuple[str, ...]]:
-    """The job's stored tables, by purpose."""
+    """Return the job's stored tables, by purpose."""
     validation = job.data.validation
     return {"train": job.data.train} | ({"validation": validation} if isinstance(validation, str | tuple) else {})
 
 
 def pinned_job(folder: Path, job: Job, *, begun: bool) -> Job:
-    """The job with a version of each table that has versions: those the folder records if `begun`, else the present.
+    """Return the job with a version of each table that has versions: the recorded ones if `begun`, else the current
+    ones.
 
-    The present versions are recorded, so that a run that is resumed reads the same rows. Raises TableError when a table
+    The current versions are recorded, so that a run that is resumed reads the same rows. Raises TableError if a table
     cannot be read.
     """
     path, tables = folder / SOURCES, stored_tables(job)
@@ -233,7 +238,8 @@ def _as_list(table: str | tuple[str, ...]) -> str | list[str]:
 
 
 def read_options_of(job: Job, name: str) -> ReadOptions:
-    """How the job reads its table `name` of `stored_tables`: `sample` and `limit` are for the training table only."""
+    """Return how the job reads its table `name` of `stored_tables`: `sample` and `limit` are for the training table
+    only."""
     data = job.data
     selection = Selection(where=data.where)
     if name == "train":
@@ -242,12 +248,12 @@ def read_options_of(job: Job, name: str) -> ReadOptions:
 
 
 def is_trained(folder: Path, job: Job) -> bool:
-    """Whether the run has started training: the folder has a result or a checkpoint of `job`, corrupt or not."""
+    """Return whether the run has begun to train: the folder has a result or a checkpoint of `job`, corrupt or not."""
     return (folder / RESULT).exists() or location.find_store(job.train.checkpoint_folder, folder).is_used()
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The result of a finished run; None while work is left, for example because the model folder is damaged."""
+    """Return the result of a finished run; None while work is left, for example because the model folder is damaged."""
     if not (folder / RESULT).exists():
         return None
     try:
@@ -260,8 +266,8 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def frames_to_paths(sections: Mapping[str, Any], folder: Path) -> tuple[dict[Path, Any], dict[str, Any]]:
-    """The frames and streams in data.train and data.validation by the path where they will be stored, and the sections
-    with these paths in their place.
+    """Return the frames and streams in data.train and data.validation by the path where they will be stored, and the
+    sections with these paths in their place.
     """
     data = sections.get("data")
     if not isinstance(data, Mapping):
@@ -290,7 +296,7 @@ def _is_free(name: str) -> bool:
 
 
 def _describe_content(prepared: Path) -> str:
-    """The rows and the hash of a table when it was prepared."""
+    """Return the rows and the hash of a table when it was prepared."""
     files = planned_inputs(prepared)
     rows = sum(one.rows for one in files)
     content = atomic_io.fingerprint(sorted([one.name, one.content] for one in files))

@@ -51,7 +51,7 @@ def _watch(path: Path, watch: Watch, name: str, over: threading.Event) -> None:
 
 
 def _new_lines(path: Path, over: threading.Event) -> Iterator[list[metrics_log.Line]]:
-    """Lists of lines until `over`, then the rest. A restarted run replaces the file by a truncated one."""
+    """Yield lists of lines until `over`, then the rest. A restarted run replaces the file by a truncated one."""
     newest = {True: 0, False: 0}  # the last step seen, by whether it is a validation
     file_id, offset = -1, 0
     ending = False

@@ -24,7 +24,7 @@ VALIDATION = "validation_"
 
 @contextmanager
 def metrics_file(path: Path) -> Iterator[IO[str]]:
-    """`path`, open for `write_line`, and synced to disk at the end."""
+    """Open `path` for `write_line`, and sync it to disk at the end."""
     with open(path, "a", encoding="utf-8") as file:
         yield file
     sync(path)
@@ -50,18 +50,18 @@ def sync(path: Path) -> None:
 
 
 def is_validation(line: Line) -> bool:
-    """Whether a line is a validation; others are steps."""
+    """Return whether a line is a validation; others are steps."""
     return any(name.startswith(VALIDATION) for name in line)
 
 
 def parse_line(text: str | bytes) -> Line:
-    """One line of a metrics file, non-finite numbers as floats."""
+    """Parse one line of a metrics file, non-finite numbers as floats."""
     line = json.loads(text)
     return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in line.items()}
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of a metrics file, non-finite numbers as floats; without an incomplete last line."""
+    """Return the lines of a metrics file, non-finite numbers as floats; without an incomplete last line."""
     if not path.exists():
         return []
     return [parse_line(text) for text in _complete_lines(path)]

@@ -26,7 +26,7 @@ WIDENED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a model's steps are measured by; made by `measure`."""
+    """The figures that a step's speed is derived from; made by `measure`."""
 
     rate: float | None
     "Operations a second of a matrix product on one rank; None: the model's shape is unknown."
@@ -36,12 +36,12 @@ class Speed:
     "The same per pair of tokens of a row."
 
     def operations(self, lengths: np.ndarray) -> float:
-        """The operations of a training step over rows of `lengths` (N,)."""
+        """Return the operations of a training step over rows of `lengths` (N,)."""
         wide = lengths.astype(np.float64)
         return float(wide.sum() * self.per_token + np.square(wide).sum() * self.per_pair)
 
     def share(self, operations: float, seconds: float, ranks: int) -> float | None:
-        """The share of the matrix rate of `ranks` ranks (model FLOPs utilization); None if it is not known."""
+        """Return the share of the matrix rate of `ranks` ranks (model FLOPs utilization); None if it is not known."""
         if self.rate is None or seconds <= 0:
             return None
         return operations / seconds / (self.rate * ranks)
@@ -52,7 +52,7 @@ def measure(
 ) -> Speed:
     """Count the operations of a model's `repeated` layers and measure the rate of `device` in `dtype`.
 
-    `per_token`: it predicts each token, from those before.
+    `per_token`: the model predicts each token from the previous ones.
     """
     hidden = getattr(config, "hidden_size", None)
     if not isinstance(hidden, int) or not repeated:
@@ -68,7 +68,7 @@ def measure(
 
 
 def matrix_rate(inputs: int, outputs: int, *, device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Measure operations a second of the product of random matrices (rows, inputs) and (inputs, outputs).
+    """Measure the operations per second of the product of random matrices (rows, inputs) and (inputs, outputs).
 
     The matrices are random because GPUs multiply constant ones faster; torch's global generators are left alone.
     """
@@ -90,7 +90,7 @@ def matrix_rate(inputs: int, outputs: int, *, device: torch.device, dtype: torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak so far: of tensors on a GPU, of the process in main memory."""
+    """Return the bytes at the peak so far: of tensors on a GPU, of the process in main memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -278,7 +278,7 @@ def _predict_frame(
     engine: Engine | None,
     options: OutputOptions,
 ) -> Any:
-    """The frame with predictions; `native` is the engine that a lazy frame belongs to."""
+    """Return the frame with predictions; `native` is the engine that a lazy frame belongs to."""
     options.read.refuse_for_frames()
     if settings.embedding == "int8":
         raise UsageError("embedding='int8' is for an output, which records the ranges of the 8 bits: give one.")

@@ -151,7 +151,7 @@ class RowReader:
         return Work(len(table), rows, made, errors)
 
     def _prompts(self, table: pa.Table, unreadable: dict[int, str]) -> tuple[Inputs, dict[int, str], dict[str, Any]]:
-        """The prompts, with conversations rendered as texts; errors; options of the task's `features`."""
+        """Return the prompts, with conversations rendered as texts; errors; options of the task's `features`."""
         generation, column = self.settings.generation, self.settings.text
         assert generation is not None, "prompts are for generation"
         assert isinstance(column, str), "a prompt is one column"

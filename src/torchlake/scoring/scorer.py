@@ -151,7 +151,7 @@ class Scorer:
         return self._assemble(work, work.rows[same], found, errors)
 
     def _prepared(self, work: Work, batches: list[np.ndarray]) -> Iterator[Prepared]:
-        """Each batch; threads collate the next ones beside the model if that takes the task long."""
+        """Yield each batch; threads collate the next ones beside the model if that takes the task long."""
         make = partial(self._collate, work)
         if not self.task.collates_ahead:
             yield from (Prepared(batch, partial(make, batch)) for batch in batches)

@@ -70,8 +70,8 @@ def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | No
 
 
 def check(train: TrainConfig) -> dict[str, Any]:
-    """The user's JSON, empty if the job has none. Raises DataError for a file that cannot be read, ConfigError listing
-    every key that contradicts the job.
+    """Return the user's JSON, empty if the job has none. Raises DataError for a file that cannot be read, ConfigError
+    listing every key that contradicts the job.
     """
     if train.deepspeed.config is None:
         return {}
@@ -86,7 +86,7 @@ def check(train: TrainConfig) -> dict[str, Any]:
 
 
 def _problems(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
-    """A message for each key that contradicts the job."""
+    """Yield a message for each key that contradicts the job."""
     sections = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "data_types")
     for key in sections:
         if not isinstance(given.get(key, {}), dict):
@@ -201,7 +201,7 @@ def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
 
 
 def _conflict(given: dict[str, Any], key: str, wanted: Any, field: str | None, prefix: str = "") -> Iterator[str]:
-    """A message if the key has another value; `field` None: no field of the job can change it."""
+    """Yield a message if the key has another value; `field` None: no field of the job can change it."""
     value = given.get(key, AUTO)
     if value not in (AUTO, wanted):
         job = f"{field}={wanted!r}. Change one of them" if field else f"{wanted!r}, always. Delete it"
@@ -209,7 +209,7 @@ def _conflict(given: dict[str, Any], key: str, wanted: Any, field: str | None, p
 
 
 def _enabled(section: Any) -> bool:
-    """Whether a section is present and not disabled."""
+    """Return whether a section is present and not disabled."""
     return section not in (None, False, AUTO) and not (
         isinstance(section, dict) and section.get("enabled", True) in (False, AUTO)
     )

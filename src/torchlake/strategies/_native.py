@@ -22,22 +22,22 @@ def refusal(train: TrainConfig) -> str | None:
 
 
 def reduces_in_main_memory(train: TrainConfig) -> bool:
-    """All tensors of a collective are on the group's device."""
+    """Return all tensors of a collective are on the group's device."""
     return False
 
 
 def model_ranks(train: TrainConfig) -> int:
-    """Every rank computes whole layers."""
+    """Return every rank computes whole layers."""
     return 1
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """Every rank loads the weights."""
+    """Return every rank loads the weights."""
     return False
 
 
 def with_compute_weights(model: nn.Module, *, group: Group, train: TrainConfig) -> nn.Module:
-    """The model, computing with 16-bit copies of its weights if the precision is that of the weights."""
+    """Return the model, computing with 16-bit copies of its weights if the precision is that of the weights."""
     precision = find_precision(train.precision, group.device)
     if precision.dtype is None or not precision.weights:
         return model
@@ -96,13 +96,13 @@ def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
 
 
 def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
-    """The same for the optimizer's tensors."""
+    """Return the same for the optimizer's tensors."""
     tensors = format.optimizer_tensors(optimizer, names)
     return shards.local_shard(tensors, rank=group.rank, world_size=group.world_size)
 
 
 def gathered_shard(like: Tensors, gather: Callable[[str], torch.Tensor], group: Group) -> Pieces:
-    """What this rank stores of tensors that are stored whole; `like` describes them, on the meta device.
+    """Return what this rank stores of tensors that are stored whole; `like` describes them, on the meta device.
 
     All ranks gather all of them, in the same order, and each keeps its part in main memory.
     """

@@ -78,12 +78,12 @@ def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
 
 
 def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], group: Group) -> Pieces:
-    """The same for the optimizer's tensors."""
+    """Return the same for the optimizer's tensors."""
     return _stored(format.optimizer_tensors(optimizer, names), group)
 
 
 def _stored(tensors: Tensors, group: Group) -> Pieces:
-    """What this rank stores of tensors that have the same names on all ranks."""
+    """Return what this rank stores of tensors that have the same names on all ranks."""
     split = {name: cast(DTensor, tensor) for name, tensor in tensors.items() if not shards.in_rows(tensor)}
     # Ranks that compute the same rows have the same parts of what is not split.
     rows = {
@@ -97,7 +97,7 @@ def _stored(tensors: Tensors, group: Group) -> Pieces:
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """A whole tensor, gathered over one dimension of the mesh after the other, as it was split last."""
+    """Return a whole tensor, gathered over one dimension of the mesh after the other, as it was split last."""
     placements = list(tensor.placements)
     for dimension in range(len(placements)):
         placements[dimension] = Replicate()
@@ -106,7 +106,7 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
 
 
 def _copies(tensor: DTensor) -> int:
-    """How many ranks have the same part of a tensor."""
+    """Return how many ranks have the same part of a tensor."""
     mesh = tensor.device_mesh
     repeated = [mesh.size(place) for place, each in enumerate(tensor.placements) if each.is_replicate()]
     return math.prod(repeated) * dist.get_world_size() // mesh.size()

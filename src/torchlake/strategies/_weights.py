@@ -81,7 +81,7 @@ def sent(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _held(model: nn.Module) -> list[tuple[torch.Tensor, Places]]:
-    """The parameters and buffers, each once, in the order of the modules, which is the same on all ranks."""
+    """Return the parameters and buffers, each once, in the order of the modules, which is the same on all ranks."""
     found: dict[int, tuple[torch.Tensor, Places]] = {}
     for module in model.modules():
         for held in (cast(dict[str, Any], module._parameters), cast(dict[str, Any], module._buffers)):

@@ -43,7 +43,7 @@ def receives(train: TrainConfig, group: Group) -> bool:
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model under DistributedDataParallel; needs a process group.
+    """Return the model under DistributedDataParallel; needs a process group.
 
     DDP itself broadcasts no buffers: ranks start with the same, and statistics of batches are those of all ranks.
     Gradients live in the communication buckets, which saves a copy.

@@ -185,7 +185,7 @@ def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Piec
 
 
 def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str], group: Group) -> Pieces:
-    """The moments, divided in the same way."""
+    """Return the moments, divided in the same way."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     held = _untied(model)
@@ -265,19 +265,19 @@ def _reserve_weights(model: nn.Module, dtype: torch.dtype | None, group: Group) 
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the model by name; tied weights only under their first name."""
+    """Return the tensors of the model by name; tied weights only under their first name."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     first = {id(each): name for name, each in reversed(state.items())}
     return {name: each for name, each in state.items() if first[id(each)] == name}
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's whole shape, on the meta device."""
+    """Return a tensor's whole shape, on the meta device."""
     return torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta")
 
 
 def _frozen(parameter: nn.Parameter) -> torch.Tensor:
-    """A frozen parameter, whole, in fp32."""
+    """Return a frozen parameter, whole, in fp32."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -307,7 +307,7 @@ def _set(parameter: nn.Parameter, value: torch.Tensor, field: str | None = None)
 
 
 def _is_stage3(zero: Any) -> bool:
-    """Whether this is the optimizer of stage 3."""
+    """Return whether this is the optimizer of stage 3."""
     return hasattr(zero, "fp16_groups")
 
 

@@ -61,14 +61,15 @@ def reduces_in_main_memory(train: TrainConfig) -> bool:
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """Each rank keeps a part of what rank 0 loads."""
+    """Return each rank keeps a part of what rank 0 loads."""
     return True
 
 
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model with its parameters sharded unit by unit: at most two units and the rest are whole on the device."""
+    """Return the model with its parameters sharded unit by unit: at most two units and the rest are whole on the
+    device."""
     mesh = _mesh(group, train.fsdp.shard_ranks)
     dtype = find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
@@ -108,7 +109,8 @@ def _units(model: nn.Module, *, reshard: bool) -> list[tuple[list[nn.Module], bo
 
 
 def _end(model: nn.Module, which: str) -> nn.Module | None:
-    """The model's embeddings of its "input" or "output" tokens, if it has any: a model for images may have none."""
+    """Return the model's embeddings of its "input" or "output" tokens, if it has any: a model for images may have
+    none."""
     try:
         found: nn.Module | None = getattr(model, f"get_{which}_embeddings", lambda: None)()
         return found
@@ -128,8 +130,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _mesh(group: Group, shard_ranks: int | None) -> DeviceMesh:
-    """The dimensions "replicate" and "tensor" only for hybrid sharding and tensor parallelism; the latter's ranks are
-    neighbors.
+    """Return the dimensions "replicate" and "tensor" only for hybrid sharding and tensor parallelism; the latter's
+    ranks are neighbors.
     """
     ranks, shape = group.data_ranks, {"shard": group.data_ranks}
     if shard_ranks is not None and shard_ranks != ranks:

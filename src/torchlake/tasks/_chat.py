@@ -22,7 +22,8 @@ MAX_CONSECUTIVE_LIMITS = 5
 
 
 def is_chat(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds conversations: lists of structs with the strings `role` and `content`."""
+    """Return whether a column of this type holds conversations: lists of structs with the strings `role` and
+    `content`."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
@@ -43,7 +44,7 @@ def render_chats(tokenizer: Any, column: pa.Array, *, add_generation_prompt: boo
 
 
 def marks_answers(tokenizer: Any) -> bool:
-    """Whether the chat template marks the assistant's turns: {% generation %} ... {% endgeneration %}."""
+    """Return whether the chat template marks the assistant's turns: {% generation %} ... {% endgeneration %}."""
     return re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template()) is not None
 
 

@@ -36,7 +36,7 @@ class AfterHead:
     cap: float | None = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """The model's logits."""
+        """Return the model's logits."""
         scaled = logits if self.factor == 1 else logits * self.factor
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
@@ -104,7 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _terms(logits: torch.Tensor, targets: torch.Tensor, after: AfterHead) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss (), fp32, of logits (T, V) before `after`, and its gradient (T, V) in their dtype."""
+    """Return the summed loss (), fp32, of logits (T, V) before `after`, and its gradient (T, V) in their dtype."""
     final = after.apply(logits.float())
     logs = functional.log_softmax(final, dim=-1)
     learned = targets != NO_TARGET
@@ -163,7 +163,8 @@ def _head(model: nn.Module) -> nn.Linear | None:
 def _find_after_head(
     model: nn.Module, head: nn.Linear, row: torch.Tensor, forward: Mapping[str, Any]
 ) -> tuple[AfterHead, torch.Tensor] | None:
-    """What the model does after its head, found by one row (1, L), and the row's logits; None: something else."""
+    """Return what the model does after its head, found by one row (1, L), and the row's logits; None: something
+    else."""
     outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
     hook = head.register_forward_hook(lambda _, inputs, output: outputs.append((inputs[0], output)))
     try:

@@ -159,7 +159,7 @@ def _float(word: str | None) -> float | None:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, without dictionary encoding and string views."""
+    """Return a column as one array, without dictionary encoding and string views."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)

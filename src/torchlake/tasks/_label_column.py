@@ -83,7 +83,8 @@ def count_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, 
 
 
 def decide_labels(parts: Iterable[LabelCounts], problem: Problem | None = None) -> LabelColumn:
-    """The label column of which these are the parts, counted with this `problem`. Raises DataError as `find_labels`."""
+    """Return the label column of which these are the parts, counted with this `problem`. Raises DataError as
+    `find_labels`."""
     seen = LabelCounts()
     for part in parts:
         _merge(seen, part)
@@ -148,7 +149,7 @@ def _add_values(seen: LabelCounts, array: pa.Array) -> None:
 
 
 def _most(kind: str) -> int:
-    """The most distinct values that can be classes."""
+    """Return the most distinct values that can be classes."""
     return MAX_INTEGER_CLASSES if kind in ("integers", "floats") else MAX_CLASSES
 
 

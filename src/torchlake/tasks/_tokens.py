@@ -36,7 +36,7 @@ def tokenize_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length:
 def _tokenize(
     tokenizer: Any, texts: Sequence[Any], max_length: int, *, types: list[np.ndarray] | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens; appends the tokens' types to `types`, if the texts are pairs."""
+    """Return the tokens; appends the tokens' types to `types`, if the texts are pairs."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.enable_truncation(max_length, direction=tokenizer.truncation_side)

@@ -202,7 +202,7 @@ def _is_pair(window: Any) -> bool:
 
 
 def _window(window: Any, place: int, of: int, stride: int, *, overlapping: int) -> tuple[np.ndarray, ...]:
-    """The arrays of one window; `overlapping` is the text that is cut."""
+    """Return the arrays of one window; `overlapping` is the text that is cut."""
     sequences = np.array([-1 if one is None else one for one in window.sequence_ids], dtype=np.int8)
     words = np.array([-1 if one is None else one for one in window.word_ids], dtype=np.int32)
     spans = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)

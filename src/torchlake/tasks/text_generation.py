@@ -155,7 +155,7 @@ class TextGeneration(Task):
         return replace(text_features(made), errors=errors), None
 
     def targets(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """The token after each token, (B, L) int64; NO_TARGET where there is nothing to learn."""
+        """Return the token after each token, (B, L) int64; NO_TARGET where there is nothing to learn."""
         following = np.full(ids.shape, NO_TARGET, dtype=np.int64)
         following[:, :-1] = np.where(mask[:, 1:].astype(bool) & (ids[:, 1:] >= 0), ids[:, 1:], NO_TARGET)
         return following
@@ -163,7 +163,7 @@ class TextGeneration(Task):
     def loss_sum(
         self, outputs: "torch.Tensor", targets: "torch.Tensor | None", spec: TaskSpec, objective: Objective = UNWEIGHTED
     ) -> "torch.Tensor":
-        """The cross entropy summed over all targets, in fp32. `outputs` (B, L, V); `targets` (B, L) int64."""
+        """Return the cross entropy summed over all targets, in fp32. `outputs` (B, L, V); `targets` (B, L) int64."""
         from torch.nn import functional
 
         assert targets is not None, "every token is one"
@@ -194,11 +194,11 @@ class TextGeneration(Task):
         return int(lengths.sum()) - len(lengths)
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
-        """The perplexity, exp of the mean loss."""
+        """Return the perplexity, exp of the mean loss."""
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """The generated text, its number of tokens, and the finish reason: "stop" or "length"."""
+        """Return the generated text, its number of tokens, and the finish reason: "stop" or "length"."""
         return ANSWERS
 
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
@@ -208,7 +208,7 @@ class TextGeneration(Task):
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
-        """The prediction columns of the answers (B, W) int32, in row order.
+        """Return the prediction columns of the answers (B, W) int32, in row order.
 
         A text is cut before a stop string; the count includes the stop string's tokens but not the end token.
         """

@@ -122,7 +122,8 @@ def _lease(folder: Path) -> Iterator[None]:
 
 
 def _claim(folder: Path, job: Job, folds: int) -> Job:
-    """The job, if the folder is empty or holds a cross-validation of it. Raises FingerprintError for other contents."""
+    """Return the job, if the folder is empty or holds a cross-validation of it. Raises FingerprintError for other
+    contents."""
     path = folder / run_folder.FOLDS
     if not path.exists():
         foreign = sorted(one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != "input")

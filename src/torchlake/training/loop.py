@@ -198,7 +198,7 @@ def train_loop(
 
 
 def _validation_line(step: int, outcome: dict[str, float]) -> dict[str, Any]:
-    """The line of metrics.jsonl for a validation."""
+    """Return the line of metrics.jsonl for a validation."""
     return {"step": step, **{metrics_log.VALIDATION + key: value for key, value in outcome.items()}}
 
 
@@ -238,7 +238,7 @@ class _Votes:
     "A launched step, and the checkpoint whose shard this rank reported as written in it, if it did."
 
     def flags(self) -> list[bool]:
-        """What this rank reports in a step: stop requested, checkpoint overdue, shard written."""
+        """Return what this rank reports in a step: stop requested, checkpoint overdue, shard written."""
         # Between gradients and the update of the weights, which a checkpoint may still be copying.
         self.writer.hold_updates()
         every_s = self.save_every_s
@@ -262,7 +262,7 @@ class _Votes:
 
 
 def _is_due(every: Every, step: int, per_epoch: int) -> bool:
-    """Whether an interval counted in steps or epochs ends with `step`."""
+    """Return whether an interval counted in steps or epochs ends with `step`."""
     if every.steps is not None:
         return step % every.steps == 0
     return every.epochs is not None and step % (every.epochs * per_epoch) == 0
@@ -323,5 +323,5 @@ def _training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -
 
 
 def _short(value: float) -> str:
-    """A number in about six characters."""
+    """Return a number in about six characters."""
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"

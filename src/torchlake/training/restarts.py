@@ -169,7 +169,7 @@ def _watching_capacity(engine: Engine, processes: ProcessRange, number: int, run
 def _out_of_restarts(
     attempts: list[str], max_restarts: int, store: CheckpointStore, run: Path, last: RankFailed
 ) -> RankFailed:
-    """The RankFailed that lists every attempt."""
+    """Return the RankFailed that lists every attempt."""
     times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
     message = "\n".join(
         [

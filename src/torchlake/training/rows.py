@@ -71,7 +71,7 @@ class Rows:
 
 
 def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
-    """The training and the validation rows, memory-mapped; one rank of each machine builds the caches.
+    """Return the training and the validation rows, memory-mapped; one rank of each machine builds the caches.
 
     Validation rows of a task that packs are blocks, in the order of the table.
     """
@@ -97,7 +97,7 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
 
 
 def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:
-    """The rows packed into blocks, in their order; unchanged for a task that does not pack."""
+    """Return the rows packed into blocks, in their order; unchanged for a task that does not pack."""
     if not plugins.load("tasks", spec.task).packs:
         return rows
     tokens = rows.table.tokens
@@ -108,7 +108,7 @@ def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:
 
 
 def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: TaskSpec) -> Iterator[tuple[int, Rows]]:
-    """The epoch and the rows of each of `steps`, in order."""
+    """Yield the epoch and the rows of each of `steps`, in order."""
     per_epoch, task = steps_per_epoch(training, train, spec), plugins.load("tasks", spec.task)
     draw = partial(order.epoch_batches, batch_size=train.batch_size, seed=train.seed, by_length=not task.couples(spec))
     epoch, batches, rows = -1, list[np.ndarray](), training
@@ -123,7 +123,7 @@ def planned_batches(training: Rows, train: TrainConfig, steps: range, spec: Task
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """A seed for the augmentation of one epoch's rows."""
+    """Return a seed for the augmentation of one epoch's rows."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
 
 

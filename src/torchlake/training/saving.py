@@ -86,7 +86,8 @@ def save_if_best(
 def model_exporter(
     settings: RankSettings, state: TrainState, progress: TrainProgress, card: dict[str, Any]
 ) -> Callable[[Path], None]:
-    """A function that writes the best model (without validation, the last) as a model folder; it needs no other rank.
+    """Return a function that writes the best model (without validation, the last) as a model folder; it needs no other
+    rank.
 
     Raises DataError when what is stored is damaged.
     """
@@ -124,7 +125,7 @@ def model_exporter(
 
 
 def _initial_model(settings: RankSettings) -> Any:
-    """The model that the run began with, heads that were drawn included."""
+    """Return the model that the run began with, heads that were drawn included."""
     with torch.random.fork_rng([]):
         torch.manual_seed(settings.job.train.seed)
         task = plugins.load("tasks", settings.spec.task)
@@ -142,7 +143,7 @@ def fenced(settings: RankSettings) -> Iterator[None]:
 
 
 def checkpoints(settings: RankSettings) -> CheckpointStore:
-    """The store of the run's checkpoints."""
+    """Return the store of the run's checkpoints."""
     return location.find_store(settings.job.train.checkpoint_folder, Path(settings.run))
 
 

@@ -128,13 +128,13 @@ class TrainState:
         return outputs, self.loss_of(outputs, targets), batch
 
     def loss_of(self, outputs: torch.Tensor, targets: np.ndarray | None) -> torch.Tensor:
-        """The sum of the losses of outputs (B, ...), fp32."""
+        """Return the sum of the losses of outputs (B, ...), fp32."""
         wanted = None if targets is None else to_device(targets, self.group.device)
         loss: torch.Tensor = self.task.checked_loss(outputs, wanted, self.spec, self.objective)
         return loss
 
     def targets_of(self, rows: Rows, positions: np.ndarray) -> np.ndarray | None:
-        """The targets of the rows at `positions` (B,); None without labels."""
+        """Return the targets of the rows at `positions` (B,); None without labels."""
         labels = rows.table.targets
         if labels is None:
             return None
@@ -142,7 +142,7 @@ class TrainState:
         return targets
 
     def _answer(self, rows: Rows, positions: np.ndarray) -> tuple[Any, np.ndarray | None, dict[str, np.ndarray]]:
-        """What the model returns for some rows, their targets and their batch."""
+        """Return what the model returns for some rows, their targets and their batch."""
         began = time.perf_counter()
         batch, targets, packed = self._ready_batch(rows, rows.numbers[positions])
         self.data_seconds += time.perf_counter() - began
@@ -163,7 +163,7 @@ class TrainState:
         return self._batch(rows, numbers) if ready is None else ready.result()
 
     def _compute(self, batch: Mapping[str, np.ndarray], *, packed: bool) -> Any:
-        """What the model returns for a batch."""
+        """Return what the model returns for a batch."""
         device, precision = self.group.device, self.precision
         inputs: dict[str, torch.Tensor | None] = {
             name: to_device(array, device)
@@ -181,7 +181,7 @@ class TrainState:
             return self.module(**inputs, **self.task.forward_options)
 
     def _batch(self, rows: Rows, numbers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None, bool]:
-        """The model's inputs for rows of a table, their targets, and whether the inputs are packed rows."""
+        """Return the model's inputs for rows of a table, their targets, and whether the inputs are packed rows."""
         if not len(numbers):
             return self.filler, None, False
         if self.task.packs:
@@ -213,7 +213,8 @@ class TrainState:
         return ({**batch, "targets": targets} if self.chunked else batch), targets, bool(options)
 
     def num_targets(self, rows: Rows) -> float:
-        """The divisor of the loss summed over the rows of all ranks: their targets, or the sum of their weights."""
+        """Return the divisor of the loss summed over the rows of all ranks: their targets, or the sum of their
+        weights."""
         labels = rows.table.targets
         if labels is not None:
             divisor: float = self.task.divisor(take(labels, rows.numbers), self.spec, self.objective)
@@ -229,12 +230,12 @@ class TrainState:
         return number
 
     def model_shard(self) -> Pieces:
-        """What this rank stores of the model; every rank calls it."""
+        """Return what this rank stores of the model; every rank calls it."""
         pieces: Pieces = self.strategy.model_shard(self.model, self.stored, self.group)
         return pieces
 
     def optimizer_shard(self) -> Pieces:
-        """What this rank stores of the optimizer; every rank calls it."""
+        """Return what this rank stores of the optimizer; every rank calls it."""
         pieces: Pieces = self.strategy.optimizer_shard(self.model, self.optimizer, self.names, self.group)
         return pieces
 
@@ -299,5 +300,5 @@ class TrainState:
 
 
 def _key(rows: Rows, numbers: np.ndarray) -> tuple[int, int | None, bytes]:
-    """A key that identifies the batch of these rows."""
+    """Return a key that identifies the batch of these rows."""
     return id(rows.table), rows.seed, numbers.tobytes()

@@ -277,7 +277,7 @@ def _coupled_loss(
 
 
 def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, factor: float) -> torch.Tensor:
-    """The sum of the losses of one micro-batch, () fp32, after its backward pass.
+    """Return the sum of the losses of one micro-batch, () fp32, after its backward pass.
 
     A separate function, so that the logits (a language model's largest tensor) are freed before the next forward pass.
     """

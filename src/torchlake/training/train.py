@@ -199,7 +199,7 @@ def _check_libraries(job: Job) -> None:
 
 
 def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any], began: float) -> Run:
-    """The result of a run that was finished before this call."""
+    """Return the result of a run that was finished before this call."""
     _refuse_changed_input(job, folder, engine)
     log.info("%s: already complete, %d steps", folder, finished["steps"])
     with tracking.tracked(job, folder):  # send what the trackers missed
@@ -208,12 +208,12 @@ def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any
 
 
 def named_engine(engine: Engine | str | None) -> dict[str, Any]:
-    """The sections of a job that the argument `engine` stands for: a name is that of the section `engine`."""
+    """Return the sections of a job that the argument `engine` stands for: a name is that of the section `engine`."""
     return {"engine": {"name": engine}} if isinstance(engine, str) else {}
 
 
 def job_engine(job: Job, engine: Engine | str | None) -> Engine:
-    """The engine given as an object, else that of the job."""
+    """Return the engine given as an object, else that of the job."""
     given = None if isinstance(engine, str) else as_engine(engine)
     return given or make_engine(job.engine.name, job.engine.processes, **job.engine.options)
 
@@ -237,7 +237,8 @@ def store_frame(frame: Any, path: Path, engine: Engine) -> None:
 
 
 def choose_strategy(job: Job, processes: int) -> str:
-    """The strategy's name, "auto" resolved. Raises UsageError when it cannot run the task or that number of ranks."""
+    """Return the strategy's name, "auto" resolved. Raises UsageError when it cannot run the task or that number of
+    ranks."""
     name = job.train.strategy
     if name == "auto":
         return "single" if processes == 1 else "ddp"
@@ -283,7 +284,7 @@ def _check_tensor_parallel(job: Job, base: Path | None, processes: ProcessRange)
 
 
 def choose_metric(job: Job, spec: TaskSpec) -> str:
-    """The metric that selects the best model. Raises ConfigError listing the choices for an unknown one."""
+    """Return the metric that selects the best model. Raises ConfigError listing the choices for an unknown one."""
     task = plugins.load("tasks", spec.task)
     wanted = job.train.metric
     if job.data.validation is None and (wanted is not None or job.train.patience is not None):

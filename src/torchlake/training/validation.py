@@ -19,7 +19,8 @@ Pieces = list[tuple[np.ndarray, np.ndarray]]
 
 
 def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
-    """The loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was asked to stop.
+    """Return the loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was asked to
+    stop.
 
     When memory runs out, it starts again with smaller micro-batches.
     """
@@ -57,7 +58,7 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
 def _validation_pass(
     state: TrainState, rows: Rows, pieces: Pieces | None, stop_requested: Callable[[], bool]
 ) -> float | None:
-    """The summed loss of this rank's share of the rows; adds their outputs to `pieces`, unless it is None.
+    """Return the summed loss of this rank's share of the rows; adds their outputs to `pieces`, unless it is None.
 
     Every rank runs the same number of batches and all stop after the same one; None when one was asked to stop.
     """
@@ -76,7 +77,8 @@ def _validation_pass(
 
 
 def _coupled_loss(state: TrainState, rows: Rows, outputs: np.ndarray) -> float:
-    """The summed loss of rows that are coupled within batches of the training's size, in the order of the table."""
+    """Return the summed loss of rows that are coupled within batches of the training's size, in the order of the
+    table."""
     total = 0.0
     for first in range(0, len(outputs), state.batch_size):
         positions = np.arange(first, min(first + state.batch_size, len(outputs)))
@@ -87,7 +89,7 @@ def _coupled_loss(state: TrainState, rows: Rows, outputs: np.ndarray) -> float:
 
 
 def _gathered(group: Group, pieces: Pieces, rows: int, doing: str) -> np.ndarray:
-    """The outputs (N, ...) of all rows on every rank, from the pieces of all ranks."""
+    """Return the outputs (N, ...) of all rows on every rank, from the pieces of all ranks."""
     # Every rank has a piece, maybe of no row; their widths may differ.
     widths = np.zeros((group.world_size, pieces[0][1].ndim - 1))
     widths[group.rank] = np.max([piece.shape[1:] for _, piece in pieces], axis=0)

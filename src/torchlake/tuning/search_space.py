@@ -39,7 +39,7 @@ Space = Mapping[str, Range | tuple[Any, ...]]
 
 
 class Searched(BaseModel):
-    """One entry of a space file."""
+    """One entry of a search space."""
 
     model_config = STRICT
 
@@ -58,20 +58,20 @@ class Searched(BaseModel):
             if self.low is not None or self.high is not None or self.log:
                 raise ValueError("either a range (low, high, log) or choices, not both")
             if not all(isinstance(choice, str | int | float | None) for choice in self.choices):
-                raise ValueError("a choice is a single value: a number, a text, true, false or null")
+                raise ValueError("a choice must be a single value: a number, a string, true, false or null")
             if len(set(self.choices)) < len(self.choices):
-                raise ValueError("a choice is given twice")
+                raise ValueError("the choices contain a value twice")
         elif self.low is None or self.high is None:
-            raise ValueError(f"give low and high, or choices: {EXAMPLE}")
+            raise ValueError(f"set low and high, or choices: {EXAMPLE}")
         elif self.low >= self.high:
-            raise ValueError(f"low must be less than high, given {self.low:g} and {self.high:g}")
+            raise ValueError(f"low must be less than high, but they are {self.low:g} and {self.high:g}")
         elif self.log and self.low <= 0:
-            raise ValueError(f"a logarithmic range begins above 0, given {self.low:g}")
+            raise ValueError(f"low must be above 0 in a logarithmic range, not {self.low:g}")
         return self
 
 
 def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
-    """The space in a file, or in an equivalent mapping, for trials of `job`.
+    """Return the space in a file, or in an equivalent mapping, for trials of `job`.
 
     Raises ConfigError naming every mistake with its file and line, UnsafeError for a YAML tag that would build an
     object.
@@ -87,7 +87,8 @@ def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
     if not isinstance(entries, dict) or not entries:
         given = "empty" if not entries else f"a {shape(entries)}"
         raise ConfigError(
-            f"{name}:1: a space maps settings to what is searched (train.batch_size: {EXAMPLE}), not {given}"
+            f"{name}:1: a search space is a mapping of settings to ranges or choices (train.batch_size: {EXAMPLE}), "
+            f"not {given}"
         )
     origins = {location: f"{name}:{line}" for location, line in lines.items()}
     found: dict[str, Range | tuple[Any, ...]] = {}
@@ -105,9 +106,9 @@ def read_space(space: str | Path | Mapping[str, Any], job: Job) -> Space:
 def _entry(job: Job, key: str, entry: Any, origins: Mapping[Location, str], name: str) -> Range | tuple[Any, ...]:
     where = origins.get((key,), name)
     if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
-        raise ConfigError(f"{where}: {key}: cannot be searched: trials have to be measured alike, and to differ")
+        raise ConfigError(f"{where}: {key}: cannot be searched: trials could not be compared, or would not differ")
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: {key}: write {EXAMPLE}, given {quote(entry)}")
+        raise ConfigError(f"{where}: {key}: expected {EXAMPLE}, not {quote(entry)}")
     try:
         searched = Searched.model_validate(dict(entry))
     except ValidationError as error:
@@ -125,5 +126,5 @@ def _entry(job: Job, key: str, entry: Any, origins: Mapping[Location, str], name
         for end, value in (("low", searched.low), ("high", searched.high))
     )
     if not all(isinstance(end, int | float) for end in (low, high)):
-        raise ConfigError(f"{where}: {key}: is no number; give choices: {{choices: [...]}}")
+        raise ConfigError(f"{where}: {key}: the setting is not a number. Use {{choices: [...]}}")
     return Range(low, high, searched.log)

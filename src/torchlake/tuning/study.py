@@ -42,7 +42,7 @@ class Trial:
     value: float | None
     "The metric of its best validation; of a pruned trial, of its last one."
     settings: dict[str, Any]
-    "The searched settings, by dotted name."
+    "The values of the searched settings, by dotted name."
     steps: int
     "Its optimizer steps."
     path: Path
@@ -58,7 +58,7 @@ class Trial:
 
 
 def load_optuna() -> ModuleType:
-    """Optuna, with only warnings logged. Raises MissingExtra with the pip line when it is not installed."""
+    """Import Optuna, with only its warnings logged. Raises MissingExtra with the pip command if it is not installed."""
     try:
         import optuna
     except ModuleNotFoundError as error:
@@ -71,7 +71,7 @@ def load_optuna() -> ModuleType:
 
 @contextmanager
 def open_study(folder: Path, *, minimize: bool, prune: bool) -> "Iterator[optuna.Study]":
-    """The study in the folder's SQLite file; created if missing."""
+    """Open the study in the folder's SQLite file; create it if missing."""
     package = load_optuna()
     storage = package.storages.RDBStorage(
         f"sqlite:///{(folder / FILE).absolute()}", engine_kwargs={"connect_args": {"timeout": SQLITE_TIMEOUT_S}}
@@ -91,7 +91,8 @@ def open_study(folder: Path, *, minimize: bool, prune: bool) -> "Iterator[optuna
 
 
 def next_trial(study: "optuna.Study", space: Space, trials: int, seed: int) -> "optuna.trial.Trial | None":
-    """The trial that a killed tuner left running, else a new one, with all its settings; None when `trials` exist."""
+    """Return the trial that a killed tuner left running, else a new one, with all its settings; None when `trials`
+    exist."""
     package = load_optuna()
     known = study.get_trials(deepcopy=False)
     left = next((one for one in known if not one.state.is_finished()), None)
@@ -112,12 +113,12 @@ def next_trial(study: "optuna.Study", space: Space, trials: int, seed: int) -> "
 
 
 def trial_folder(folder: Path, number: int) -> Path:
-    """The run folder of a tuning's trial."""
+    """Return the run folder of a tuning's trial."""
     return folder / TRIALS / f"{number:04d}"
 
 
 def ended_trials(study: "optuna.Study", folder: Path) -> tuple[Trial, ...]:
-    """The finished trials, in order."""
+    """Return the finished trials, in order."""
     table = []
     for one in study.get_trials(deepcopy=False):
         if one.state.is_finished():
@@ -138,7 +139,7 @@ def ended_trials(study: "optuna.Study", folder: Path) -> tuple[Trial, ...]:
 
 
 def best_trial(trials: tuple[Trial, ...], *, minimize: bool) -> Trial | None:
-    """The complete trial with the best value, the earliest of equals; None without one."""
+    """Return the complete trial with the best value, the earliest of equals; None without one."""
     values = {one.number: one.value for one in trials if one.state == "complete" and one.value is not None}
     if not values:
         return None

@@ -113,19 +113,19 @@ def tune(
     is as in `train`. The same call again resumes an interrupted tuning and its trial; with more `trials` it continues.
     With `prune`, a trial whose validations are worse than the median of the others' is stopped.
 
-    Raises ConfigError for a wrong job or space, before any training; FingerprintError when the folder holds another
-    tuning; Locked when another process tunes in it; MissingExtra without optuna; TorchlakeError when every trial
+    Raises ConfigError for an invalid job or space, before any training; FingerprintError if the folder holds another
+    tuning; Locked if another process tunes in it; MissingExtra without optuna; TorchlakeError if every trial
     failed; Interrupted and the other errors of `train`. A trial that diverges or whose ranks fail is recorded instead.
     """
     load_optuna()
     if trials < 1:
-        raise UsageError(f"trials is {trials}; it has to be 1 or more.")
+        raise UsageError(f"trials must be 1 or more, not {trials}.")
     wanted = load_job(job, overrides, **named_engine(engine))
     if wanted.data.validation is None:
-        raise ConfigError("a tuning compares validations; data.validation is null")
+        raise ConfigError("data.validation is null, but a tuning compares validations; set it")
     if wanted.train.checkpoint_folder is not None:
         raise ConfigError(
-            "train.checkpoint_folder: a tuning keeps each trial's checkpoints in its run folder; leave it out"
+            "train.checkpoint_folder: a tuning keeps each trial's checkpoints in its run folder; remove the setting"
         )
     searched = read_space(space, wanted)
     default = find(job, None)
@@ -171,17 +171,17 @@ def _tuning_lease(folder: Path) -> Iterator[lease.Lease]:
 
 
 def _claim(folder: Path, job: Job, space: Space, seed: int, spread: Spread) -> Job:
-    """Store the settings of the tuning in its folder; returns the job with the versions of tables that all trials read.
+    """Store the settings of the tuning in its folder; return the job with the versions of tables that all trials read.
 
-    Raises FingerprintError when the folder holds another tuning, or other files.
+    Raises FingerprintError if the folder holds another tuning, or other files.
     """
     path = folder / SETTINGS
     if not path.exists():
         foreign = sorted(one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != SOURCES)
         if foreign:
             raise FingerprintError(
-                f"{folder}: is no tuning ({SETTINGS} is missing) and not empty (it holds {foreign[0]!r}). "
-                "Give a new folder (--run)."
+                f"{folder}: the folder is not a tuning folder ({SETTINGS} is missing), and it is not empty (it holds "
+                f"{foreign[0]!r}). Name a new folder (--run)."
             )
     pinned = pinned_job(folder, job, begun=path.exists())
     stored = stored_tables(pinned).items()
@@ -198,15 +198,15 @@ def _claim(folder: Path, job: Job, space: Space, seed: int, spread: Spread) -> J
         before["job"] = load_job(None, **before["job"]).model_dump(mode="json")
         if differing := differences(*({**each.pop("job"), **each} for each in (before, dict(now)))):
             raise FingerprintError(
-                f"{folder}: holds another tuning. It differs in\n" + "\n".join(differing) + "\nGive another folder "
-                "(--run), or delete this one to start again. Free to change: the number of trials."
+                f"{folder}: holds another tuning. It differs in\n" + "\n".join(differing) + "\nName another folder "
+                "(--run), or delete this one to start again. Only the number of trials may change."
             )
     atomic_io.write_json(path, now, site="tuning.settings")
     return pinned
 
 
 def _contents(table: Table, spread: Spread) -> dict[str, str | None]:
-    """What identifies the content of each file, by its name."""
+    """Return what identifies the content of each file, by its name."""
     versions = [version_of(file) for file in table.files]
     return dict(zip(table.names, content_ids(table.files, versions, [None] * len(versions), spread), strict=True))
 
@@ -214,7 +214,7 @@ def _contents(table: Table, spread: Spread) -> dict[str, str | None]:
 def _train(
     trial: "optuna.trial.Trial", wanted: Job, folder: Path, metric: str, engine: Engine | str | None, *, prune: bool
 ) -> "tuple[optuna.trial.TrialState, float | None, str]":
-    """Train one trial; its state, its value, and why it failed."""
+    """Train one trial; return its state, its value, and why it failed."""
     states = load_optuna().trial.TrialState
     path = trial_folder(folder, trial.number)
     stop = path / STOP
@@ -268,5 +268,5 @@ def _log_trial(last: Trial, metric: str, trials: int) -> None:
 
 
 def shown(setting: Any) -> str:
-    """A setting for display: floats with four digits."""
+    """Return a setting for display: floats with four digits."""
     return f"{setting:.4g}" if isinstance(setting, float) else str(setting)

@@ -96,5 +96,5 @@ def test_every_epoch_lays_the_rows_in_an_order_of_its_own() -> None:
 
 
 def test_a_single_token_is_nothing_to_learn_from() -> None:
-    with pytest.raises(DataError, match="1 tokens together"):
+    with pytest.raises(DataError, match="1 tokens in total"):
         pack(table([1, 0]), np.arange(2), 4)

@@ -87,7 +87,7 @@ def test_it_takes_frames_lists_and_columns_and_keeps_the_index(tiny_model: Path)
     for given in (["a good film", "bad"], {"review": ["a good film", "bad"]}, frame["review"]):
         assert inner.predict(given)["p_score"].tolist() == answers["p_score"].tolist()
     assert inner.predict("bad")["p_label"].tolist() == answers["p_label"].tolist()[1:]
-    with pytest.raises(UsageError, match="given to log_model"):
+    with pytest.raises(UsageError, match="options of predict to log_model"):
         inner.predict(frame, params={"runtime": "eager"})
 
 
@@ -103,7 +103,7 @@ def test_a_model_of_pairs_takes_frames_of_both_columns(tiny_bert: Path, tmp_path
     frame = pairs(12).rename_columns({"question": "q"}).select(["answer", "q"]).to_pandas()
     expected = tl.predict(folder, frame, text="q", engine=tl.Local(processes=1))
     assert loaded.predict(frame)["label"].tolist() == expected["label"].tolist()
-    with pytest.raises(UsageError, match="reads several columns: give a frame with q, answer"):
+    with pytest.raises(UsageError, match="reads several columns: pass a frame with q, answer"):
         loaded._model_impl.predict(["a question"])
 
 

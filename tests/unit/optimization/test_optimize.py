@@ -173,7 +173,7 @@ def test_the_command_prints_a_line_per_candidate_or_json(
     [
         ({"budget": "soon"}, UsageError, "budget: 'soon' is no length of time"),
         ({"max_drop": -1}, UsageError, "shares from 0 to 1"),
-        ({"rows": 0}, UsageError, "rows is 1 or more"),
+        ({"rows": 0}, UsageError, "rows must be 1 or more"),
         ({"runtimes": ["eagre"]}, UsageError, "Did you mean 'eager'"),
         ({"text": "txt"}, TableError, "no text column 'txt'"),
         ({"label": "stars"}, TableError, "no column 'stars'"),
@@ -191,7 +191,7 @@ def test_a_folder_that_is_not_the_users_own_is_refused(
     snapshot.mkdir()
     for file in model.iterdir():
         (snapshot / file.name).symlink_to(file)
-    with pytest.raises(UsageError, match=r"snapshot in the cache of the Hugging Face hub .*\(cp -rL"):
+    with pytest.raises(UsageError, match=r"snapshot in the cache of the Hugging Face Hub .*\(cp -rL"):
         tl.optimize(snapshot, tiny.reviews(10))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match="cannot be written"):

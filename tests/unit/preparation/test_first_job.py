@@ -25,7 +25,7 @@ def test_usual_names_are_a_pair(names: tuple[str, str], tmp_path: Path) -> None:
     assert found == list(names)
     job = load_job(path)
     assert (job.data.text, job.data.text_pair, job.data.label) == (*names, "label")
-    assert "# The second text of each pair. If the rows are no pairs, leave this out." in path.read_text()
+    assert "# The second text of each pair. Delete this line if the rows are not pairs." in path.read_text()
 
 
 def test_other_columns_are_no_pair(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_values_under_a_secret_name_are_redacted_and_others_kept() -> None:
 
 
 def test_what_is_no_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="not a run folder"):
         report(tmp_path)
 
 

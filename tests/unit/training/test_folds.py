@@ -22,7 +22,7 @@ from torchlake.errors import ConfigError, DataError, FingerprintError, UsageErro
 def test_folds_divide_the_rows_and_their_classes_evenly(rows: int, folds: int, seed: int, number: int) -> None:
     classes = np.random.default_rng(seed).integers(0, number, rows)
     if rows < folds:
-        with pytest.raises(DataError, match=f"{folds} folds need as many rows"):
+        with pytest.raises(DataError, match=f"{folds} folds need at least {folds} rows"):
             order.fold(rows, 1, folds, seed, classes)
         return
     held_out = []
@@ -73,7 +73,7 @@ def test_a_cross_validation_resumes_and_reports(tmp_path: Path, tiny_bert: Path)
     assert all(one.complete for one in again.runs)
     with pytest.raises(FingerprintError, match=r"holds another cross-validation(.|\n)*folds: 3 -> 4"):
         tl.train(run=run, engine=runs.Inline(1), folds=4, **sections)
-    with pytest.raises(FingerprintError, match=r"is no run folder"):
+    with pytest.raises(FingerprintError, match=r"is not a run folder"):
         tl.train(run=run, engine=runs.Inline(1), **sections)
 
 

@@ -44,7 +44,7 @@ def test_words_numbers_and_patterns_name_the_parameters(tmp_path: Path, family: 
     assert frozen_names(model, "body") == {name for name in every if not name.startswith(tuple(heads))}
     assert frozen_names(model, (layer.format(0).rstrip("."),)) == first
     assert frozen_names(model, ("*.bias",)) == {name for name in every if name.endswith(".bias")}
-    with pytest.raises(ConfigError, match=r"model.freeze: 'bart' matches no parameter; their names are "):
+    with pytest.raises(ConfigError, match=r"model.freeze: 'bart' matches no parameter; the names are "):
         frozen_names(model, ("*.bias", "bart"))
     with pytest.raises(ConfigError, match=rf"model.freeze=99: {type(model).__name__} has {len(layers(model))} layers"):
         freeze(model, 99)

@@ -53,7 +53,7 @@ def test_more_steps_continue_a_run_and_fewer_are_another_job(tmp_path: Path, tin
     for changed, words in (
         ({"max_steps": 4}, "train.max_steps: 5 -> 4"),
         ({"epochs": 1}, "train.epochs: 2 -> 1"),
-        ({"epochs": 3}, "has reached train.max_steps=5. Raise it too"),
+        ({"epochs": 3}, "has reached train.max_steps=5. Raise it as well"),
         ({"epochs": 3, "learning_rate": 1e-5}, "train.learning_rate"),
     ):
         refused = runs.attempt(tmp_path / "run", {**sections, "train": {**sections["train"], **changed}})
@@ -74,7 +74,7 @@ def test_a_run_that_lost_its_patience_is_not_longer(tmp_path: Path, tiny_bert: P
     steps = len(runs.losses(tmp_path / "run"))
     assert steps < 36
     refused = runs.attempt(tmp_path / "run", {**sections, "train": {**sections["train"], "epochs": 8}})
-    assert "its validations did not improve 1 times (train.patience)" in refused.error
+    assert "its validations no longer improved (train.patience=1)" in refused.error
 
 
 def test_checkpoints_elsewhere_continue_too(tmp_path: Path, tiny_bert: Path) -> None:

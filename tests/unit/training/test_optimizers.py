@@ -202,7 +202,7 @@ def test_a_run_that_ends_in_its_warm_up_is_refused(tmp_path: Path, tiny_bert: Pa
     sections = runs.job(tmp_path, tiny_bert, epochs=1, warmup_steps=9)  # of 9
     refused = runs.attempt(tmp_path / "run", sections)
     assert "ConfigError: train.warmup_steps=9: the run has 9 steps" in refused.error
-    with pytest.raises(ConfigError, match=r"the last 50 are train.cooldown"):
+    with pytest.raises(ConfigError, match=r"the last 50 of them \(train.cooldown\)"):
         check(100, TrainConfig(schedule="wsd", cooldown=0.5, warmup_steps=60))
     runs.succeed(tmp_path / "run", sections, overrides=("train.warmup_steps=8",))
     rates = [line["learning_rate"] for line in runs.metrics(tmp_path / "run") if "learning_rate" in line]

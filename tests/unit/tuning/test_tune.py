@@ -95,21 +95,21 @@ def test_a_space_is_read_in_the_types_of_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "space.yaml:1: a space maps settings to what is searched"),
+        ("", "space.yaml:1: a search space is a mapping of settings"),
         ("- a", "not a list"),
-        ("train.epochs: 3", "space.yaml:1: train.epochs: write {low:"),
+        ("train.epochs: 3", "space.yaml:1: train.epochs: expected {low:"),
         ("\ntrain.epohcs: {low: 1, high: 2}", "space.yaml:2: train.epohcs: unknown key; did you mean epochs?"),
         ("epochs: {low: 1, high: 2}", "space.yaml:1: epochs: unknown key; did you mean train.epochs?"),
         ("train.epochs: {low: 1, hihg: 2}", "space.yaml:1: train.epochs.hihg: unknown key; did you mean high?"),
-        ("train.epochs: {low: 1}", "space.yaml:1: train.epochs: give low and high, or choices"),
-        ("train.epochs: {low: 5, high: 2}", "low must be less than high, given 5 and 2"),
+        ("train.epochs: {low: 1}", "space.yaml:1: train.epochs: set low and high, or choices"),
+        ("train.epochs: {low: 5, high: 2}", "low must be less than high, but they are 5 and 2"),
         ("train.epochs:\n  low: 0\n  high: 2", "space.yaml:2: train.epochs: must be at least 1, given 0.0"),
         ("train.epochs: {low: 1.5, high: 3}", "space.yaml:1: train.epochs: a whole number is expected, given 1.5"),
         ("train.epochs: {low: one, high: 3}", "space.yaml:1: train.epochs.low: a number is expected, given 'one'"),
-        ("train.warmup: {low: 0, high: 0.5, log: true}", "a logarithmic range begins above 0"),
+        ("train.warmup: {low: 0, high: 0.5, log: true}", "low must be above 0 in a logarithmic range"),
         ("train.warmup: {choices: []}", "space.yaml:1: train.warmup.choices: the list is empty"),
-        ("train.warmup: {choices: [0.1, 0.1]}", "given twice"),
-        ("train.warmup: {choices: [[0.1]]}", "a choice is a single value"),
+        ("train.warmup: {choices: [0.1, 0.1]}", "the choices contain a value twice"),
+        ("train.warmup: {choices: [[0.1]]}", "a choice must be a single value"),
         ("train.warmup: {choices: [0.1], low: 0.2}", "either a range (low, high, log) or choices"),
         ("train.schedule:\n  choices:\n    - linear\n    - cosin", "space.yaml:4: train.schedule: must be 'linear'"),
         ("train.validate_every: {low: 1, high: 2}", "train.validate_every: 1.0 is no interval"),
@@ -211,7 +211,7 @@ def test_another_tuning_in_the_folder_is_refused(tmp_path: Path, sections: dict[
         tune(run, sections)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(FingerprintError, match=r"no tuning .*letter\.txt"):
+    with pytest.raises(FingerprintError, match=r"not a tuning folder .*letter\.txt"):
         tune(tmp_path / "home", sections)
 
 

@@ -196,7 +196,7 @@ def masks_known(*, packed: bool) -> Iterator[None]:
 
 
 def _look_at_no_value(tensor: torch.Tensor | None = None) -> bool:
-    """Where values may decide, take the branch that is right for any."""
+    """Return where values may decide, take the branch that is right for any."""
     return True
 
 

@@ -30,7 +30,7 @@ def check_installed() -> None:
 
 
 def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
-    """The model with adapters beside its linear layers; everything else but the head is frozen.
+    """Return the model with adapters beside its linear layers; everything else but the head is frozen.
 
     torch's global generator initializes A; B starts at zero. Raises MissingExtra without peft, ConfigError when
     `targets` matches no layer.
@@ -58,7 +58,7 @@ def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
 def merge_adapters(
     model: "nn.Module", options: LoraOptions, trained: "Mapping[str, torch.Tensor]", folder: Path
 ) -> "dict[str, torch.Tensor]":
-    """The base's state with the trained adapters merged in; the adapter alone is written to `folder`.
+    """Return the base's state with the trained adapters merged in; the adapter alone is written to `folder`.
 
     `model` is the base with a head, `trained` the trained tensors of `add_adapters(model, options)`, by name.
     """
@@ -72,7 +72,8 @@ def merge_adapters(
 
 
 def _targets(model: "nn.Module", wanted: tuple[str, ...] | None) -> list[str]:
-    """The full names of the linear layers inside the transformer's layers, or of the ones that `wanted` names."""
+    """Return the full names of the linear layers inside the transformer's layers, or of the ones that `wanted`
+    names."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its matrix transposed
 

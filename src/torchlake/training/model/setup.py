@@ -109,7 +109,7 @@ def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tu
 
 
 def _first_rows(training: Rows) -> Features:
-    """The first two training rows, or the first twice."""
+    """Return the first two training rows, or the first twice."""
     rows, table = training.numbers[[0, min(1, len(training.numbers) - 1)]], training.table
     lengths = table.lengths_of(rows)
     arrays = {name: take(array, rows) for name, array in table.arrays.items()}
@@ -117,7 +117,7 @@ def _first_rows(training: Rows) -> Features:
 
 
 def _build(job: Job, spec: TaskSpec, task: Task, *, empty: bool) -> tuple[Any, nn.Module]:
-    """The base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
+    """Return the base model, and the model that is trained: the same, or with adapters; `empty`: on the meta device."""
     torch.manual_seed(job.train.seed)
     base = task.base_model(base_folder(job.model.base), spec, empty=empty)
     freeze(base, job.model.freeze)
@@ -152,7 +152,8 @@ def _set_up(
 def _wrap(
     strategy: ModuleType, model: nn.Module, group: Group, train: TrainConfig, scales: Mapping[str, float]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The wrapped model and its optimizer. Raises UsageError when the model does not fit into the device's memory."""
+    """Return the wrapped model and its optimizer. Raises UsageError when the model does not fit into the device's
+    memory."""
     try:
         wrapped: tuple[nn.Module, torch.optim.Optimizer] = strategy.wrap(
             model, lambda sharded: make_optimizer(sharded, train, scales), group=group, train=train

@@ -40,7 +40,8 @@ class Traits:
 
 
 def stores_all(job: Job) -> bool:
-    """Whether checkpoints hold the whole model; else the trained part, beside which the base's files have the rest."""
+    """Return whether checkpoints hold the whole model; else the trained part, beside which the base's files have the
+    rest."""
     return job.model.lora is None and job.model.freeze is None
 
 
