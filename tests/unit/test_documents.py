@@ -1,15 +1,18 @@
-"""The documents name tests, files, pages and extras that exist, and no page takes more than ten minutes to read."""
+"""The documents name tests, files, pages and extras that exist, and no page takes more than ten minutes to read.
+
+Each test checks one rule in all documents and lists every violation with its file and line.
+"""
 
 import re
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "torchlake"
-FAULTS = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/explanation/faults*.md")))
-TABLES = "\n".join(line for line in FAULTS.splitlines() if line.startswith("|"))
+FAULTS = sorted(ROOT.glob("docs/explanation/faults*.md"))
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *ROOT.glob("examples/*.md")])
 REPOSITORY = "https://github.com/torchlake/torchlake"
@@ -18,85 +21,129 @@ WORDS_PER_PAGE = 2000
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+@cache
+def lines(document: Path) -> tuple[tuple[str, str], ...]:
+    """The place of each line of a document, as file and number, and the line."""
+    text, name = document.read_text(encoding="utf-8"), document.relative_to(ROOT)
+    return tuple((f"{name}:{number}", line) for number, line in enumerate(text.splitlines(), 1))
 
 
-def prose(page: Path) -> str:
-    """A page without its code blocks."""
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
+class NamedTest(NamedTuple):
+    """A test that a line names; an empty name stands for the whole file."""
+
+    place: str
+    file: str
+    name: str
 
 
-def named_tests(text: str) -> list[tuple[str, str]]:
-    """Test files below tests/ and the tests named in them; `::name` alone belongs to the file named before it."""
-    found, file = [], ""
-    for path, name in re.findall(r"`([\w/]*\.py)?(?:::(\w+))?`", text):
-        file = path or file
-        found.append((file, name))
-    return found
+def named_tests(numbered: tuple[tuple[str, str], ...]) -> Iterator[NamedTest]:
+    """Find test files below tests/ and the tests named in them; `::name` alone is in the file named before it."""
+    for place, line in numbered:
+        file = ""
+        for path, name in re.findall(r"`([\w/]*\.py)?(?:::(\w+))?`", line) if line.startswith("|") else ():
+            file = path or file
+            yield NamedTest(place, file, name)
 
 
-@pytest.mark.parametrize(("file", "name"), sorted(set(named_tests(TABLES))))
-def test_faults_names_tests_that_exist(file: str, name: str) -> None:
-    text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-    assert re.search(rf"^def {name}\(", text, re.MULTILINE) if name else text
+def test_faults_name_tests_that_exist() -> None:
+    named = [one for page in FAULTS for one in named_tests(lines(page))]
+    missing = []
+    for place, file, name in named:
+        path = ROOT / "tests" / file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if not (re.search(rf"^def {name}\(", text, re.MULTILINE) if name else text):
+            missing.append(f"{place}: there is no test {file}::{name}")
+    assert missing == []
+    assert len(named) > 150
 
 
-def test_names_are_found() -> None:
-    text = "`a/test_b.py::test_c`, `::test_d` (slow); `test_e.py` and `x`"
-    assert named_tests(text) == [("a/test_b.py", "test_c"), ("a/test_b.py", "test_d"), ("test_e.py", "")]
+def test_named_tests_are_found() -> None:
+    numbered = (("page:1", "| `a/test_b.py::test_c`, `::test_d` (slow); `test_e.py` and `x` |"), ("page:2", "`f.py`"))
+    assert [one[1:] for one in named_tests(numbered)] == [
+        ("a/test_b.py", "test_c"),
+        ("a/test_b.py", "test_d"),
+        ("test_e.py", ""),
+    ]
 
 
-def test_faults_names_many() -> None:
-    assert len(named_tests(TABLES)) > 150
+class Link(NamedTuple):
+    """A link of a document to a file of the repository: as written, the file, and the anchor."""
+
+    place: str
+    target: str
+    file: Path
+    anchor: str
 
 
-def links(document: Path) -> list[tuple[str, Path, str]]:
-    """Each link of a document to a file of the repository: as written, the file, and the anchor."""
-    found = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
-        local = re.match(rf"{re.escape(REPOSITORY)}/(?:blob|tree)/main/|{re.escape(RAW)}", target)
-        path, _, anchor = (target[local.end() :] if local else target).partition("#")
-        if local:
-            found.append((target, ROOT / path, anchor))
-        elif not target.startswith(("http", "mailto")):
-            found.append((target, document.parent / path if path else document, anchor))
-    return found
+def links(document: Path) -> Iterator[Link]:
+    """Find the links of a document to files of the repository."""
+    for place, line in lines(document):
+        for target in re.findall(r"\]\(([^)\s]+)\)", line):
+            local = re.match(rf"{re.escape(REPOSITORY)}/(?:blob|tree)/main/|{re.escape(RAW)}", target)
+            path, _, anchor = (target[local.end() :] if local else target).partition("#")
+            if local:
+                yield Link(place, target, ROOT / path, anchor)
+            elif not target.startswith(("http", "mailto")):
+                yield Link(place, target, document.parent / path if path else document, anchor)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_links_lead_to_files_and_headings(document: Path) -> None:
-    for target, page, anchor in links(document):
-        assert page.exists(), f"{document.name}: {target}"
-        headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings}
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """The anchors of a page's headings."""
+    headings = [line.lstrip("#").strip() for _, line in lines(page) if re.match("#+ ", line)]
+    return frozenset(re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_out_of_the_pages_are_absolute(page: Path) -> None:
+def test_links_lead_to_files_and_headings() -> None:
+    broken = []
+    for place, target, file, anchor in (link for document in DOCUMENTS for link in links(document)):
+        if not file.exists():
+            broken.append(f"{place}: {target} leads to no file")
+        elif anchor and anchor not in anchors(file.resolve()):
+            broken.append(f"{place}: {target} leads to no heading")
+    assert broken == []
+
+
+def test_links_out_of_the_pages_are_absolute() -> None:
     """The site has the files in docs/ only."""
-    outside = [target for target, path, _ in links(page) if not path.resolve().is_relative_to(ROOT / "docs")]
-    assert [target for target in outside if not target.startswith("https://")] == []
+    outside = [
+        f"{link.place}: {link.target}"
+        for page in PAGES
+        for link in links(page)
+        if not link.file.resolve().is_relative_to(ROOT / "docs") and not link.target.startswith("https://")
+    ]
+    assert outside == []
 
 
 def test_links_of_the_readme_work_outside_of_the_repository() -> None:
-    assert all(target.startswith("https://") for target, _, _ in links(ROOT / "README.md"))
-    assert len(links(ROOT / "README.md")) > 5
+    found = list(links(ROOT / "README.md"))
+    assert [f"{link.place}: {link.target}" for link in found if not link.target.startswith("https://")] == []
+    assert len(found) > 5
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=name_of)
-def test_named_source_files_exist(document: Path) -> None:
-    for path in set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", document.read_text(encoding="utf-8"))):
-        assert any((root / path).exists() for root in (SOURCE, ROOT, ROOT / "tests", ROOT / "src")), path
+def test_named_source_files_exist() -> None:
+    roots = (SOURCE, ROOT, ROOT / "tests", ROOT / "src")
+    missing = [
+        f"{place}: there is no file {path}"
+        for document in DOCUMENTS
+        if document.name != "CHANGELOG.md"
+        for place, line in lines(document)
+        for path in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", line)
+        if not any((root / path).exists() for root in roots)
+    ]
+    assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
-    assert len(prose(page).split()) <= WORDS_PER_PAGE
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+def test_pages_are_short() -> None:
+    """A page is read in ten minutes; code blocks do not count."""
+    limits = dict.fromkeys(PAGES, WORDS_PER_PAGE) | {ROOT / "README.md": 900}
+    texts = {page: page.read_text(encoding="utf-8") for page in limits}
+    words = {page: len((text if page.parent == ROOT else FENCE.sub("", text)).split()) for page, text in texts.items()}
+    assert [
+        f"{page.relative_to(ROOT)}: {words[page]} words, at most {most}"
+        for page, most in limits.items()
+        if words[page] > most
+    ] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
