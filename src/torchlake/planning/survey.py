@@ -65,8 +65,7 @@ class TableSurvey:
     lengths: np.ndarray
     "(N,) int64, the number of tokens of each usable row with special tokens, in the table's order."
     blocks: np.ndarray | None
-    "(M,) int64, the number of tokens of the blocks that these rows are packed into; None for a task that does not "
-    "pack."
+    "(M,) int64, the number of tokens of each block of packed rows; None for a task that does not pack."
     spec: TaskSpec
 
     @property
