@@ -70,8 +70,10 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such model folder")
+    # All files are listed before one is read: a refused link must not be followed first.
     files = list(_files(folder))
     for file in files:
+        # Even unused ones: libraries fall back to them, for example if the safetensors file is removed later.
         if file.suffix.lower() in PICKLES and not (file.suffix == ".bin" and file.with_suffix(".xml").exists()):
             raise UnsafeError(
                 f"{file}: refused by the rule 'no pickles': loading such a file can run code. torchlake reads weights "
@@ -81,6 +83,7 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
             check_safetensors(file)
         if file.suffix in VOCABULARY_SUFFIXES and file.stat().st_size > MAX_VOCABULARY_BYTES:
             raise DataError(f"{file}: refused by the rule 'bounded vocabulary': at most {MAX_VOCABULARY_BYTES:,} bytes")
+    # Only of the top folder: transformers reads no other, and exports below it hold JSON of other tools.
     values = {file.name: _check_json(file) for file in files if file.suffix == ".json" and file.parent == folder}
     if "adapter_config.json" in values:
         raise DataError(
@@ -89,6 +92,7 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
         )
     if INDEX in values:
         _check_index(folder, values[INDEX])
+    # An index wins over a single file in transformers, so it is checked first here, too.
     elif weights and not (folder / "model.safetensors").is_file():
         raise DataError(f"{folder}: has no weights (model.safetensors, or several with {INDEX})")
     if "config.json" in values:
@@ -105,6 +109,7 @@ def check_safetensors(file: Path) -> None:
     length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
     if length < 2 or start[8:] != b"{":
         raise DataError(f"{file}: not a safetensors file (no header)")
+    # The library allocates the length that the first 8 bytes claim, up to 2^64, before it notices that the file ends.
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise DataError(
             f"{file}: refused by the rule 'sane header': its header has {length:,} bytes in a file of "
@@ -121,6 +126,7 @@ def json_depth(file: Path, *, block_bytes: int = 1 << 20) -> int:
             # A block must not end within an escape sequence.
             while len(block) - len(block.rstrip(b"\\")) & 1 and (more := content.read(1)):
                 block += more
+            # Escaped characters are removed, so that every quote that is left begins or ends a string.
             symbols = np.frombuffer(re.sub(rb"\\.", b"", block, flags=re.DOTALL), dtype=np.uint8)
             quotes = symbols == ord('"')
             inside = (np.cumsum(quotes) + in_string) & 1
@@ -140,6 +146,7 @@ def _files(folder: Path) -> Iterator[Path]:
     root = folder.resolve()
     allowed = [root]
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        # Only in the layout of the hub's cache: a folder elsewhere could name any place "blobs".
         allowed.append(root.parent.parent / "blobs")
     count = 0
 
@@ -153,6 +160,7 @@ def _files(folder: Path) -> Iterator[Path]:
             count += 1
             if count > MAX_ENTRIES:
                 raise DataError(f"{folder}: has more than {MAX_ENTRIES:,} files, too many for a model folder")
+            # Links to folders as well: `os.walk` does not follow them, but a library that opens a name inside one does.
             if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed):
                 raise UnsafeError(
                     f"{path}: refused by the rule 'no way out': it is a link to {path.resolve()}, outside the folder. "
@@ -172,6 +180,7 @@ def _check_json(file: Path) -> Any:
     limit = MAX_VOCABULARY_BYTES if file.name in VOCABULARIES else MAX_CONFIG_BYTES
     if size > limit:
         raise DataError(f"{file}: refused by the rule 'bounded JSON': {size:,} bytes; the limit is {limit:,}")
+    # Before parsing: Python's parser recurses once per level, and others overflow the C stack, which kills the process.
     depth = json_depth(file)
     if depth > MAX_DEPTH:
         raise DataError(f"{file}: refused by the rule 'bounded JSON': nested {depth:,} deep; the limit is {MAX_DEPTH}")
@@ -196,6 +205,7 @@ def _check_keys(file: Path, value: Any, at: tuple[str, ...]) -> None:
             )
         if str(key).endswith(("attn_implementation", "experts_implementation")):
             for name in inner.values() if isinstance(inner, dict) else [inner]:
+                # A list of allowed names, not of bad ones: any other name is a repository to download a kernel from.
                 if not (name is None or isinstance(name, str)) or name not in IMPLEMENTATIONS:
                     raise _kernel(file, where, name, "Delete the key; torchlake chooses the fastest one.")
         if key == "model_type" and inner in tuple(MODELS_WITH_KERNELS):
@@ -204,6 +214,8 @@ def _check_keys(file: Path, value: Any, at: tuple[str, ...]) -> None:
             raise _kernel(file, where, inner, "Use the model's weights from before quantization.")
         if NAMES_FILE.search(str(key)) and key != NOT_OPENED:
             _check_names(file, where, inner)
+        # At any depth: configurations nest others (text_config, vision_config), which transformers reads in the same
+        # way.
         _check_keys(file, inner, where)
 
 
@@ -219,6 +231,7 @@ def _check_names(file: Path, where: tuple[str, ...], value: Any) -> None:
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str):
             continue
+        # A name that does not exist here is refused, too: transformers would take it for a repository on the hub.
         in_folder = Path(name).name == name and (isinstance(value, list) or (file.parent / name).is_file())
         if not in_folder or where[-1] in ("vocab", "merges"):
             raise UnsafeError(

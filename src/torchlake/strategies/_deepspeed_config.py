@@ -17,9 +17,9 @@ from torchlake.optim.optimizers import BETAS, MOMENTUM
 AUTO = "auto"
 EPS = 1e-8  # torch's default, which the job's AdamW uses
 OPTIMIZERS = {"adamw": ("adamw", "adam"), "sgd": ("sgd",), "lion": ("lion",)}
-"The job's optimizers by DeepSpeed's names, in which Adam is AdamW by default."
+"The job's optimizers by DeepSpeed's names. DeepSpeed's Adam is AdamW by default."
 SCHEDULERS = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
-"The job's schedules by DeepSpeed's names, which has no other."
+"The job's schedules by DeepSpeed's names; DeepSpeed has no others."
 # They would change the meaning of the job's fields.
 UNSUPPORTED = {
     "amp": "the precision is set by train.precision",
@@ -41,9 +41,10 @@ SCALING = ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis
 
 
 def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | None) -> dict[str, Any]:
-    """DeepSpeed's configuration for a job on `ranks` ranks that computes in `dtype` ("bf16", "fp16", None: fp32).
+    """Return DeepSpeed's configuration for a job on `ranks` ranks that computes in `dtype` ("bf16", "fp16", None:
+    fp32).
 
-    `hidden` is the model's width, for the sizes of "auto" buckets. Raises DataError, ConfigError as `check` does.
+    `hidden` is the model's width, for the sizes of "auto" buckets. Raises the errors of `check`.
     """
     options = train.deepspeed
     given = check(train)
@@ -53,7 +54,7 @@ def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | No
     for name, wanted in places.items():
         if wanted:
             zero[name] = {"pin_memory": True, **zero.get(name, {}), "device": "cpu"}
-    # The loop counts and weights micro-batches: for DeepSpeed each is a batch.
+    # The loop counts and weights micro-batches: DeepSpeed sees each as a batch.
     counts = {"train_batch_size": ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     decided = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", *counts)
     passed = _without_auto({key: value for key, value in given.items() if key not in decided})
@@ -78,7 +79,7 @@ def check(train: TrainConfig) -> dict[str, Any]:
     path = Path(train.deepspeed.config).expanduser()
     given = atomic_io.read_json(path)
     if not isinstance(given, dict):
-        raise ConfigError(f"{path}: DeepSpeed's configuration is a JSON object, not a {type(given).__name__}")
+        raise ConfigError(f"{path}: DeepSpeed's configuration must be a JSON object, not a {type(given).__name__}")
     problems = list(_problems(given, train))
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -90,7 +91,7 @@ def _problems(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     sections = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "data_types")
     for key in sections:
         if not isinstance(given.get(key, {}), dict):
-            yield f"{key}: is a JSON object in DeepSpeed's configuration, not {given[key]!r}"
+            yield f"{key}: must be a JSON object, not {given[key]!r}"
             return
     for key, why in UNSUPPORTED.items():
         if _enabled(given.get(key)):
@@ -146,7 +147,7 @@ def _scheduler(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
 
 
 def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
-    """Conflicts with train.precision, a fixed loss scale, and gradient dtypes that could not be clipped."""
+    """Yield conflicts with train.precision, a fixed loss scale, and gradient dtypes that could not be clipped."""
     wanted = "bf16" if train.precision == "bf16_weights" else train.precision
     for key, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
         enabled = given.get(key, {}).get("enabled", AUTO)
@@ -170,7 +171,7 @@ def _precision(given: dict[str, Any], train: TrainConfig) -> Iterator[str]:
         and train.precision in ("auto", "bf16_weights", "bf16")
     ):
         yield (
-            f"data_types.grad_accum_dtype={sums!r}: at stage 1 gradients of bf16 add up in bf16. Take "
+            f"data_types.grad_accum_dtype={sums!r}: at stage 1 gradients of bf16 add up in bf16. Use "
             "train.deepspeed.stage=2, or delete it."
         )
 
@@ -181,7 +182,7 @@ def _zero(section: dict[str, Any], train: TrainConfig) -> Iterator[str]:
     if section.get("compute_grad_norm", True) is False:
         yield "zero_optimization.compute_grad_norm=false: the norm decides whether a step is applied. Delete it."
     if _enabled(section.get("zenflow")):
-        yield "zero_optimization.zenflow: is another optimizer than train.optimizer. Delete it."
+        yield "zero_optimization.zenflow: is a different optimizer than train.optimizer. Delete it."
     for key, field, wanted in (
         ("offload_optimizer", "offload_optimizer", options.offload_optimizer),
         ("offload_param", "offload_parameters", options.offload_parameters),
@@ -228,7 +229,7 @@ def _sized(zero: dict[str, Any], hidden: int | None) -> dict[str, Any]:
 
 
 def _without_auto(section: dict[str, Any]) -> dict[str, Any]:
-    """`section` without "auto" values, at any depth, so that DeepSpeed uses its defaults."""
+    """Return `section` without "auto" values, at any depth, so that DeepSpeed uses its defaults."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in section.items()

@@ -17,22 +17,22 @@ from torchlake.optim.precision import ComputeWeights, find_precision
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """No objection."""
+    """Return None: nothing prevents it."""
     return None
 
 
 def reduces_in_main_memory(train: TrainConfig) -> bool:
-    """Return all tensors of a collective are on the group's device."""
+    """Return False: all tensors of a collective are on the group's device."""
     return False
 
 
 def model_ranks(train: TrainConfig) -> int:
-    """Return every rank computes whole layers."""
+    """Return 1: every rank computes whole layers."""
     return 1
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """Return every rank loads the weights."""
+    """Return False: every rank loads the weights."""
     return False
 
 
@@ -55,7 +55,7 @@ def backward(module: nn.Module, loss: torch.Tensor) -> None:
 
 
 def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
-    """Divide the gradients by `scale`, then clip them to `max_norm`; their norm before clipping.
+    """Divide the gradients by `scale`, then clip them to `max_norm`; return their norm before clipping.
 
     The norm () is that of the whole gradient on every rank, so all ranks take a step or none does. It stays on the
     device.
@@ -67,7 +67,7 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """One optimizer step if `finite`; clears the gradients.
+    """Take one optimizer step if `finite`; clear the gradients.
 
     The kernels of torch's fused optimizers read the flag, so the host does not wait for it: unless it is set, weights,
     moments and step counts stay as they are. Other optimizers and weights in main memory (`fsdp.cpu_offload`) wait.
@@ -89,7 +89,7 @@ def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
-    """This rank's rows of sharded tensors, and an equal part of the replicated ones; not copied."""
+    """Return this rank's rows of sharded tensors, and an equal part of the replicated ones; not copied."""
     tensors = format.untied(model.state_dict())
     chosen = {name: tensor for name, tensor in tensors.items() if name in wanted}
     return shards.local_shard(chosen, rank=group.rank, world_size=group.world_size)

@@ -51,7 +51,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
-    """As in `_native`, also for gradients on different meshes.
+    """Clip as `_native` does, also gradients on different meshes.
 
     Each rank sums the squares of its parts, divided by the number of ranks that have the same part, and one all_reduce
     adds them up.
@@ -72,7 +72,7 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
 
 
 def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
-    """As in `_native`; tensors that are not split by rows alone are gathered, and stored whole."""
+    """Return the same as `_native`; tensors that are not split by rows alone are gathered, and stored whole."""
     tensors = format.untied(model.state_dict())
     return _stored({name: tensor for name, tensor in tensors.items() if name in wanted}, group)
 
@@ -85,7 +85,7 @@ def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: S
 def _stored(tensors: Tensors, group: Group) -> Pieces:
     """Return what this rank stores of tensors that have the same names on all ranks."""
     split = {name: cast(DTensor, tensor) for name, tensor in tensors.items() if not shards.in_rows(tensor)}
-    # Ranks that compute the same rows have the same parts of what is not split.
+    # Ranks that compute the same rows have the same parts of tensors that are not split.
     rows = {
         name: tensor
         for name, tensor in tensors.items()
@@ -97,7 +97,7 @@ def _stored(tensors: Tensors, group: Group) -> Pieces:
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """Return a whole tensor, gathered over one dimension of the mesh after the other, as it was split last."""
+    """Return a whole tensor, gathered over one dimension of the mesh after another, the last split first."""
     placements = list(tensor.placements)
     for dimension in range(len(placements)):
         placements[dimension] = Replicate()

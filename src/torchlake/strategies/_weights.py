@@ -3,10 +3,10 @@
     rank 0        model in main memory -> values, and the model on the meta device -> sharded -> values scattered
     other ranks                           the model on the meta device             -> sharded -> rows received
 
-So a group of N ranks holds one model and its shards, not N models, and every value comes from one rank: heads and
-adapters that were drawn, and buffers that no file has (rotary frequencies), are equal everywhere. Rank 0 of the whole
-group loads, not one of each machine: the other machines then read no weights from a storage that may be slow, and the
-network carries each number once per copy that the strategy keeps.
+So a group of N ranks holds one model and its shards, not N models, and every value comes from one rank: randomly
+initialized heads and adapters, and buffers that are in no file (rotary frequencies), are equal everywhere. Rank 0 of
+the whole group loads, not one rank of each machine: the other machines then read no weights from a storage that may be
+slow, and the network carries each number once per copy that the strategy keeps.
 """
 
 from typing import Any, cast
@@ -34,7 +34,7 @@ def take(model: nn.Module, group: Group) -> list[torch.Tensor]:
 
 
 def scatter(model: nn.Module, values: list[torch.Tensor], group: Group, *, in_main_memory: bool = False) -> None:
-    """Fill a sharded model: each rank gets its rows of sharded parameters, and buffers whole. Empties `values`.
+    """Fill a sharded model: each rank gets its rows of sharded parameters, and buffers whole. Empty `values`.
 
     `in_main_memory`: shards stay there, although the group's device is a GPU.
     """
@@ -70,7 +70,7 @@ def reserve(model: nn.Module, group: Group) -> None:
 
 
 def sent(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Rank 0's `tensor` on the device of every rank; the others' has its shape."""
+    """Return rank 0's `tensor` on the device of every rank; on the others `tensor` has its shape."""
     if tensor.is_meta:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
     else:
@@ -92,7 +92,7 @@ def _held(model: nn.Module) -> list[tuple[torch.Tensor, Places]]:
 
 
 def _put(places: Places, tensor: torch.Tensor, before: torch.Tensor) -> None:
-    """Put a tensor in the places of another one, as a parameter if that was one."""
+    """Put a tensor in the places of another one, as a parameter if the other one was a parameter."""
     new = nn.Parameter(tensor, before.requires_grad) if isinstance(before, nn.Parameter) else tensor
     for held, name in places:
         held[name] = new

@@ -29,14 +29,15 @@ model_shard, optimizer_shard = _native.model_shard, _native.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Why it cannot run here: only NCCL sums bf16."""
+    """Return why it cannot run here: only NCCL sums bf16."""
     if train.ddp.compress == "bf16" and not torch.cuda.is_available():
-        return "train.ddp.compress=bf16 needs GPUs (NCCL sums bf16, gloo does not); take train.ddp.compress=fp16"
+        return "train.ddp.compress=bf16 needs GPUs (NCCL sums bf16, gloo does not); use train.ddp.compress=fp16"
     return None
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """On GPUs, where the copies are. On CPUs every rank maps the files: frozen weights then share their memory."""
+    """Return whether the copies are on GPUs. On CPUs every rank maps the files: frozen weights then share their
+    memory."""
     return group.device.type == "cuda"
 
 
@@ -67,6 +68,6 @@ def wrap(
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Gradients accumulate on each rank and are not reduced."""
+    """Accumulate gradients on each rank without reducing them."""
     assert isinstance(module, DistributedDataParallel), "wrap() was not called"
     return cast(AbstractContextManager[None], module.no_sync())

@@ -47,7 +47,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Why it cannot run here. Raises DataError, ConfigError for a DeepSpeed file that does not fit the job."""
+    """Return why it cannot run here. Raises DataError and ConfigError for a DeepSpeed file that does not fit the
+    job."""
     if find_spec("deepspeed") is None:
         return "the library 'deepspeed' is not installed: pip install 'torchlake[deepspeed]'"
     if not torch.cuda.is_available():
@@ -55,13 +56,13 @@ def refusal(train: TrainConfig) -> str | None:
             if getattr(train.deepspeed, name):
                 return f"train.deepspeed.{name} moves tensors from a GPU to main memory, and there is no GPU here"
         if train.precision == "fp16":
-            return "DeepSpeed computes in fp16 on GPUs only, and there is none here. Take train.precision=bf16 or fp32"
+            return "DeepSpeed computes in fp16 on GPUs only, and there is none here. Use train.precision=bf16 or fp32"
     if train.optimizer not in MOMENTS:
-        return f"train.optimizer={train.optimizer} cannot step on parts of tensors. Take adamw, lion or sgd"
+        return f"train.optimizer={train.optimizer} cannot step on parts of tensors. Use adamw, lion or sgd"
     if train.momentum == 0:
         return "train.momentum=0: DeepSpeed needs an optimizer with a state"
     if train.ema is not None:
-        return "train.ema: DeepSpeed has no place for averaged weights. Take fsdp or ddp"
+        return "train.ema: DeepSpeed does not support averaged weights. Use fsdp or ddp"
     if train.compile and train.deepspeed.stage == 3:
         return "train.compile and stage 3 cannot be combined: its hooks split the compiled graph. Use stage 2, or fsdp"
     _deepspeed_config.check(train)
@@ -69,17 +70,18 @@ def refusal(train: TrainConfig) -> str | None:
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """At stage 3, where DeepSpeed shards what rank 0 broadcasts; before it, each rank sets its own fp32 weights."""
+    """Return whether it is stage 3, where DeepSpeed shards what rank 0 broadcasts; else each rank sets its fp32
+    weights."""
     return train.deepspeed.stage == 3
 
 
 def wrap(
     model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], *, group: Group, train: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """DeepSpeed's engine around the model, and its optimizer, which steps the job's; needs a process group.
+    """Return DeepSpeed's engine around the model, and its optimizer, which steps the job's; needs a process group.
 
     At stage 3, rank 0's weights are sharded one by one, so at most the computing layers are whole on the device.
-    Raises ConfigError when DeepSpeed rejects the user's file.
+    Raises ConfigError if DeepSpeed rejects the user's file.
     """
     library = _library(group.device)
     dtype = find_precision(train.precision, group.device).dtype
@@ -115,7 +117,7 @@ def wrap(
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Gradients accumulate: on each rank, whole (stage 1), or reduced and sharded (stages 2 and 3)."""
+    """Accumulate gradients: on each rank, whole (stage 1), or reduced and sharded (stages 2 and 3)."""
     engine = cast(Any, module)
     engine.set_gradient_accumulation_boundary(False)
     try:
@@ -130,8 +132,9 @@ def backward(module: nn.Module, loss: torch.Tensor) -> None:
 
 
 def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
-    """Set `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients in its step; their norm () before
-    clipping, equal on all ranks; infinite if not finite. Waits for the device.
+    """Set `scale` and `max_norm`, by which DeepSpeed divides and clips the gradients in its step.
+
+    Return their norm () before clipping, equal on all ranks; infinite if not finite. Waits for the device.
     """
     zero = cast(Any, module).optimizer
     zero.clip_grad = 0.0 if max_norm == math.inf else max_norm
@@ -144,7 +147,7 @@ def clip_norm(module: nn.Module, max_norm: float, scale: float) -> torch.Tensor:
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """One optimizer step if `finite`, which is waited for; clears the gradients."""
+    """Take one optimizer step if `finite`, and clear the gradients. Waits for the device."""
     if not finite.item():
         discard_gradients(module, optimizer)
         return
@@ -168,7 +171,8 @@ def discard_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def model_shard(model: nn.Module, wanted: Collection[str], group: Group) -> Pieces:
-    """Whole tensors, divided among the ranks; each is gathered in fp32, and freed on the ranks that do not store it."""
+    """Return whole tensors, divided among the ranks; each is gathered in fp32, and freed on the ranks that do not store
+    it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     held = {name: each for name, each in _untied(model).items() if name in wanted}
@@ -204,7 +208,7 @@ def optimizer_shard(model: nn.Module, optimizer: torch.optim.Optimizer, names: l
 
 
 def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) -> None:
-    """Load the moments, this rank's part of them. Raises DataError for another model's."""
+    """Load the moments, this rank's part of them. Raises DataError for the moments of another model."""
     if not stored.shapes:
         return
     zero: Any = optimizer
@@ -224,7 +228,7 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], stored: Shards) 
 def _make_moments(zero: Any, fields: Collection[str], *, counted: bool) -> None:
     """Create the optimizer's state before its first step: DeepSpeed's accessors need all of it.
 
-    `counted`: with a count of the steps.
+    `counted`: include a count of the steps.
     """
     stage3 = _is_stage3(zero)
     for flat in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
@@ -235,7 +239,7 @@ def _make_moments(zero: Any, fields: Collection[str], *, counted: bool) -> None:
 
 
 def _library(device: torch.device) -> ModuleType:
-    """DeepSpeed, on the existing device and process group, logging only warnings.
+    """Import DeepSpeed, on the existing device and process group, logging only warnings.
 
     By default it writes to stdout, imports MLflow if installed, and compiles a shared-memory extension on CPUs that
     training does not use.

@@ -41,27 +41,27 @@ model_shard, optimizer_shard = _split.model_shard, _split.optimizer_shard
 
 
 def refusal(train: TrainConfig) -> str | None:
-    """Why it cannot run here: only weights on GPUs can be offloaded, and some optimizers need whole tensors."""
+    """Return why it cannot run here: only weights on GPUs can be offloaded, and some optimizers need whole tensors."""
     if train.optimizer in ("adamw_8bit", "adafactor"):
         library = "bitsandbytes" if train.optimizer == "adamw_8bit" else "torch's Adafactor"
-        return f"train.optimizer={train.optimizer}: {library} cannot step on sharded tensors. Take adamw, lion or sgd"
+        return f"train.optimizer={train.optimizer}: {library} cannot step on sharded tensors. Use adamw, lion or sgd"
     if train.fsdp.cpu_offload and not torch.cuda.is_available():
         return "train.fsdp.cpu_offload moves weights from a GPU to main memory, and there is no GPU here"
     return None
 
 
 def model_ranks(train: TrainConfig) -> int:
-    """Those of tensor parallelism."""
+    """Return the ranks of tensor parallelism."""
     return train.fsdp.tensor_parallel
 
 
 def reduces_in_main_memory(train: TrainConfig) -> bool:
-    """Offloaded gradients are clipped there."""
+    """Return whether gradients are offloaded, and then clipped in main memory."""
     return train.fsdp.cpu_offload
 
 
 def receives(train: TrainConfig, group: Group) -> bool:
-    """Return each rank keeps a part of what rank 0 loads."""
+    """Return True: each rank keeps a part of what rank 0 loads."""
     return True
 
 
@@ -74,7 +74,9 @@ def wrap(
     dtype = find_precision(train.precision, group.device).dtype
     precision = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if train.fsdp.cpu_offload else OffloadPolicy()
+    # Before sharding, which replaces the parameters; sharding the loaded model would need it whole on each GPU.
     values = _weights.take(model, group)
+    # Layers are split first: `fully_shard` then shards the parts, over the mesh without the "tensor" dimension.
     if group.model_ranks > 1:
         _split.split_layers(model, mesh[_split.TENSOR])
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != _split.TENSOR)]
@@ -82,23 +84,27 @@ def wrap(
     # The backward pass begins with the rest: freeing it after the forward pass would gather it twice in a row.
     for modules, reshard in [*units, ([model], False)]:
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
+    # Without this the host requests a layer only when the one before has been launched, and the gather is not hidden.
     for here, following in pairwise([model, *(modules[0] for modules, _ in units)]):
         cast(FSDPModule, here).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    # The optimizer follows the weights: its groups and fused kernels depend on the sharded parameters.
     _weights.scatter(model, values, group, in_main_memory=train.fsdp.cpu_offload)
     return model, make_optimizer(model)
 
 
 def _units(model: nn.Module, *, reshard: bool) -> list[tuple[list[nn.Module], bool]]:
-    """Modules that are gathered together, in the order of the forward pass, and whether they are freed after it.
+    """Return the modules to gather together, in the order of the forward pass, and whether to free them after it.
 
-    A head is not: the backward pass begins with it. Embeddings and a head with the same weights are one unit. They stay
-    in the rest if other modules have their weights too (encoder-decoders), which a unit must gather for all of them.
+    A head is not freed: the backward pass begins with it. Embeddings and a head with the same weights are one unit.
+    They stay in the rest if other modules have their weights too (encoder-decoders), which a unit must gather for all
+    of them.
     """
     inside = [([layer], reshard) for layer in layers(model)]
     embedding, head = _end(model, "input"), _end(model, "output")
     ends: list[nn.Module] = [each for each in (embedding, head) if isinstance(each, nn.Embedding | nn.Linear)]
     weights = {id(parameter) for each in ends for parameter in each.parameters()}
     holders = [each for each in model.modules() if any(id(p) in weights for p in each.parameters(recurse=False))]
+    # A weight in two units would be freed by one while the other computes with it.
     if not inside or not ends or {id(each) for each in holders} != {id(each) for each in ends}:
         return inside
     if len(ends) == 2 and not {id(p) for p in ends[0].parameters()}.isdisjoint(id(p) for p in ends[1].parameters()):
@@ -120,7 +126,7 @@ def _end(model: nn.Module, which: str) -> nn.Module | None:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Gradients accumulate whole on each rank and are not reduced: faster, but needs memory for a whole gradient."""
+    """Accumulate whole gradients on each rank without reducing them: faster, but needs memory for a whole gradient."""
     assert isinstance(module, FSDPModule), "wrap() was not called"
     module.set_requires_gradient_sync(False)
     try:

@@ -29,5 +29,5 @@ def wrap(
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """There is nothing to synchronize."""
+    """Return a context that does nothing."""
     return nullcontext()

@@ -38,17 +38,17 @@ class Folds:
     path: Path
     "The folder of the runs."
     runs: tuple[training.Run, ...]
-    "In the order of the folds."
+    "The runs, in the order of the folds."
     metric: str
     "The metric that selects a fold's best model."
     metrics: dict[str, float]
-    "The means over the folds, of each fold's best validation."
+    "The mean of each metric over the folds' best validations."
     deviations: dict[str, float]
-    "The standard deviations over the folds (of a sample: divided by N - 1)."
+    "The standard deviation of each metric over the folds (of a sample: divided by N - 1)."
     best: training.Run
     "The fold with the best metric."
     seconds: float
-    "Of this call."
+    "The seconds that this call took."
 
 
 def train_folds(
@@ -64,9 +64,9 @@ def train_folds(
     """Train `job` once per fold in folders below `run`; arguments and errors are those of `train`."""
     began = time.monotonic()
     if folds < 2:
-        raise UsageError(f"folds is {folds}; it has to be 2 or more.")
+        raise UsageError(f"folds must be 2 or more, not {folds}.")
     if run == run_folder.AUTO:
-        raise UsageError("--run auto does not go with folds: name a folder for the runs.")
+        raise UsageError("--run auto cannot be used with folds. Name a folder for the runs.")
     folder = local_output(run_folder.find(job, run))
     frames, stored = run_folder.frames_to_paths(sections, folder)
     wanted = load_job(job, overrides, **stored, **training.named_engine(engine))
@@ -101,14 +101,16 @@ def train_folds(
 
 
 def _refuse_ignored(job: Job) -> None:
-    """Raise ConfigError for settings that have no meaning with folds."""
+    """Raise ConfigError for settings that do not apply to folds."""
     if not isinstance(job.data.validation, Fraction):
-        raise ConfigError("data.validation: with folds, each fold is the validation of one run; leave it out")
+        raise ConfigError("data.validation: with folds, each fold is the validation of one run; remove the setting")
     if job.data.validation != DataConfig.model_fields["validation"].default:
         share = job.data.validation.fraction
-        log.info("data.validation: the folds take the place of {fraction: %g}", share)
+        log.info("data.validation: the folds replace {fraction: %g}", share)
     if job.train.checkpoint_folder is not None:
-        raise ConfigError("train.checkpoint_folder: with folds, checkpoints are kept in each run folder; leave it out")
+        raise ConfigError(
+            "train.checkpoint_folder: with folds, checkpoints are kept in each run folder; remove the setting"
+        )
 
 
 @contextmanager
@@ -129,8 +131,8 @@ def _claim(folder: Path, job: Job, folds: int) -> Job:
         foreign = sorted(one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != "input")
         if foreign and foreign != [run_folder.SOURCES]:
             raise FingerprintError(
-                f"{folder}: holds no cross-validation ({run_folder.FOLDS} is missing) and is not empty (it holds "
-                f"{foreign[0]!r}). Give a new folder (--run)."
+                f"{folder}: the folder is not a cross-validation ({run_folder.FOLDS} is missing), and it is not empty "
+                f"(it holds {foreign[0]!r}). Name a new folder (--run)."
             )
         return job
     before: dict[str, Any] = atomic_io.read_json(path)
@@ -142,14 +144,14 @@ def _claim(folder: Path, job: Job, folds: int) -> Job:
         differing = [line for line in differing if line.split(":")[0].strip() not in run_folder.LENGTHS]
     if differing:
         raise FingerprintError(
-            f"{folder}: holds another cross-validation. It differs in\n" + "\n".join(differing) + "\nGive another "
+            f"{folder}: holds another cross-validation. It differs in\n" + "\n".join(differing) + "\nName another "
             "folder (--run), or delete this one to start again."
         )
     return job
 
 
 def _result(job: Job, folder: Path, runs: Sequence[training.Run]) -> dict[str, Any]:
-    """Means and standard deviations of the metrics that all folds have, and the number of the best fold."""
+    """Return the means and standard deviations of the metrics that all folds have, and the number of the best fold."""
     metric: str = atomic_io.read_json(runs[0].path / run_folder.RESULT)["metric"]
     names = [name for name in runs[0].metrics if all(name in one.metrics for one in runs)]
     values = {name: [one.metrics[name] for one in runs] for name in names}

@@ -62,11 +62,11 @@ def launch_script(
     gpus_per_process: int = 0,
     stdout_to_stderr: bool = False,
 ) -> Any:
-    """Run "script.py" or "package.module:function" as N ranks; returns rank 0's value, None for scripts.
+    """Run "script.py" or "package.module:function" as N ranks; return rank 0's value, None for scripts.
 
     `stdout_to_stderr` applies to the default engine only. A script that calls sys.exit(0) succeeds; another status is a
-    RankFailed naming the rank. Raises UsageError when there is no such script, module or function, and what `launch`
-    raises.
+    RankFailed naming the rank. Raises UsageError if there is no such script, module or function, and the errors of
+    `launch`.
     """
     module, colon, function = target.partition(":")
     if colon and module and function and not os.path.exists(target):
@@ -96,7 +96,7 @@ def _check_module(name: str) -> None:
 
 
 def _run_script(path: str, source: bytes, *args: str) -> None:
-    """In a rank: run `path` as `python path *args` would, but without exiting.
+    """Run `path` in a rank as `python path *args` would, but without exiting.
 
     `source` is what runs on every rank, even if another machine has a different file at that path.
     """
@@ -127,7 +127,7 @@ def _run_script(path: str, source: bytes, *args: str) -> None:
 
 
 def _call_by_name(module: str, function: str, folder: str, *args: str) -> Any:
-    """In a rank: import the function as `python -m` in `folder` would find it, and call it."""
+    """Import the function in a rank, as `python -m` in `folder` would find it, and call it."""
     sys.argv = [f"{module}:{function}", *args]
     sys.path.insert(0, folder)
     value: Any = importlib.import_module(module)
@@ -135,8 +135,8 @@ def _call_by_name(module: str, function: str, folder: str, *args: str) -> Any:
         if not hasattr(value, name):
             close = get_close_matches(name, dir(value), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"{module}:{function}: there is no {name!r} in it.{hint}")
+            raise UsageError(f"{module}:{function}: the module has no {name!r}.{hint}")
         value = getattr(value, name)
     if not callable(value):
-        raise UsageError(f"{module}:{function} is not a function but {value!r}.")
+        raise UsageError(f"{module}:{function} is {value!r}, not a function.")
     return value(*args)

@@ -53,14 +53,14 @@ TRIED_ON = {"cuda"}
 
 WriteLine = Callable[[metrics_log.Line], None]
 Show = Callable[[int, metrics_log.Line], None]
-"Advances by a number of steps, and shows the metrics line of the step or validation."
+"A function that advances by a number of steps, and shows the metrics line of the step or validation."
 
 
 def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
     """Train as the rank that the environment variables define; rank 0 writes the run folder.
 
-    Returns rank 0's summary: the run's steps, the last or best metrics. Raises Interrupted once `stop_requested` on
-    any rank, after a checkpoint; Diverged after three steps in a row without a finite gradient; StorageError when a
+    Return rank 0's summary: the run's steps, the last or best metrics. Raises Interrupted once `stop_requested` on
+    any rank, after a checkpoint; Diverged after three steps in a row without a finite gradient; StorageError if a
     checkpoint cannot be written.
     """
     train, strategy = settings.job.train, plugins.load("strategies", settings.strategy)
@@ -85,7 +85,7 @@ def run_rank(settings: RankSettings, stop_requested: Callable[[], bool]) -> dict
 def _run(
     group: distributed.Group, settings: RankSettings, stop_requested: Callable[[], bool]
 ) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """Train; returns the summary and a function that writes the model folder. Neither refers to the process group."""
+    """Train; return the summary and a function that writes the model folder. Neither refers to the process group."""
     training, validation = load_rows(settings, group)
     train = settings.job.train
     total = total_steps(train, steps_per_epoch(training, train, settings.spec))
@@ -115,13 +115,13 @@ def _run(
 
 
 def _log_new_length(settings: RankSettings, progress: TrainProgress, total: int) -> None:
-    """Say what the learning rate does if the run was to be shorter when the checkpoint was written."""
+    """Log the change of the learning rate if the run had fewer steps when the checkpoint was written."""
     stored = {} if settings.checkpoint is None else atomic_io.read_json(Path(settings.checkpoint) / STATE)
     before, step, train = stored.get("total_steps", total), progress.step, settings.job.train
     if before != total and step < total:
         last, following = schedule.learning_rate(step - 1, before, train), schedule.learning_rate(step, total, train)
         log.info(
-            "the run has %d steps now, it had %d: train.schedule=%s is computed for all of them, so the learning rate "
+            "the run now has %d steps instead of %d: train.schedule=%s covers all of them, so the learning rate "
             "goes from %.3g in step %d to %.3g in step %d",
             *(total, before, train.schedule, last, step, following, step + 1),
         )
@@ -143,12 +143,14 @@ def train_loop(
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
     upcoming = deque(islice(batches, 1))
     saved_step = -1 if settings.checkpoint is None else progress.step
+    # All ranks have to agree on a stop even here: a rank that leaves alone lets the others hang in a collective.
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
         _metrics_writer(settings, group, progress) as write_line,
         _training_bar(group.rank, progress, total, settings.metric) as show,
     ):
         votes = _Votes(state, progress, train.checkpoint_every.seconds, stop_requested, writer, stop=stop)
+        # An fp16 step is scaled by the outcome of the one before, so it cannot be launched before that is read.
         read_at_once = state.precision.dtype is torch.float16
 
         def read() -> None:
@@ -163,10 +165,15 @@ def train_loop(
             at_end = step == total
             validate_now = progress.validated < step and (at_end or _is_due(train.validate_every, step, per_epoch))
             due = step > 0 and (step % per_epoch == 0 or _is_due(train.checkpoint_every, step, per_epoch))
+            # These conditions are equal on all ranks: they derive from the step's number or from reduced flags. A
+            # condition of one rank alone would let it validate or save while the others wait in the next step's
+            # collectives.
             if validate_now or due or votes.overdue or votes.stop or at_end or read_at_once:
                 read()
             not_validated = False
             if validation is not None and validate_now:
+                # After a request to stop, the validation is skipped: it could take longer than a cluster's grace
+                # period.
                 outcome = (
                     None if votes.stop else _validate(settings, state, progress, validation, stop_requested, writer)
                 )
@@ -178,6 +185,8 @@ def train_loop(
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
             finished = (at_end or out_of_patience) and not not_validated
+            # Everything has been read at this point, so the checkpoint has the outcome of its own last step in
+            # `progress`.
             if step != saved_step and (due or votes.overdue or votes.stop or finished):
                 saving.save(settings, state, progress, per_epoch, writer)
                 saved_step = step
@@ -185,6 +194,7 @@ def train_loop(
             if finished:
                 break
             if votes.stop:
+                # The process may be killed as soon as it reports the stop: the checkpoint has to be visible before.
                 writer.finish()
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
@@ -210,7 +220,8 @@ def _validate(
     stop_requested: Callable[[], bool],
     writer: CheckpointWriter,
 ) -> metrics_log.Line | None:
-    """Validate the model, or the average of its weights, and save it if it is the best so far; None: asked to stop."""
+    """Validate the model, or the average of its weights, and save it if it is the best so far. None if a stop was
+    requested."""
     averaged = settings.job.train.ema is not None
     with averages.exchanged(state.module, state.optimizer) if averaged else nullcontext():
         outcome = validate(state, rows, stop_requested)
@@ -223,7 +234,7 @@ def _validate(
 
 @dataclass
 class _Votes:
-    """What the ranks agree on at each step, and the step that is not read yet."""
+    """The flags that the ranks reduce at each step, and the step that is not read yet."""
 
     state: TrainState
     progress: TrainProgress
@@ -232,10 +243,10 @@ class _Votes:
     writer: CheckpointWriter
     stop: bool
     overdue: bool = False
-    "A checkpoint is, by rank 0's clock."
+    "A checkpoint is overdue by rank 0's clock."
     saved_at: float = field(default_factory=time.monotonic)
     pending: tuple[LaunchedStep, Draft | None] | None = None
-    "A launched step, and the checkpoint whose shard this rank reported as written in it, if it did."
+    "A launched step, and the checkpoint whose shard this rank reported as written in it, if any."
 
     def flags(self) -> list[bool]:
         """Return what this rank reports in a step: stop requested, checkpoint overdue, shard written."""
@@ -246,18 +257,24 @@ class _Votes:
         return [self.stop_requested(), late, self.writer.shard_written()]
 
     def read(self) -> metrics_log.Line | None:
-        """Wait for the pending step, act on what was reported in it, and return its metrics line; None: none pends."""
+        """Wait for the pending step, act on what was reported in it, and return its metrics line. None if no step is
+        pending."""
         if self.pending is None:
             return None
         (launched, oldest), self.pending = self.pending, None
         line, votes = read_step(launched, self.progress, self.state.group, self.state.speed)
+        # One rank's request is enough: SIGTERM may reach a single machine, and every rank reads the same sums. A stop
+        # remains set, because the rank that asked for it does not ask twice; `overdue` is asked again with each step.
         self.stop, self.overdue = self.stop or votes[0] > 0, votes[1] > 0
+        # Only when every rank has reported this shard: a checkpoint that is visible earlier could lack a shard after a
+        # crash. `oldest` is the checkpoint at the launch of that step. The oldest one now may be a later one, whose
+        # shards are not complete.
         if votes[2] == self.state.group.world_size:
             self.writer.commit(oldest)
         return line
 
     def saved(self) -> None:
-        """A checkpoint has begun; no step is pending."""
+        """Note that a checkpoint has begun; no step is pending."""
         self.saved_at, self.overdue = time.monotonic(), False
 
 
@@ -270,7 +287,7 @@ def _is_due(every: Every, step: int, per_epoch: int) -> bool:
 
 @contextmanager
 def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: TrainProgress) -> Iterator[WriteLine]:
-    """A function that appends a line to metrics.jsonl, truncated to `progress` first; a no-op on other ranks."""
+    """Yield a function that appends a line to metrics.jsonl, truncated to `progress` first; a no-op on other ranks."""
     if group.rank != 0:
         yield lambda line: None
         return
@@ -287,7 +304,7 @@ def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: 
 
 
 def _call(on_step: OnStep, line: metrics_log.Line, run: Path) -> None:
-    """Call the user's function; if it returns True, ask all ranks to stop as a person would."""
+    """Call the user's function; if it returns True, ask all ranks to stop, by the file `stop`."""
     try:
         stop = on_step(dict(line))
     except Exception as error:
@@ -300,7 +317,7 @@ def _call(on_step: OnStep, line: metrics_log.Line, run: Path) -> None:
 
 @contextmanager
 def _training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -> Iterator[Show]:
-    """A function that shows `progress` (updated in place) up to step `total`; `metric` chooses the best model."""
+    """Yield a function that shows `progress` (updated in place) up to step `total`; `metric` chooses the best model."""
     if rank != 0:
         yield lambda steps, outcome: None
         return

@@ -43,11 +43,11 @@ def run_with_restarts(
     store: CheckpointStore,
     identity: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Launch the ranks until they finish; returns rank 0's summary, its `world_size`, and the `steps` of this call.
+    """Launch the ranks until they finish; return rank 0's summary, its `world_size`, and the `steps` of this call.
 
-    `settings` are the fields of `RankSettings` that all attempts share; `strategy_for` gives the strategy for a number
-    of ranks. Checkpoints are in `store`; `identity` says which run they belong to. Raises RankFailed listing every
-    attempt when all are used up, FingerprintError when `store` belongs to another run, LeaseLost when another launch
+    `settings` are the fields of `RankSettings` that all attempts share; `strategy_for` returns the strategy for a
+    number of ranks. Checkpoints are in `store`; `identity` says which run they belong to. Raises RankFailed listing
+    every attempt when all are used up, FingerprintError if `store` belongs to another run, LeaseLost if another launch
     took it over.
     """
     from torchlake.checkpoints import format
@@ -59,14 +59,21 @@ def run_with_restarts(
     while True:
         if launch:  # a launch that was replaced must not take the store back
             location.check_owner(store, launch)
+        # New for each attempt: in a store elsewhere, a rank of the previous attempt that still runs can no longer
+        # publish.
         launch = secrets.token_hex(6)
+        # Claimed before it is read: otherwise a rank of the previous attempt could publish a checkpoint after the
+        # choice below, and this attempt would train the same steps again.
         location.claim(store, identity, launch)
+        # Read again for each attempt: the failed one may have saved, or the newest checkpoint may turn out to be
+        # corrupt.
         newest, problems = format.newest(store)
         step = 0 if newest is None else int(newest.state["step"])
         first = step if first is None else first
         for problem in problems:
             log.warning("%s", problem)
         where = "the beginning" if newest is None else f"step {step:,}"
+        # Asked for each attempt, because the machine of a dead rank is gone, and others may have joined.
         number = engine.num_ranks(processes, None)
         log.info("training on %d rank%s from %s", number, "s" * (number > 1), where)
         start = {
@@ -86,6 +93,8 @@ def run_with_restarts(
                     stop_file=str(run / folder.INTERRUPTED),
                 )
             return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
+        # Neither this nor OutOfMemory counts as a failure: both start again with other settings. Halving ends at one
+        # row, with a UsageError.
         except MoreRoom as request:
             log.info("%s", request)
         except OutOfMemory as error:
@@ -98,7 +107,7 @@ def run_with_restarts(
 
 
 def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One rank of the launch: what `engine.launch` runs. `settings` are the fields of `RankSettings`.
+    """Run one rank of the launch; called by `engine.launch`. `settings` are the fields of `RankSettings`.
 
     SIGTERM only sets a flag; the loop checks it, and the stop files in the run folder, where it can save. The handler
     must be in place before torch is imported, which takes seconds.
@@ -109,6 +118,7 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     interrupted = run / folder.INTERRUPTED
     if settings["job"].train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+    # Raising from the handler could interrupt a collective or a write in the middle; the loop stops between two steps.
     before = signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
 
     def stop_requested() -> bool:
@@ -124,6 +134,8 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
             return run_rank(RankSettings(**settings), stop_requested)
         except Interrupted as error:
             log.info("rank %d stopped: %s", rank, error)
+            # A signal wins over the files: the machine is going away, and a restart for more ranks would be killed with
+            # it.
             reason = next((reason for file, reason in reasons.items() if file.exists()), None)
             if reason is None or terminated.is_set() or interrupted.exists():
                 raise
@@ -140,6 +152,7 @@ def _watching_capacity(engine: Engine, processes: ProcessRange, number: int, run
     """While `number` ranks train, ask them to stop as soon as there is capacity for more."""
     stop_file, done = run / folder.MORE_ROOM, threading.Event()
     atomic_io.remove([stop_file, run / folder.INTERRUPTED])  # left by a killed launcher
+    # At the largest number there is nothing to wait for, and the thread would query the cluster for nothing.
     if number == process_bounds(processes)[1]:
         yield
         return
@@ -149,10 +162,10 @@ def _watching_capacity(engine: Engine, processes: ProcessRange, number: int, run
             try:
                 found = engine.num_ranks(processes, None, running=number)
             except Exception as error:  # any library's error; training continues
-                log.warning("cannot find out whether there is room for more ranks: %s", error)
+                log.warning("cannot determine whether there is capacity for more ranks: %s", error)
                 continue
             if found > number:
-                log.info("there is room for %d ranks, %d are training: they save and start again", found, number)
+                log.info("there is capacity for %d ranks and %d are training: they save and start again", found, number)
                 stop_file.touch()
                 return
 
@@ -162,6 +175,8 @@ def _watching_capacity(engine: Engine, processes: ProcessRange, number: int, run
         yield
     finally:
         done.set()
+        # Joined before the file is removed: the thread could create it afterwards, and stop the next attempt at its
+        # start.
         thread.join()
         atomic_io.remove([stop_file])
 

@@ -45,11 +45,11 @@ class RankSettings:
     metric: str
     "The validation metric that chooses the best model."
     checkpoint: str | None
-    "The checkpoint to continue from; None: from the base model."
+    "The checkpoint to continue from; None: start from the base model."
     attempt: str
     "Unique name of this launch."
     lease: tuple[str, str]
-    "The folder of the run's lease, and the token that has to be in it while this run may write."
+    "The folder of the run's lease, and the token that it contains while this run may write."
     on_step: OnStep | None = None
     "Called by rank 0 with every line of metrics.jsonl."
 
@@ -62,11 +62,11 @@ class Rows:
     numbers: np.ndarray
     "(N,) int64, rows of the table."
     seed: int | None = None
-    "Of augmentation, another one in each epoch; None: none."
+    "The seed of augmentation, different in each epoch; None: no augmentation."
 
     @property
     def lengths(self) -> np.ndarray:
-        """(N,) int64, what each row costs in a batch: its tokens."""
+        """What each row costs in a batch, its tokens: (N,) int64."""
         return self.table.lengths_of(self.numbers)
 
 
@@ -101,7 +101,7 @@ def pack_rows(rows: Rows, spec: TaskSpec) -> Rows:
     if not plugins.load("tasks", spec.task).packs:
         return rows
     tokens = rows.table.tokens
-    assert isinstance(tokens, batching.Ragged), "these are blocks already, or no texts"
+    assert isinstance(tokens, batching.Ragged), "these are blocks already, or not texts"
     pack = bins.pack_whole if spec.problem == "next_answer_token" else packing.pack
     blocks = pack(tokens, rows.numbers, spec.max_length)
     return Rows(loading.TokenTable(blocks, None), np.arange(len(blocks)))
@@ -128,10 +128,10 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def steps_per_epoch(training: Rows, train: TrainConfig, spec: TaskSpec) -> int:
-    """Optimizer steps of one pass over the rows, the short last one included; equal in all epochs."""
+    """Return the optimizer steps of one pass over the rows, the short last one included; equal in all epochs."""
     return math.ceil(len(pack_rows(training, spec).numbers) / train.batch_size)
 
 
 def total_steps(train: TrainConfig, per_epoch: int) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the optimizer steps of the whole run."""
     return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)

@@ -89,14 +89,14 @@ def model_exporter(
     """Return a function that writes the best model (without validation, the last) as a model folder; it needs no other
     rank.
 
-    Raises DataError when what is stored is damaged.
+    Raises DataError if a stored file is damaged.
     """
     store = checkpoints(settings)
     if progress.best is None:
         stored = format.step_path(store, progress.step, format.MODEL if settings.job.train.ema is None else "")
     else:
         stored = format.best_path(store, progress.best["step"])
-        log.info("the best model is that of step %d", progress.best["step"])
+        log.info("the best model is the one of step %d", progress.best["step"])
     tensors = format.load_model(stored, state.stored)
     if progress.best is None and settings.job.train.ema is not None:
         tensors |= format.load_field(stored, averages.AVERAGE, state.names)
@@ -125,7 +125,7 @@ def model_exporter(
 
 
 def _initial_model(settings: RankSettings) -> Any:
-    """Return the model that the run began with, heads that were drawn included."""
+    """Return the model that the run began with, including randomly initialized heads."""
     with torch.random.fork_rng([]):
         torch.manual_seed(settings.job.train.seed)
         task = plugins.load("tasks", settings.spec.task)
@@ -134,7 +134,7 @@ def _initial_model(settings: RankSettings) -> Any:
 
 @contextmanager
 def fenced(settings: RankSettings) -> Iterator[None]:
-    """Hold the run folder's lock while writing to it. Raises LeaseLost when another trainer has taken it over."""
+    """Hold the run folder's lock while writing to it. Raises LeaseLost if another trainer has taken it over."""
     folder, token = settings.lease
     with lease.locked(Path(folder)):
         if atomic_io.read_json(Path(folder) / "lease.json")["token"] != token:

@@ -1,6 +1,6 @@
 """The state of a training: the model, its optimizer and the progress. `setup.py` makes it.
 
-`rows.py` gives the rows of every batch, `TrainState.micro_batches` divides them among the ranks; each rank computes
+`rows.py` yields the rows of every batch, `TrainState.micro_batches` divides them among the ranks; each rank computes
 both.
 """
 
@@ -45,19 +45,19 @@ class TrainProgress:
     validated: int = 0
     "The step of the last validation."
     best: dict[str, Any] | None = None
-    "The best validation so far: its step and metrics. The earlier of equals."
+    "The best validation so far: its step and metrics. Of equal ones, the earlier."
     stale: int = 0
     "Validations since the best."
     non_finite: int = 0
     "Steps in a row that were not applied."
     loss: float | None = None
-    "Of the last applied step."
+    "The loss of the last applied step."
     loss_scale: float = 65536.0
     "Factor of the loss in fp16, so that small gradients are not rounded to zero."
     calm: int = 0
     "Steps in a row with finite gradients at this loss scale."
     seconds: float = 0.0
-    "Time in the training loop, over all restarts."
+    "Seconds in the training loop, over all restarts."
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ class TrainState:
     config: Any
     "The model's configuration, for the model folder."
     processor: Any
-    "The task's: its tokenizer."
+    "The task's processor, such as a tokenizer."
     optimizer: torch.optim.Optimizer
     names: list[str]
     "Names of the optimizer's parameters."
@@ -86,9 +86,9 @@ class TrainState:
     requested_tokens: int
     "train.micro_batch_tokens: tokens, padding included, that this rank may process at once."
     micro_batch_tokens: int
-    "The same, lowered after running out of memory."
+    "The same limit, lowered after memory ran out."
     limit_file: Path
-    "Where it is stored, so that a restarted run uses it at once."
+    "The file that stores the lowered limit, so that a restarted run uses it at once."
     filler: dict[str, np.ndarray]
     "The batch of one row that ranks without rows process."
     speed: Speed
@@ -97,7 +97,7 @@ class TrainState:
     collating: ThreadPoolExecutor | None = None
     "The threads that make batches ahead."
     collated: dict[Any, Future[Any]] = field(default_factory=dict)
-    "The batches that they make, by their rows."
+    "The batches that these threads make, by their rows."
     data_seconds: float = 0.0
     "Time spent on reading and padding rows, so far."
     objective: Objective = UNWEIGHTED
@@ -112,16 +112,19 @@ class TrainState:
     "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
 
     def forward(self, rows: Rows, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, dict[str, np.ndarray]]:
-        """Outputs (B, ...) of the rows at `positions` (B,) of `rows`, the sum of their losses, fp32, and their batch.
+        """Return outputs (B, ...) of the rows at `positions` (B,) of `rows`, the sum of their losses, fp32, and their
+        batch.
 
         A rank without rows processes the filler, to take part in every collective; its loss is 0. A model that computes
-        the loss in chunks returns no outputs; the loss is there twice.
+        the loss in chunks returns the loss also in place of the outputs.
         """
         answer, targets, batch = self._answer(rows, positions)
         if self.chunked and isinstance(answer, torch.Tensor):
             return answer, answer, batch
         outputs = self.task.checked_outputs(answer, len(next(iter(batch.values()))))
         if not len(positions):
+            # Times 0 instead of a constant: the loss must depend on the weights, or the backward pass would skip the
+            # collectives that the other ranks wait in.
             return outputs[:0], outputs.float().sum() * 0, batch
         if self.task.couples(self.spec):  # its loss is of the whole batch
             return outputs, torch.zeros((), device=outputs.device), batch
@@ -150,11 +153,13 @@ class TrainState:
         return self._compute(batch, packed=packed), targets, batch
 
     def collate_ahead(self, steps: Sequence[Rows]) -> None:
-        """Begin to make the micro-batches of the next steps in threads, if that takes the task long."""
+        """Begin to make the micro-batches of the next steps in threads, if that takes long for the task."""
         if not self.task.collates_ahead:
             return
         if self.collating is None:
             self.collating = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="collate")
+        # Which micro-batches these are may change (memory runs out). Then the key finds no batch, and it is made in
+        # place.
         wanted = [(rows, rows.numbers[positions]) for rows in steps for positions in self.micro_batches(rows)[0]]
         self.collated = {_key(*each): self.collating.submit(self._batch, *each) for each in wanted}
 
@@ -240,10 +245,10 @@ class TrainState:
         return pieces
 
     def shrink_micro_batches(self, error: Exception, rows: Rows, doing: str, *, repeatable: bool = True) -> None:
-        """Halve the micro-batches when `error` means that memory ran out over `rows`; re-raise any other error.
+        """Halve the micro-batches if `error` means that memory ran out over `rows`; re-raise any other error.
 
-        Raises OutOfMemory when ranks have to restart from the last checkpoint: if there are several, or if the work
-        (`doing`) is not `repeatable`. Raises UsageError when micro-batches have one row already.
+        Raises OutOfMemory if ranks have to restart from the last checkpoint: if there are several, or if the work
+        (`doing`) is not `repeatable`. Raises UsageError if micro-batches have only one row.
         """
         if not ran_out_of_memory(error):
             raise error
@@ -256,21 +261,25 @@ class TrainState:
                 "train.strategy=fsdp."
             ) from error
         largest = max(len(each) * int(lengths[each].max(initial=0)) for each in share)
+        # Half of what was computed, not half of the limit: the limit may be far above any batch of these rows.
         self.micro_batch_tokens = max(1, largest // 2)
         log.warning(
             "memory ran out over %d tokens while %s; micro-batches are limited to %d", largest, doing, largest // 2
         )
+        # Stored before the restart that `OutOfMemory` causes; the next attempt would otherwise fail in the same place.
         atomic_io.write_json(
             self.limit_file, {"asked": self.requested_tokens, "tokens": self.micro_batch_tokens}, site="run.micro_batch"
         )
+        # A rank that shrinks its micro-batches alone would run more collectives than the others, which then hang.
         if self.group.world_size > 1 or not repeatable:
             raise OutOfMemory(
-                f"memory ran out over {largest:,} tokens, padding counted, while {doing}; restarting with half as many"
+                f"memory ran out over {largest:,} tokens, including padding, while {doing}; restarting with half as "
+                "many"
             ) from error
 
     @contextmanager
     def restart_on_out_of_memory(self, rows: Rows, doing: str) -> Iterator[None]:
-        """When memory runs out inside, raise OutOfMemory for a restart from the last checkpoint."""
+        """Raise OutOfMemory, for a restart from the last checkpoint, if memory runs out inside the block."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -279,10 +288,12 @@ class TrainState:
     def release_memory(self) -> None:
         """Return the device's cached memory, so that it can be divided differently."""
         if self.group.device.type == "cuda":
+            # Blocks of the old sizes stay reserved: a smaller batch could fail beside gigabytes that nothing uses.
             torch.cuda.empty_cache()
 
     def micro_batches(self, rows: Rows) -> tuple[list[np.ndarray], int]:
-        """This rank's micro-batches, as positions in `rows`, and the tokens that all ranks compute, padding included.
+        """Return this rank's micro-batches, as positions in `rows`, and the tokens that all ranks compute, padding
+        included.
 
         Every rank has the same number; the last ones may be empty. A batch of coupled rows has all lengths, and CPUs
         gain little from large products, so there it is cut further to save padding.

@@ -50,15 +50,15 @@ class LaunchedStep:
     """A step that the device may still be computing."""
 
     line: metrics_log.Line
-    "What its metrics line has beside the numbers of the device."
+    "The part of its metrics line that does not come from the device."
     numbers: Reading
     "The loss summed over all ranks, the number of ranks that set each flag, the norm of the gradient."
     targets: float
     "The divisor of the loss."
     scaled: bool
-    "The loss was scaled up for fp16."
+    "Whether the loss was scaled up for fp16."
     operations: float
-    "Floating-point operations that its tokens need."
+    "The floating-point operations that the step's tokens need."
     began: Mark
     ended: Mark
 
@@ -93,15 +93,21 @@ def train_step(
         with distributed.explain_lost_peers(group, doing):
             norm = strategy.clip_norm(module, math.inf if train.clip_norm is None else train.clip_norm, scale)
         failpoint(f"rank{group.rank}.step")
+        # `flags` also makes the update below wait until a checkpoint in progress has copied the old weights.
         votes = distributed.to_device(np.array(flags(), dtype=np.float64), group.device)
+        # With tensor parallelism several ranks compute the same rows: one of them counts, else the loss is a multiple.
         counted = loss_sum if group.counts else torch.zeros_like(loss_sum)
         sums = distributed.sum_on_device(group, torch.cat([counted.double()[None], votes]), doing)
         norm = norm.to(group.device, torch.float64)
+        # From reduced numbers, so it is equal on all ranks. A decision from a rank's own gradients would let some ranks
+        # take the step and others skip it, and their weights would differ from then on.
         finite = (sums[0] + norm).isfinite()
         strategy.step(module, state.optimizer, finite)
         if train.ema is not None:
             averages.update(state.optimizer, train.ema, progress.step + 1, finite)
         numbers = distributed.start_reading(torch.cat([sums, norm[None]]))
+    # Counted before the outcome is known: a skipped step uses up its rows and its learning rate, so that the order of
+    # the rows stays a function of the step's number.
     progress.step += 1
     line = {
         "step": progress.step,
@@ -124,7 +130,7 @@ def train_step(
 
 
 def largest_batch(training: Rows, state: TrainState, settings: RankSettings) -> Rows:
-    """Rows of which each rank gets the largest micro-batch that the run can have, twice if a batch has several.
+    """Return rows of which each rank gets the largest micro-batch that the run can have, twice if a batch has several.
 
     For language models these are blocks of the first epoch. Cost: a sort of all lengths.
     """
@@ -141,7 +147,7 @@ def largest_batch(training: Rows, state: TrainState, settings: RankSettings) -> 
 def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
     """Compute gradients and an optimizer step over `rows` without changing weights, moments or random numbers.
 
-    Memory that runs out here costs seconds; on several ranks in the middle of a run it costs the steps since the last
+    Memory that runs out here costs seconds; in the middle of a run on several ranks it costs the steps since the last
     checkpoint. The step is one that the device skips; it creates the moments, which start at 0.
     """
     devices = [state.group.device] if state.group.device.type == "cuda" else []
@@ -162,7 +168,7 @@ def try_largest(state: TrainState, rows: Rows, train: TrainConfig) -> None:
 def read_step(
     launched: LaunchedStep, progress: TrainProgress, group: distributed.Group, speed: Speed
 ) -> tuple[metrics_log.Line, list[float]]:
-    """Wait for a step and record its outcome in `progress`; returns its metrics line and the number of ranks that set
+    """Wait for a step and record its outcome in `progress`; return its metrics line and the number of ranks that set
     each flag. Steps are read in their order.
     """
     line, began = launched.line, time.perf_counter()
@@ -184,7 +190,7 @@ def read_step(
 
 
 def _mark(device: torch.device) -> Mark:
-    """Now; on a GPU, when it gets here."""
+    """Return the current time; on a GPU, an event that is recorded when the device gets here."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -193,7 +199,7 @@ def _mark(device: torch.device) -> Mark:
 
 
 def _between(first: Mark, second: Mark) -> float:
-    """Seconds between two marks that have passed."""
+    """Return the seconds between two marks that have passed."""
     if isinstance(first, float) and isinstance(second, float):
         return second - first
     assert isinstance(first, torch.cuda.Event), "both are of one device"
@@ -204,13 +210,14 @@ def _between(first: Mark, second: Mark) -> float:
 def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) -> tuple[torch.Tensor, int]:
     """Add up the gradients of this rank's share of the rows, each loss times `factor`.
 
-    Returns the sum of the losses, () on the device, and the tokens that all ranks computed, padding included. When
+    Return the sum of the losses, () on the device, and the tokens that all ranks computed, padding included. When
     memory runs out, the micro-batches are halved: on one rank at once; with several, the others wait in collectives, so
     all ranks restart.
     """
     module, strategy = state.module, state.strategy
     while True:
         share, padded = state.micro_batches(rows)
+        # For each attempt, so that the random numbers that a failed one drew do not shift those of the next.
         torch.manual_seed(seed)
         loss_sum = torch.zeros((), device=state.group.device)
         try:
@@ -221,6 +228,8 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
                     loss_sum += _micro_batch_loss(state, rows, positions, factor)
             return loss_sum, padded
         except (RuntimeError, MemoryError) as error:
+            # On several ranks this raises: the others are inside the collectives of a backward pass that never
+            # completes.
             state.shrink_micro_batches(error, rows, "computing gradients")
         # Outside the handler: the error kept tensors alive.
         strategy.discard_gradients(module, state.optimizer)
@@ -230,7 +239,7 @@ def add_gradients(state: TrainState, rows: Rows, *, factor: float, seed: int) ->
 def _add_coupled_gradients(
     state: TrainState, rows: Rows, share: list[np.ndarray], factor: float, seed: int
 ) -> torch.Tensor:
-    """Add up the gradients of a loss that couples the rows of a batch; returns this rank's part of the loss, ().
+    """Add up the gradients of a loss that couples the rows of a batch; return this rank's part of the loss, ().
 
     The outputs of all micro-batches and ranks are computed first, then the loss's gradient by them. So neither the
     number of ranks nor the micro-batches change the loss. What does not fit into one micro-batch is computed first
@@ -247,6 +256,7 @@ def _add_coupled_gradients(
             output, nothing, _ = state.forward(rows, positions)
         outputs.append(output.float())
         nothings.append(nothing)
+    # Detached, because ranks exchange values only: each computes the gradient by the outputs of all of them.
     loss, gradient = _coupled_loss(state, rows, share, [output.detach() for output in outputs])
     wanted = [gradient[torch.from_numpy(positions).to(gradient.device)] for positions in share]
     # A rank without rows has no outputs: its `nothing` takes it through the collectives of the backward pass.
@@ -259,6 +269,7 @@ def _add_coupled_gradients(
         with nullcontext() if index == len(share) else state.strategy.no_sync(state.module):
             torch.manual_seed(seed + index)
             output, nothing, _ = state.forward(rows, positions)
+            # `each` is the loss's gradient by these outputs, so this product has the loss's gradient by the weights.
             state.strategy.backward(state.module, (output.float() * each).sum() * factor + nothing * 0)
     return loss
 
@@ -266,13 +277,14 @@ def _add_coupled_gradients(
 def _coupled_loss(
     state: TrainState, rows: Rows, share: list[np.ndarray], outputs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the batch's loss, and the loss's gradient by the outputs of all rows (B, ...)."""
+    """Return this rank's part of the batch's loss, and the loss's gradient by the outputs of all rows (B, ...)."""
     whole = torch.zeros(len(rows.numbers), *outputs[0].shape[1:], device=state.group.device)
     if state.group.counts:
         whole[torch.from_numpy(np.concatenate(share)).to(whole.device)] = torch.cat(outputs)
     whole = distributed.sum_on_device(state.group, whole, "gathering the batch's outputs").requires_grad_()
     loss = state.loss_of(whole, state.targets_of(rows, np.arange(len(rows.numbers))))
     (gradient,) = torch.autograd.grad(loss, whole)
+    # Every rank computes the whole loss, and the caller sums over ranks: without the division it counts once per rank.
     return loss.detach() / state.group.data_ranks, gradient
 
 
@@ -287,7 +299,7 @@ def _micro_batch_loss(state: TrainState, rows: Rows, positions: np.ndarray, fact
 
 
 def record_outcome(progress: TrainProgress, step: int, loss: float, norm: float, *, scaled: bool) -> None:
-    """Update `progress` by the outcome of a step; `scaled`: its loss was scaled up for fp16.
+    """Update `progress` with the outcome of a step; `scaled`: its loss was scaled up for fp16.
 
     Overflowing fp16 gradients are expected: the scale is halved, and the step does not count as non-finite.
     """
@@ -305,10 +317,10 @@ def record_outcome(progress: TrainProgress, step: int, loss: float, norm: float,
 
 
 def check_divergence(settings: RankSettings, progress: TrainProgress, step: int) -> None:
-    """Raise Diverged when no gradient of the last steps was finite."""
+    """Raise Diverged if none of the last steps had a finite gradient."""
     if progress.non_finite == MAX_NON_FINITE_STEPS:
         raise Diverged(
-            f"step {step:,}: the loss or its gradient was not finite {MAX_NON_FINITE_STEPS} times in a row, "
-            f"on other rows each time. The weights before are in {saving.checkpoints(settings)}. Lower "
+            f"step {step:,}: the loss or its gradient was not finite in {MAX_NON_FINITE_STEPS} steps in a row, "
+            f"each on other rows. The weights from before are in {saving.checkpoints(settings)}. Lower "
             "train.learning_rate, lengthen train.warmup, or use train.precision=fp32, in a new run folder."
         )

@@ -57,11 +57,11 @@ class Run:
     model: Path
     "The model folder in it."
     steps: int
-    "Optimizer steps of this call: fewer than the whole run when it was resumed."
+    "The optimizer steps of this call: fewer than those of the run if it was resumed."
     seconds: float
-    "Of this call."
+    "The seconds that this call took."
     metrics: dict[str, float]
-    "The best validation's; without validation, the last step's loss."
+    "The metrics of the best validation; without validation, the last step's loss."
     complete: bool
     "Whether the run was finished before this call."
 
@@ -117,16 +117,16 @@ def train(
     continues it. With `folds=5` it trains five times, each time validating on another fifth of the rows, in fold_1 to
     fold_5 below the run folder, and returns `Folds`: the mean and the standard deviation of the metrics.
 
-    `task` is a task of yours, an instance of a subclass of `torchlake.Task`; it takes the place of `model.task`. Give
-    it again to resume, and to `predict` and `evaluate`. `on_step` is called in rank 0's process with the numbers of
-    each step and validation (the lines of metrics.jsonl); if it returns True, the run stops after a checkpoint, and the
-    same call continues it.
+    `task` is an instance of your own subclass of `torchlake.Task`; it replaces `model.task`. Pass it again to resume,
+    and to `predict` and `evaluate`. `on_step` is called in rank 0's process with the numbers of each step and
+    validation (the lines of metrics.jsonl); if it returns True, the run stops after a checkpoint, and the same call
+    continues it.
 
-    Raises ConfigError for a wrong job, DataError for unusable tables, labels, models or checkpoints, FingerprintError
-    when the run folder or the checkpoint folder holds another job or the input has changed, Locked when another process
-    trains in it, Interrupted when stopped (after a checkpoint; StopAsked by `on_step` or a file `stop` in the run
-    folder), Diverged when the loss stays non-finite, StorageError when the disk is full or a storage cannot be reached,
-    RankFailed with all attempts when the ranks failed more often than `max_restarts`.
+    Raises ConfigError for an invalid job, DataError for unusable tables, labels, models or checkpoints,
+    FingerprintError if the run folder or the checkpoint folder holds another job or the input has changed, Locked if
+    another process trains in it, Interrupted when stopped (after a checkpoint; StopAsked by `on_step` or a file `stop`
+    in the run folder), Diverged if the loss stays non-finite, StorageError if the disk is full or a storage cannot be
+    reached, RankFailed with all attempts if the ranks failed more often than `max_restarts`.
     """
     began = time.monotonic()
     overrides = (*overrides, *([] if task is None else [f"model.task={plugins.give(task)}"]))
@@ -208,12 +208,12 @@ def _complete(job: Job, folder: Path, engine: Engine, finished: Mapping[str, Any
 
 
 def named_engine(engine: Engine | str | None) -> dict[str, Any]:
-    """Return the sections of a job that the argument `engine` stands for: a name is that of the section `engine`."""
+    """Return the argument `engine` as sections of a job: a name becomes the section `engine`."""
     return {"engine": {"name": engine}} if isinstance(engine, str) else {}
 
 
 def job_engine(job: Job, engine: Engine | str | None) -> Engine:
-    """Return the engine given as an object, else that of the job."""
+    """Return the engine given as an object, else the job's engine."""
     given = None if isinstance(engine, str) else as_engine(engine)
     return given or make_engine(job.engine.name, job.engine.processes, **job.engine.options)
 
@@ -225,7 +225,7 @@ def store_frame(frame: Any, path: Path, engine: Engine) -> None:
         streams.store(frame, path)
     elif path.exists():
         # Computing the frame again may take hours and may reorder its rows.
-        log.info("%s: the rows that the run began with are used", path)
+        log.info("%s: using the rows that the run began with", path)
     else:
         if type(engine).__name__.lower() != native_engine:
             engine = make_engine(native_engine, None)
@@ -237,7 +237,7 @@ def store_frame(frame: Any, path: Path, engine: Engine) -> None:
 
 
 def choose_strategy(job: Job, processes: int) -> str:
-    """Return the strategy's name, "auto" resolved. Raises UsageError when it cannot run the task or that number of
+    """Return the strategy's name, "auto" resolved. Raises UsageError if it cannot run the task or that number of
     ranks."""
     name = job.train.strategy
     if name == "auto":
@@ -245,7 +245,7 @@ def choose_strategy(job: Job, processes: int) -> str:
     strategy = plugins.load("strategies", name)
     if strategy.MAX_RANKS is not None and processes > strategy.MAX_RANKS:
         raise UsageError(
-            f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, {processes} were asked for. "
+            f"train.strategy {name!r} runs on {strategy.MAX_RANKS} process, and {processes} were requested. "
             "Use strategy auto or ddp, or engine.processes=1."
         )
     if processes % strategy.model_ranks(job.train):
@@ -274,13 +274,15 @@ def _check_tensor_parallel(job: Job, base: Path | None, processes: ProcessRange)
         raise UsageError(f"{name} needs a fixed number of ranks, and engine.processes is [{fewest}, {most}].")
     for option, used in {"model.lora": job.model.lora is not None, "train.compile": job.train.compile}.items():
         if used:
-            raise UsageError(f"{name} does not go with {option}: leave one of them out.")
+            raise UsageError(f"{name} cannot be combined with {option}. Remove one of them.")
     if base is None:
         raise UsageError(f"{name} splits the layers of a transformers model; model.base is null.")
     check_folder(base)
     reason = tensor_parallel_refusal(load_config(base), number)
     if reason is not None:
-        raise UsageError(f"{name}: {base}: {reason}. Leave it out: train.strategy=fsdp shards every model.")
+        raise UsageError(
+            f"{name}: {base}: {reason}. Remove the setting: train.strategy=fsdp shards every model without it."
+        )
 
 
 def choose_metric(job: Job, spec: TaskSpec) -> str:
@@ -322,7 +324,7 @@ def _check_columns(job: Job, folder: Path, engine: Engine, *, trained: bool) -> 
 
 
 def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:
-    """Tokenize the training table and the validation table, if any; returns the folders of token Parquet."""
+    """Tokenize the training table and the validation table, if any; return the folders of token Parquet."""
     folders = []
     for name, table in run_folder.stored_tables(job).items():
         options = run_folder.read_options_of(job, name)
@@ -348,7 +350,7 @@ def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder
             different = "\n".join(lines[:-1] or lines)  # without the last line, which is advice for outputs
             raise FingerprintError(
                 f"{different}\nThe training in {folder} cannot continue with a different {name} table: "
-                "give the original table, or a new run folder (--run)."
+                "use the original table, or name a new run folder (--run)."
             ) from error
         except OutputError as error:
             raise OutputError(f"{error} Delete {output}, and run the same command again.") from error
@@ -359,7 +361,7 @@ def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder
 
 
 def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path) -> None:
-    """Log what the data is, and store it in the run folder."""
+    """Log a summary of the data, and store it in the run folder."""
     facts = summary.summarize(job, spec, prepared)
     atomic_io.write_json(folder / summary.FILE, facts, site="run.data")
     for line in summary.summary_lines(facts):
@@ -367,7 +369,7 @@ def _summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path], folder: Path)
 
 
 def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:
-    """Raise FingerprintError when a table of a finished run has changed; a deleted table is accepted."""
+    """Raise FingerprintError if a table of a finished run has changed; a deleted table is accepted."""
     for name, table in run_folder.stored_tables(job).items():
         planned = {one.name: one for one in planned_inputs(folder / "prepared" / name)}
         try:
@@ -385,6 +387,6 @@ def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:
             continue
         if changed and planned:
             raise FingerprintError(
-                f"{folder}: is finished, and was trained on a different {name} table: {changed[0]} has changed since. "
-                "Give a new run folder (--run) to train on it."
+                f"{folder}: the run is finished, and its {name} table was different: {changed[0]} has changed since. "
+                "Name a new run folder (--run) to train on it."
             )

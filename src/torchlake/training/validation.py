@@ -19,7 +19,7 @@ Pieces = list[tuple[np.ndarray, np.ndarray]]
 
 
 def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) -> metrics_log.Line | None:
-    """Return the loss and the task's metrics over `rows`, each row once over all ranks; None when a rank was asked to
+    """Return the loss and the task's metrics over `rows`, each row once over all ranks; None if a rank was asked to
     stop.
 
     When memory runs out, it starts again with smaller micro-batches.
@@ -58,9 +58,9 @@ def validate(state: TrainState, rows: Rows, stop_requested: Callable[[], bool]) 
 def _validation_pass(
     state: TrainState, rows: Rows, pieces: Pieces | None, stop_requested: Callable[[], bool]
 ) -> float | None:
-    """Return the summed loss of this rank's share of the rows; adds their outputs to `pieces`, unless it is None.
+    """Return the summed loss of this rank's share of the rows; add their outputs to `pieces`, unless it is None.
 
-    Every rank runs the same number of batches and all stop after the same one; None when one was asked to stop.
+    Every rank runs the same number of batches and all stop after the same one; None if one was asked to stop.
     """
     group, loss_sum = state.group, 0.0
     for positions in state.micro_batches(rows)[0]:

@@ -151,7 +151,7 @@ def test_flex_attention_keeps_packed_texts_apart_like_sdpa(tmp_path: Path) -> No
 @pytest.mark.parametrize(("attention", "why"), [("flash", "needs a GPU"), ("flex", "needs a GPU")])
 def test_a_machine_without_a_gpu_refuses(attention: str, why: str, tmp_path: Path) -> None:
     model = model_of(tmp_path / "model", "llama")
-    with pytest.raises(UsageError, match=f"model.attention={attention}.*{why}.*Take sdpa"):
+    with pytest.raises(UsageError, match=f"model.attention={attention}.*{why}.*Use sdpa"):
         kernels.set_attention(model, attention, device=CPU, dtype=None)
 
 

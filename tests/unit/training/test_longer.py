@@ -37,7 +37,7 @@ def test_more_epochs_continue_a_finished_run(tmp_path: Path, tiny_bert: Path, sc
     assert len(losses) == 18
     train = TrainConfig.model_validate(more["train"])
     assert rates(tmp_path / "run")[9:] == [learning_rate(step, 18, train) for step in range(9, 18)]
-    assert "the run has 18 steps now, it had 9" in logged(tmp_path / "run")
+    assert "the run now has 18 steps instead of 9" in logged(tmp_path / "run")
     assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 18
     whole = runs.succeed(tmp_path / "whole", more)
     assert whole.steps == 18

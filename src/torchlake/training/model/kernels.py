@@ -45,7 +45,7 @@ KEPT = (
 def usable_precision(train: TrainConfig, model: nn.Module, task: Any, batch: probes.Batch, device: torch.device) -> str:
     """Return train.precision, or "bf16" for "auto" if the model cannot compute with 16-bit weights.
 
-    Raises ConfigError if they were asked for by name.
+    Raises ConfigError if train.precision names 16-bit weights.
     """
     precision = find_precision(train.precision, device)
     if precision.dtype is None or not precision.weights:
@@ -56,7 +56,7 @@ def usable_precision(train: TrainConfig, model: nn.Module, task: Any, batch: pro
     if train.precision != "auto":
         raise ConfigError(
             f"train.precision=bf16_weights: {type(model).__name__} cannot compute with weights in bf16 ({obstacle}). "
-            "Take train.precision=bf16, which converts the operands of each operation."
+            "Use train.precision=bf16, which converts the operands of each operation."
         )
     log.info("precision bf16 (autocast), because the model cannot compute with weights in bf16: %s", obstacle)
     return "bf16"
@@ -73,8 +73,8 @@ def recompute_activations(model: nn.Module, how: bool | str) -> None:
     """Let every transformer layer recompute its activations in the backward pass, if `how` says so.
 
     "selective": the outputs of the operators in `KEPT` are kept. Call it before `compile_layers`: then the compiler
-    sees what is recomputed. transformers has a switch for the same, but it asks a layer for its class, which FSDP
-    changes: under FSDP a compiled layer would keep everything.
+    is recomputed. transformers has a switch for the same, but it reads a layer's class, which FSDP changes: under FSDP
+    a compiled layer would keep everything.
     """
     if how:
         selected = {"context_fn": partial(create_selective_checkpoint_contexts, list(KEPT))}
@@ -95,9 +95,9 @@ def _recomputed(layer: nn.Module, options: dict[str, Any]) -> Callable[..., Any]
 
 
 def compile_layers(model: nn.Module, *, static: bool) -> None:
-    """Compile the `forward` of every transformer layer; `static`: batches have few shapes, else one graph has all.
+    """Compile the `forward` of every transformer layer; `static`: batches have few shapes, else one graph serves all.
 
-    Call it before a strategy wraps the model. Names of tensors stay.
+    Call it before a strategy wraps the model. Names of tensors do not change.
     """
     for layer in layers(model):
         # Not layer.compile(): that would trace the hooks that FSDP adds.
@@ -120,9 +120,9 @@ def set_attention(model: Any, attention: str, *, device: torch.device, dtype: to
             reason = str(error).partition("\n")[0]
         else:
             if model.config._attn_implementation != wanted:
-                reason = f"{type(model).__name__} has its own attention, which transformers cannot exchange"
+                reason = f"{type(model).__name__} has its own attention, which transformers cannot replace"
     if reason is not None:
-        raise UsageError(f"model.attention={attention}: {reason}. Take sdpa, or auto.")
+        raise UsageError(f"model.attention={attention}: {reason}. Use sdpa, or auto.")
 
 
 def _refusal(model: Any, attention: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
@@ -132,7 +132,7 @@ def _refusal(model: Any, attention: str, device: torch.device, dtype: torch.dtyp
     if attention in supported and not getattr(model, supported[attention], False):
         return f"transformers has no such attention for {type(model).__name__}"
     if attention in ("flash", "flex") and device.type != "cuda":
-        return "it needs a GPU: on CPUs there is no backward pass for it"
+        return "it needs a GPU: it has no backward pass on CPUs"
     if attention == "flash" and dtype is None:
         return "it computes in 16 bits only; set train.precision to bf16"
     # Without this check transformers would download a kernel.
@@ -152,7 +152,7 @@ def _attention_dropout(config: Any) -> float:
 def passes_positions(model: Any, row: torch.Tensor, forward: dict[str, Any]) -> bool:
     """Return whether every attention of the model gets the position ids of a row (1, L).
 
-    Flash attention finds the packed texts by them: without them it would mix texts, where sdpa has a mask.
+    Flash attention separates packed texts by them, where sdpa has a mask; without them it would mix the texts.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -180,9 +180,9 @@ def passes_positions(model: Any, row: torch.Tensor, forward: dict[str, Any]) -> 
 def masks_known(*, packed: bool) -> Iterator[None]:
     """Let transformers build attention masks without values from the device; `packed`: positions restart inside rows.
 
-    In each forward pass it looks whether a mask has padding and whether positions restart, and the host waits until the
-    device has finished everything before. `forward` knows: it gives a mask only for padding. Another version of
-    transformers that lacks these functions looks itself.
+    In each forward pass it checks whether a mask has padding and whether positions restart, and the host waits until
+    the device has finished everything before. `forward` knows the answer: it passes a mask only for padding. A version
+    of transformers that lacks these functions checks for itself.
     """
     answers = {"is_tracing": _look_at_no_value} | ({} if packed else {"find_packed_sequence_indices": _not_packed})
     before = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
@@ -196,9 +196,9 @@ def masks_known(*, packed: bool) -> Iterator[None]:
 
 
 def _look_at_no_value(tensor: torch.Tensor | None = None) -> bool:
-    """Return where values may decide, take the branch that is right for any."""
+    """Choose the branch that is right for any values."""
     return True
 
 
 def _not_packed(position_ids: torch.Tensor) -> None:
-    """Each row is one text."""
+    """State that each row is one text."""

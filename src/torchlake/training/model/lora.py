@@ -24,7 +24,7 @@ ADAPTER = "adapter"
 
 
 def check_installed() -> None:
-    """Raise MissingExtra with the pip line when peft is not installed."""
+    """Raise MissingExtra with the pip command if peft is not installed."""
     if find_spec("peft") is None:
         raise MissingExtra("model.lora needs the library 'peft', which is not installed: pip install 'torchlake[lora]'")
 
@@ -32,7 +32,7 @@ def check_installed() -> None:
 def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":
     """Return the model with adapters beside its linear layers; everything else but the head is frozen.
 
-    torch's global generator initializes A; B starts at zero. Raises MissingExtra without peft, ConfigError when
+    torch's global generator initializes A; B starts at zero. Raises MissingExtra without peft, ConfigError if
     `targets` matches no layer.
     """
     check_installed()

@@ -47,7 +47,7 @@ MICRO_BATCH = "micro_batch.json"
 def make_train_state(settings: RankSettings, group: Group, training: Rows) -> tuple[TrainState, TrainProgress]:
     """Load the model from the base or the checkpoint, wrap it with the strategy, and make its optimizer.
 
-    The model is first tried on a short and a long text or, if the task reads other things, on two `training` rows.
+    The model is first tried on a short and a long text or, if the task does not read texts, on two `training` rows.
     """
     job, spec = settings.job, settings.spec
     task, strategy = plugins.load("tasks", spec.task), plugins.load("strategies", settings.strategy)
@@ -152,7 +152,7 @@ def _set_up(
 def _wrap(
     strategy: ModuleType, model: nn.Module, group: Group, train: TrainConfig, scales: Mapping[str, float]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the wrapped model and its optimizer. Raises UsageError when the model does not fit into the device's
+    """Return the wrapped model and its optimizer. Raises UsageError if the model does not fit into the device's
     memory."""
     try:
         wrapped: tuple[nn.Module, torch.optim.Optimizer] = strategy.wrap(
@@ -169,6 +169,6 @@ def _wrap(
 
 
 def _tokens_that_fit(limit_file: Path, requested_tokens: int) -> int:
-    """`requested_tokens`, or what an earlier attempt with the same request found to fit."""
+    """Return `requested_tokens`, or what an earlier attempt with the same request found to fit."""
     noted = atomic_io.read_json(limit_file) if limit_file.exists() else {}
     return min(requested_tokens, int(noted["tokens"])) if noted.get("asked") == requested_tokens else requested_tokens

@@ -1,4 +1,4 @@
-"""What a model is like, found on a few short rows by the one rank that always has weights, and sent to the others.
+"""Properties of a model, found on a few short rows by the one rank that always has weights, and sent to the others.
 
 Ranks whose weights are on the meta device cannot compute. Besides, the answers decide which collectives a step has, so
 they have to be equal on all ranks.
@@ -23,14 +23,14 @@ from torchlake.training.model import kernels
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a model is like; plain values, which ranks send as JSON."""
+    """Properties of a model; plain values, which ranks send as JSON."""
 
     unreached: list[str]
     "Names of the parameters that the loss does not depend on."
     stored: list[str]
-    "Names of the tensors that a checkpoint stores: all, or of a partly frozen model the trained ones; tied ones once."
+    "Names of the tensors that a checkpoint stores: all, or the trained ones of a partly frozen model; tied ones once."
     precision: str
-    "train.precision, or what stands in for it because the model cannot compute in it."
+    "train.precision, or its substitute if the model cannot compute in it."
     equal_lengths: bool
     "Whether a micro-batch may hold only rows of equal length, because padding would change the logits."
     isolates: bool
@@ -40,7 +40,7 @@ class Traits:
 
 
 def stores_all(job: Job) -> bool:
-    """Return whether checkpoints hold the whole model; else the trained part, beside which the base's files have the
+    """Return whether checkpoints hold the whole model; else they hold the trained part, and the base's files have the
     rest."""
     return job.model.lora is None and job.model.freeze is None
 
@@ -58,7 +58,7 @@ def find_traits(
     """Test `model`, which is `base` with or without adapters, on the two rows `made`.
 
     The parameters that are not reached are frozen; the model is in training mode afterwards. Raises DataError if it
-    cannot process the rows, ConfigError if it cannot compute in a precision that was asked for by name, TaskError if
+    cannot process the rows, ConfigError if it cannot compute in the precision that the job names, TaskError if
     the outputs of a task's own module do not fit the task.
     """
     train, batches = job.train, probes.batches(task, made, processor, spec)
@@ -76,7 +76,7 @@ def find_traits(
     if equal_lengths and sum(name in batch for name in task.token_arrays) > 1:
         raise ConfigError(
             f"{job.model.base}: padding changes the vectors of a model of type {base.config.model_type!r}, and texts "
-            "of a pair are padded to the longest of their batch. Take another encoder; this one can only be scored."
+            "of a pair are padded to the longest of their batch. Use another encoder; this one can only score."
         )
     weights = model.state_dict()
     if not stores_all(job):
@@ -99,13 +99,13 @@ def find_traits(
 
 
 def try_task(model: nn.Module, task: Any, batch: probes.Batch, processor: Any, spec: TaskSpec) -> None:
-    """Take one row through all methods of a task that training and scoring will call; raises their TaskErrors."""
+    """Pass one row through all methods of a task that training and scoring call. Raises their TaskErrors."""
     with torch.no_grad(), probes.evaluating(model):
         outputs = task.checked_outputs(probes.run(model, task, batch), 1)
     kept = task.reduce_outputs(outputs.float().cpu().numpy(), batch, spec)
     table = task.output_columns(task.answers(kept, spec), processor, spec)
     if table.schema != task.output_schema(spec) or len(table) != 1:
         raise TaskError(
-            f"the task {task.name!r}: output_columns made {len(table)} rows of {table.schema.to_string()!r} for one "
-            f"row; output_schema is {task.output_schema(spec).to_string()!r}"
+            f"the task {task.name!r}: output_columns returned {len(table)} rows of {table.schema.to_string()!r} for "
+            f"one row; output_schema is {task.output_schema(spec).to_string()!r}"
         )
