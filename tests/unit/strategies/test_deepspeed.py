@@ -204,7 +204,10 @@ def train_config(path: Path, given: Any, **fields: Any) -> TrainConfig:
         ),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "main memory (cpu) is the only place"),
         ({"zero_optimization": {"compute_grad_norm": False}}, "the norm decides whether a step is applied"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow: is a different optimizer"),
+        (
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            "zero_optimization.zenflow: is a different optimizer",
+        ),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "offload_optimizer.ratio=0.5: the job has 1.0"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum': the job has 'mean', always"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states=True"),
