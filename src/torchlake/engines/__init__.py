@@ -32,9 +32,9 @@ Worker = Callable[[Iterator[Any]], Iterator[Any]]
 ProcessRange = int | tuple[int, int]
 "A number of processes, or (minimum, maximum)."
 SPREAD_BYTES = 1 << 30
-"Less is read by threads of this process in seconds, while processes start."
+"If the items read less than this, threads of this process do it in seconds, while processes would still start."
 SPREAD_MEMORY = 1 << 30
-"Bytes of memory for a process that hashes, sorts keys or checks parts."
+"The memory in bytes of a process that hashes, sorts keys or checks parts."
 
 
 class Engine(ABC):
@@ -96,13 +96,13 @@ class Engine(ABC):
     ) -> Any:
         """Run `fn(*args)` as that many ranks at the same time and return rank 0's value.
 
-        With a range of `processes` (minimum, maximum), as many start as fit now. `gpus_per_process=None` requests one
-        GPU per rank if the engine's machines have any; too few GPUs are an error, because training on CPUs is a hundred
-        times slower.
-        The error of the first rank that fails is raised, and the other ranks are stopped: its TorchlakeError as itself,
-        else RankFailed with its traceback or the signal that killed it. Interrupted or KeyboardInterrupt in the calling
-        thread asks every rank to stop, waits up to `grace_s` seconds, and raises Interrupted. Ranks are asked by
-        SIGTERM or, if an engine's tasks take no signals, by creating `stop_file`, for which they have to look.
+        With a range of `processes` (minimum, maximum), as many ranks start as fit now. `gpus_per_process=None` requests
+        one GPU per rank if the engine's machines have any; too few GPUs are an error, because training on CPUs is a
+        hundred times slower. The error of the first rank that fails is raised, and the other ranks are stopped: its
+        TorchlakeError as itself, else RankFailed with its traceback or the signal that killed it. Interrupted or
+        KeyboardInterrupt in the calling thread asks every rank to stop, waits up to `grace_s` seconds, and raises
+        Interrupted. Ranks are asked by SIGTERM or, if an engine's tasks get no signals, by creating `stop_file`, which
+        they have to check.
         """
 
     def spread(
@@ -135,7 +135,7 @@ class Engine(ABC):
         """
 
     def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
-        """Return the number of ranks, up to `most`, that a group can have now, including the `running` ones it already
+        """Return the number of ranks, up to `most`, that a group can have now, including the `running` ones that it
         has."""
         return most
 
@@ -176,31 +176,32 @@ def _item_label(item: tuple[int, Any]) -> str:
 
 
 def at_least_one(number: int, name: str = "processes") -> int:
-    """Return `number`; raises UsageError if it is below 1."""
+    """Return `number`. Raises UsageError if it is below 1."""
     if number < 1:
-        raise UsageError(f"{name} is {number}; it has to be 1 or more.")
+        raise UsageError(f"{name} must be 1 or more, not {number}.")
     return number
 
 
 def process_bounds(processes: ProcessRange) -> tuple[int, int]:
-    """Return (minimum, maximum); raises UsageError unless 1 <= minimum <= maximum."""
+    """Return (minimum, maximum). Raises UsageError unless 1 <= minimum <= maximum."""
     fewest, most = (processes, processes) if isinstance(processes, int) else processes
     if fewest > most:
-        raise UsageError(f"processes is ({fewest}, {most}); the fewest come first.")
+        raise UsageError(f"processes is ({fewest}, {most}), but the minimum must come first.")
     return at_least_one(fewest), most
 
 
 def as_engine(engine: Engine | str | None) -> Engine | None:
-    """Return an engine given as itself or by name ("local", "spark", "ray") with its default options; None for None.
+    """Return an engine that is given as an object or by name ("local", "spark", "ray") with its default options; None
+    for None.
 
-    Raises UsageError for an unknown name and for another object, such as a Spark session.
+    Raises UsageError for an unknown name and for any other object, such as a Spark session.
     """
     if engine is None or isinstance(engine, Engine):
         return engine
     if isinstance(engine, str):
         return make_engine(engine, None)
     raise UsageError(
-        f"engine is a {type(engine).__name__}; give a name ({', '.join(plugins.names('engines'))}), or an engine such "
+        f"engine is a {type(engine).__name__}. Pass a name ({', '.join(plugins.names('engines'))}), or an engine such "
         "as torchlake.Spark(session)."
     )
 

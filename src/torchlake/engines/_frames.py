@@ -1,6 +1,6 @@
 """Apply a worker to Arrow batches of an engine's own frames, inside the engine's processes.
 
-The worker, with its model, is made once per process and used by all tasks there. A task with granted GPUs runs its
+The worker, with its model, is made once per process and used by all tasks in it. A task with granted GPUs runs its
 worker in a child process, because the engine may grant other GPUs to the next task of this process, and CUDA reads its
 device list only once. Cost of the child: batches cross a socket, about 1 ms per megabyte.
 """
@@ -37,7 +37,7 @@ def recently_used(
 
 
 def cached_worker(payload: bytes, gpus: Sequence[str] | None = None, driver: Driver | None = None) -> Transform:
-    """Return the worker that the packed `make_worker` makes; the same one for the same payload and GPUs."""
+    """Return the worker of the packed `make_worker`; the same one for the same payload and GPUs."""
 
     def make() -> Transform:
         (make_worker,) = pickle.loads(payload)

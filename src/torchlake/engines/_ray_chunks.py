@@ -40,6 +40,7 @@ class ChunkActor:
     def __init__(self, driver: Driver, payload: bytes, variables: Mapping[str, str]) -> None:
         self._driver = driver
         self._messages, self._ended = SimpleQueue[Message](), True
+        # Calls of one actor overlap: the next bundle arrives while the last one still waits for its results.
         self._lock, self._reading = threading.Lock(), set[SimpleQueue[Message]]()
         self._process = driver.chunk_process(payload, variables, granted_gpus())
 
@@ -49,13 +50,17 @@ class ChunkActor:
 
     @ray.method(num_returns="streaming")
     def run(self, bundle: bytes) -> Iterator[list[tuple[str, Any]]]:
-        """Run the chunks in order; yields lists of (kind, value) as in `chunk_process.Message`."""
+        """Run the chunks in order; yield lists of (kind, value) as in `chunk_process.Message`."""
         chunks, messages = pickle.loads(bundle), SimpleQueue[Message]()
         with self._lock:
+            # Replaced under the lock, because a call that ends at this moment passes a late failure on to
+            # `self._messages`.
             before, self._messages, self._ended = self._messages, messages, False
             is_read = before in self._reading  # the last call still waits for results: they are its own
             self._reading.add(messages)
         self._process.submit(chunks, messages)
+        # Between two calls no call reads. A failure of the child in that time is in the old queue, and without it the
+        # driver would wait forever for results.
         if not is_read:
             _pass_on_failures(before, messages)
         left = len(chunks)
@@ -63,18 +68,21 @@ class ChunkActor:
             events = [message[1:] for message in drain(messages)]
             kinds = [kind for kind, _ in events]
             self._ended = "ended" in kinds or "failed" in kinds
+            # After a failure no result follows; to wait for one would block the actor for good.
             left = 0 if "failed" in kinds else left - kinds.count("result")
             yield events
         with self._lock:
             self._reading.remove(messages)
             latest = self._messages
+        # A failure after the last result belongs to the next bundle, which reads another queue.
         if latest is not messages:
             _pass_on_failures(messages, latest)
 
     def finish(self) -> Failure | None:
-        """Let the child end its generator; returns its failure, or None."""
+        """Let the child end its generator; return its failure, or None."""
         while not self._ended:
             self._process.finish()
+            # A call that is still running reads the messages itself; taking one here would keep it from that call.
             if self._reading:  # by calls
                 time.sleep(0.01)
                 continue
@@ -149,6 +157,8 @@ class ChunkJob:
     def run(self) -> Generator[Any, None, None]:
         """Run all chunks, then stop all actors."""
         share, strategy = self._demand.share, self._demand.strategy
+        # Three calls of an actor at a time: a bundle, the next one, and `finish` or `stop`, which must not wait behind
+        # them.
         self._actor_class = ray.remote(ChunkActor).options(
             **share.options, scheduling_strategy=strategy, max_concurrency=3
         )
@@ -169,10 +179,12 @@ class ChunkJob:
         A busy actor gets no chunk that an idle or a starting actor could run.
         """
         starting = sum(not actor.ready for actor in self._actors)
+        # Idle actors first: a bundle behind a busy one would wait although a process is free.
         for actor in sorted(self._actors, key=lambda one: bool(one.calls)):
             if not actor.ready or actor.ending:
                 continue
             if self._todo and (not actor.calls or (actor.needs_chunk and len(self._todo) > starting)):
+                # Smaller bundles toward the end, so that the last ones end at about the same time.
                 size = len(self._todo) // (max(len(self._actors), self._demand.at_once) * BUNDLES_PER_ACTOR)
                 bundle = deque(self._todo.popleft() for _ in range(max(1, min(MAX_BUNDLE_CHUNKS, size))))
                 call = actor.handle.run.options(name=self._title(bundle))
@@ -192,6 +204,7 @@ class ChunkJob:
         """Start an actor for every waiting chunk, as far as the demand allows, and remove superfluous ones."""
         starting = [actor for actor in self._actors if not actor.ready]
         others = sum(actor.ready and not actor.ending for actor in self._actors)
+        # Actors without a place are demand that an autoscaler serves: more of them than chunks would start idle nodes.
         for actor in starting[len(self._todo) :]:
             self._remove(actor)
         most = min(len(self._todo), self._demand.most - others, max(1, others, self._demand.at_once - others))
@@ -202,12 +215,13 @@ class ChunkJob:
             self._calls[actor.handle.ready.options(name=f"{self._name}: start").remote()] = (actor, None)
 
     def _wait(self) -> list[Any]:
-        """Return the calls that have news."""
+        """Return the calls that have results or have ended."""
         calls = list(self._calls)
         wait_s = None
         if self._waiting_since is not None:
             wait_s = max(0.0, self._waiting_since + WARN_S - time.monotonic())
         found, _ = ray.wait(calls, num_returns=1, timeout=wait_s)
+        # All that are ready: one at a time, a busy actor at the head of the list could keep the others waiting.
         if found:
             return list(ray.wait(calls, num_returns=len(calls), timeout=0)[0])
         self._waiting_since = None
@@ -219,12 +233,13 @@ class ChunkJob:
         return []
 
     def _receive(self, call: Any) -> Iterator[Any]:
-        """Process the news of a call; yields results."""
+        """Process the results or the end of a call; yield results."""
         actor, bundle = self._calls[call]
         try:
             news = ray.get(call if bundle is None else next(call))
         except StopIteration:
             del self._calls[call]
+        # An exception of the actor's own code, not of a chunk: another actor would raise it again.
         except RayTaskError as error:
             raise RankFailed(f"worker {actor.number} failed: {error}", rank=actor.number) from error
         except RayError as error:
@@ -236,6 +251,7 @@ class ChunkJob:
                 del self._calls[call]
                 if news is not None:
                     raise to_exception(news, rank=actor.number, who="worker")
+                # The first answer of an actor is that of `ready`, the second that of `finish`.
                 actor.ended = actor.ready
                 actor.ready, self._early_deaths, self._waiting_since = True, 0, None
             if actor.ended and not actor.calls:
@@ -257,11 +273,14 @@ class ChunkJob:
             yield unpack(value)
 
     def _handle_lost_actor(self, actor: _Actor, error: RayError) -> None:
-        """Requeue the unfinished chunks of a lost actor; raises RankFailed if that has happened too often."""
+        """Requeue the unfinished chunks of a lost actor. Raises RankFailed if that has happened too often."""
         self._remove(actor)
+        # To the front, in their order: a chunk that kills its processes is found before many others have waited.
         lost = [chunk for bundle in actor.calls for chunk in bundle]
         self._todo.extendleft(reversed(lost))
         log.info("%s: the actor of worker %d was lost: %s", self._name, actor.number, error)
+        # Otherwise a pool that cannot start, for example without a library, would be replaced forever. The number of
+        # actors is added because one lost machine may take several that are starting.
         if not actor.ready:
             self._early_deaths += 1
             if self._early_deaths >= MAX_EARLY_DEATHS + len(self._actors):

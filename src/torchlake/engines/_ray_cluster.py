@@ -36,19 +36,19 @@ class ProcessResources:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """Amounts by Ray's names, as for a bundle of a placement group."""
+        """The amounts by Ray's names, as for a bundle of a placement group."""
         own = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory or 0, **self.resources}
         return {name: amount for name, amount in own.items() if amount}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of an actor."""
+        """Return the options of an actor."""
         own = {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources)}
         return own if self.memory is None else {**own, "memory": self.memory}
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables for as many threads as CPUs."""
+        """Return environment variables for as many threads as CPUs."""
         return thread_variables(max(1, int(self.cpus)))
 
     def count_on(self, nodes: Iterable[Mapping[str, float]]) -> int:
@@ -60,7 +60,7 @@ class ProcessResources:
 
 
 def join(address: str | None, processes: int | None) -> bool:
-    """Join the cluster or start one; returns whether it was started by this process."""
+    """Join the cluster or start one; return whether this process started it."""
     address = address or os.environ.get("RAY_ADDRESS")  # set by `ray job submit`
     if not ray.is_initialized():
         if address is not None:
@@ -91,7 +91,7 @@ def free_nodes() -> list[dict[str, float]]:
 
 
 def free_capacity(most: int, share: ProcessResources, *, running: int = 0, wait_s: float = RELEASE_S) -> int:
-    """Return how many processes fit now, up to `most`, including the `running` ones; waits up to `wait_s` for all."""
+    """Return how many processes fit now, up to `most`, including the `running` ones. Waits up to `wait_s` for all."""
     deadline = time.monotonic() + wait_s
     while (found := running + share.count_on(free_nodes())) < most and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -123,7 +123,7 @@ def end_actors(calls: Iterable[Any], actors: Iterable[Any]) -> None:
 
 
 def format_resources(amounts: Mapping[str, float]) -> str:
-    """Format resources as in "2 CPUs, 1 GPU"."""
+    """Format resources, for example as "2 CPUs, 1 GPU"."""
     kinds = {name: f"{name}{'s' * (amount != 1)}" for name, amount in amounts.items() if name in ("CPU", "GPU")}
     return ", ".join(f"{amount:,g} {kinds.get(name, name)}" for name, amount in amounts.items()) or "nothing"
 
@@ -131,8 +131,8 @@ def format_resources(amounts: Mapping[str, float]) -> str:
 def _start_here(cpus: int) -> None:
     """Start Ray on this machine, reachable only from it.
 
-    On Linux Ray's processes listen on all interfaces, whatever address `ray.init` gets, unless the switch is off that
-    Ray turns off itself on macOS and Windows.
+    On Linux Ray's processes listen on all interfaces, whatever address `ray.init` gets, unless this switch is off; on
+    macOS and Windows Ray turns it off itself.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -90,7 +90,7 @@ class RankActor:
 
     @ray.method(num_returns="streaming")
     def run(self, payload: bytes, variables: Mapping[str, str]) -> Iterator[list[tuple[str, Any]]]:
-        """Run the rank; yields its events and ("output", (stream, lines)). The last event is its exit."""
+        """Run the rank; yield its events and ("output", (stream, lines)). The last event is its exit."""
         said = SimpleQueue[tuple[str, Any]]()
         with ExitStack() as stack:
             output = stack.enter_context(capture_output(lambda stream, lines: said.put(("output", (stream, lines)))))

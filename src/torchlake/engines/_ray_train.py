@@ -2,7 +2,8 @@
 
 Ray Train numbers the workers; rank 0 reserves a port and broadcasts its address. A worker raises the failure of its
 rank as plain values, so that the first one is found as in any launch. `UNSUPPORTED` lists what Ray Train cannot do.
-Cost: Ray Train's own workers import torch and form a process group too, about 20 s for two workers on two cores.
+Cost: Ray Train's own workers import torch and form a process group, which takes about 20 s for two workers on two
+cores.
 """
 
 import tempfile
@@ -34,9 +35,9 @@ class RankError(Exception):
 
 
 def launch_with_torch_trainer(job: RankJob) -> Any:
-    """Run the ranks and return rank 0's value. Raises as `Engine.launch`."""
+    """Run the ranks and return rank 0's value. Raises the errors of `Engine.launch`."""
     if job.share.gpus > 1:
-        raise UsageError(f"gpus_per_process is {job.share.gpus:g}; TorchTrainer gives a rank one GPU.")
+        raise UsageError(f"gpus_per_process is {job.share.gpus:g}, but TorchTrainer gives each rank one GPU.")
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -81,7 +82,7 @@ def _first_of(error: Exception) -> Exception:
 
 
 def _run_rank(config: Mapping[str, Any]) -> bytes | None:
-    """Run the rank of a Ray Train worker as a child process; returns its packed value or raises RankError."""
+    """Run the rank of a Ray Train worker as a child process; return its packed value. Raises RankError."""
     from ray.train import get_context
     from ray.train.collective import broadcast_from_rank_zero
 

@@ -40,9 +40,9 @@ class ChunkJob:
     bundles: dict[int, bytes]
     name: str
     lanes: Sequence[Mapping[str, str]] | None = None
-    "Environments of the tasks that may run at the same time; None: as many as Spark has slots."
+    "The environments of the tasks that may run at the same time; None: as many as Spark has slots."
     profile: Any = None
-    "ResourceProfile of the tasks."
+    "The ResourceProfile of the tasks."
 
 
 def bundled(todo: Sequence[Any], slots: int, lanes: int) -> dict[int, bytes]:
@@ -51,6 +51,7 @@ def bundled(todo: Sequence[Any], slots: int, lanes: int) -> dict[int, bytes]:
     With `lanes` (a limit on concurrent tasks) bundles are larger, because a task may run where no model is loaded yet.
     """
     size = len(todo) // (lanes * TASKS_PER_LANE if lanes else slots * TASKS_PER_SLOT)
+    # Capped without lanes: results reach the driver when a task ends, and a lost task repeats its whole bundle.
     size = max(1, size if lanes else min(MAX_BUNDLE_CHUNKS, size))
     return {number: pack(*todo[first : first + size]) for number, first in enumerate(range(0, len(todo), size))}
 
@@ -66,6 +67,8 @@ def run_job(job: ChunkJob) -> Generator[Any, None, None]:
                 if index not in missing:
                     continue  # Spark ran the task twice
                 failure = failure_of(results)
+                # Raised here, not in the task: Spark would retry the task, and report the error only after the last
+                # attempt.
                 if failure is not None:
                     raise to_exception(failure, rank=index, who="the worker of task")
                 del missing[index]
@@ -76,6 +79,7 @@ def run_job(job: ChunkJob) -> Generator[Any, None, None]:
         if not missing:
             return
         reason = submission.reason or "Spark ended the job without all results"
+        # Progress resets the count: a long job on preemptible machines may lose executors for days.
         stalls = 0 if len(missing) < before else stalls + 1
         if stalls == MAX_STALLS or submission.canceled:
             raise RankFailed(f"{len(missing)} of {len(job.bundles)} tasks of {job.name} did not end: {reason}", rank=0)
@@ -112,6 +116,7 @@ class _Submission:
 
     def close(self) -> None:
         """Cancel what is still running, and wait for it to end."""
+        # Before the jobs are canceled: a lane whose job ends would otherwise submit the next bundle.
         self._left.clear()
         self._jobs.close(CANCEL_S)
 
@@ -122,12 +127,15 @@ class _Submission:
 
     def _lane_ended(self, error: Exception | None) -> None:
         if error is not None:
+            # The other lanes see it and take no more bundles; `run_job` submits what is missing.
             self.reason = reason_of(error)
+        # One mark for each lane: `results` counts them.
         self._inbox.put(None)
 
     def _next(self) -> list[tuple[int, bytes]]:
         """Return all bundles, or one of them if lanes limit the concurrent tasks."""
         bundles = []
+        # `popleft` instead of a check of the length: lanes take bundles from several threads at once.
         with suppress(IndexError):
             while True:
                 bundles.append(self._left.popleft())
@@ -142,12 +150,15 @@ class _Submission:
         if self._job.profile is not None:
             tasks = tasks.withResources(self._job.profile)
         # Spark keeps separate Python workers per environment, so the model of a lane stays loaded.
+        # `tasks.id()` copies the environment of the context, which all lanes share, into the job.
         with self._building, _added(context.environment, environment):
             tasks.id()
         tasks.collect()
 
     def _run_connect(self, bundles: list[tuple[int, bytes]]) -> None:
         rows = pa.table({"index": [index for index, _ in bundles], "chunks": [chunks for _, chunks in bundles]})
+        # From one partition `repartition` deals rows round robin, one bundle to each task; from several partitions two
+        # bundles could meet in one task.
         frame = self._session.get().createDataFrame(rows).coalesce(1).repartition(len(bundles))
         for row in frame.mapInArrow(partial(run_batches, self._job.task), _RESULTS).toLocalIterator():
             self._inbox.put((row["index"], pickle.loads(bytes(row["results"]))))
@@ -159,6 +170,8 @@ _RESULTS = "index long, results binary"
 def _report(task: ChunkTask, results: Any, bundles: Iterator[tuple[int, bytes]]) -> Iterator[int]:
     """Run a Spark task; the driver gets the accumulated results when the task has ended."""
     for index, chunks in bundles:
+        # `collect` returns the task's rows only when all tasks have ended; the accumulator arrives with the end of this
+        # one.
         results.add([run_bundle(task, index, chunks)])
         yield index
 
@@ -187,6 +200,7 @@ class _Inbox(AccumulatorParam[list[Result]]):
         return []
 
     def addInPlace(self, value1: list[Result], value2: list[Result]) -> list[Result]:  # Spark's name
+        # `__reduce__` drops the queue: in a task, results are collected, and travel with its end.
         if self._queue is None:
             return value1 + value2
         for result in value2:

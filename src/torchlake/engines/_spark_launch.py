@@ -49,7 +49,7 @@ class LaunchJob:
 
 
 def launch_on_barrier(job: LaunchJob, *, grace_s: float, stop_file: str | None) -> Any:
-    """Run the ranks and return rank 0's value. Raises as `Engine.launch`."""
+    """Run the ranks and return rank 0's value. Raises the errors of `Engine.launch`."""
     with _shared_folder(job.stdout_to_stderr) as folder:
         task = RankTask(
             driver=Driver.here(),
@@ -78,7 +78,7 @@ def _run_stage(job: LaunchJob, task: RankTask) -> list[RankEnd]:
 
 
 def _value_of(ends: list[RankEnd] | Exception, job: LaunchJob) -> Any:
-    """Return rank 0's value; raises the failure of the first failed rank, or Spark's."""
+    """Return rank 0's value. Raises the failure of the first failed rank, or Spark's."""
     if isinstance(ends, Exception):
         raise _error_of(ends, job)
     for end in sorted(ends, key=lambda one: one.rank):
@@ -94,7 +94,7 @@ def _stopped(
     grace_s: float,
     stop: KeyboardInterrupt | Interrupted,
 ) -> Interrupted:
-    """Ask the ranks to stop and wait for `grace_s`; returns the Interrupted to raise, with a rank's message."""
+    """Ask the ranks to stop and wait for `grace_s`; return the Interrupted to raise, with a rank's message."""
     message: str | None = None
     (folder / "stop").touch()
     if stop_file is not None:
@@ -130,7 +130,7 @@ def _error_of(error: Exception, job: LaunchJob) -> TorchlakeError:
 
 @contextmanager
 def _shared_folder(stdout_to_stderr: bool) -> Iterator[Path]:
-    """Yield a folder of the driver; what tasks that can access it write into its files is printed immediately."""
+    """Yield a folder of the driver. If tasks can access it, the output that they write there is printed immediately."""
     folder, over, read = Path(tempfile.mkdtemp(prefix="torchlake-launch-")), threading.Event(), dict[Path, int]()
 
     def show_new() -> None:
@@ -162,7 +162,7 @@ def submitted(job: LaunchJob, run: Callable[[], Any]) -> Iterator["SimpleQueue[A
     """Run a Spark job in another thread and yield a queue that receives its value or its exception.
 
     A job that is still running on exit is canceled. PySpark's own Ctrl-C handler, which would cancel all jobs of the
-    session at once, is replaced meanwhile, so that ranks have time to save.
+    session at once, is replaced in the meantime, so that ranks have time to save.
     """
     outcome: SimpleQueue[Any] = SimpleQueue()
     jobs = TaggedJobs(job.session, f"torchlake {job.name}: {job.number} ranks")

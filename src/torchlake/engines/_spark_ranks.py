@@ -81,6 +81,8 @@ def run_rank_task(task: RankTask, rows: Iterator[Any]) -> Iterator[RankEnd]:
     except TorchlakeError as error:
         end = RankEnd(rank=context.partitionId(), failure=to_failure(error))
         ends = [end]
+    # Crashes sort before errors, then the earliest: when a rank dies, its peers fail too, with errors about the
+    # network.
     failed = [(not one.crashed, one.failure.when, one) for one in ends if one.failure is not None]
     if failed:
         raise RuntimeError(_message_of(min(failed, key=lambda one: one[:2])[2]))
@@ -88,11 +90,15 @@ def run_rank_task(task: RankTask, rows: Iterator[Any]) -> Iterator[RankEnd]:
 
 
 def _run_in_group(task: RankTask, context: BarrierTaskContext) -> tuple[RankEnd, list[RankEnd]]:
-    """Run this rank in its group; returns its end, and all ends that are known a moment later."""
+    """Run this rank in its group; return its end, and all ends that are known a moment later."""
     task.driver.check_versions()
     place = context.partitionId()
+    # Spark's address of this executor is one that the others reach; a machine's own name may resolve to a loopback.
     address = task.here or context.getTaskInfos()[place].address.rpartition(":")[0].strip("[]")
+    # The port stays reserved while `allGather` waits for the slowest task: another program could bind it in the
+    # meantime.
     with reserve_node(address, granted_gpus(context)) as (own, holder):
+        # In the order of the partitions on every task, so all compute the same numbering without a coordinator.
         nodes = [pickle.loads(base64.b64decode(text)) for text in context.allGather(_text(own))]
         order, variables = group_variables(nodes, 1)
         rank = order.index(place)
@@ -106,6 +112,8 @@ def _run_rank(task: RankTask, rank: int, environment: dict[str, str], descriptor
     end = RankEnd(rank=rank)
     if folder is not None:
         try:
+            # A write, not a check: an executor elsewhere may have a folder of this name. The driver signals ranks only
+            # if it sees these files.
             (folder / f"seen-{rank}").touch()
         except OSError:  # another user's, or a folder of the same name on another machine
             folder = None
@@ -117,6 +125,7 @@ def _run_rank(task: RankTask, rank: int, environment: dict[str, str], descriptor
             return
         os.write(2, lines)  # the executor's log
         end.output.append((stream, lines))
+        # The oldest output goes first: the end, with the traceback, is what explains a failure.
         while sum(len(kept) for _, kept in end.output) > MAX_OUTPUT_BYTES:
             del end.output[0]
 
@@ -130,7 +139,7 @@ def _run_rank(task: RankTask, rank: int, environment: dict[str, str], descriptor
 
 
 def _listen(children: Children, end: RankEnd, folder: Path | None) -> None:
-    """Wait until the rank ends, and send it SIGTERM when the driver creates the file `stop`."""
+    """Wait until the rank ends, and send it SIGTERM if the driver creates the file `stop`."""
     signaled, deadline = False, float("inf")
     while time.monotonic() < deadline:
         try:
@@ -141,10 +150,13 @@ def _listen(children: Children, end: RankEnd, folder: Path | None) -> None:
                 signaled = True
             continue
         if kind == "value":
+            # The value counts, whatever happens at exit: a hanging exit handler must not fail a training that is
+            # complete.
             end.value, deadline = value, time.monotonic() + EXIT_S
         elif kind == "error":
             end.failure, deadline = unpack(value), time.monotonic() + GRACE_S
         elif kind == "exit":
+            # An exit status after an error or a value is its consequence, and says less.
             if end.failure is None and not end.value:
                 end.failure, end.crashed = exit_failure(end.rank, value), is_crash(value)
             return
@@ -159,6 +171,8 @@ def _all_ends(context: BarrierTaskContext, own: RankEnd) -> list[RankEnd]:
     def gather() -> None:
         ends.extend(pickle.loads(base64.b64decode(text)) for text in context.allGather(_text(shared)))
 
+    # In a thread, because `allGather` has no timeout: with a failed rank it may wait for peers that hang in a
+    # collective.
     waiting = threading.Thread(target=gather, daemon=True)
     waiting.start()
     waiting.join(None if own.failure is None else CRASH_SETTLE_S if own.crashed else SETTLE_S)

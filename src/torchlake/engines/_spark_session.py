@@ -32,7 +32,7 @@ class Session:
         self, given: "SparkSession | None", *, master: str | None, conf: dict[str, str], processes: int | None
     ) -> None:
         if given is not None and (master is not None or conf):
-            raise UsageError("A session that runs has its master and conf already; give the session, or those.")
+            raise UsageError("A running session already has a master and conf. Pass the session, or master and conf.")
         self._session = given
         self._master, self._conf = master, conf
         self._slots_here = max(cores(), processes or 1)
@@ -77,7 +77,8 @@ class Session:
 
     @property
     def slots(self) -> int:
-        """Tasks that can run at the same time now; an assumption for Spark Connect, which does not report it."""
+        """Return the tasks that can run at the same time now; an assumption for Spark Connect, which does not report
+        it."""
         if self.is_connect:
             return SLOTS_OF_CONNECT
         return max(1, self._concurrent())
@@ -118,7 +119,8 @@ class Session:
         return float(self.conf(f"spark.{whose}.resource.gpu.amount", "0"))
 
     def thread_variables(self, threads: int) -> dict[str, str]:
-        """Return the thread counts of a process with so many cores, but for those that the user set for executors.
+        """Return the thread counts of a process with this number of cores, except those that the user set for
+        executors.
 
         Spark itself sets OMP_NUM_THREADS in its Python workers, which therefore does not say what the user wants.
         """
@@ -126,9 +128,10 @@ class Session:
         return {name: self.conf(f"spark.executorEnv.{name}", value) for name, value in counts.items()}
 
     def gpus_needed(self, asked: int | None, several: int = 1) -> int:
-        """GPUs that a task has to be granted: by default one, where executors have some that no task is granted.
+        """Return the GPUs that a task has to be granted: by default one, where executors have some that no task is
+        granted.
 
-        With `several` devices per process, which share a model, so many where executors have any.
+        With `several` devices per process, which share a model, that number where executors have any.
         """
         if asked is not None:
             return asked
@@ -144,7 +147,7 @@ class Session:
         has_gpus = self.gpus_of("task") >= gpus_per_task
         if not has_gpus and (self.is_connect or self.gpus_of("executor") < gpus_per_task):
             raise UsageError(
-                f"Each process needs {gpus_per_task} GPUs, and a task of this session gets {self.gpus_of('task'):g}. "
+                f"Each process needs {gpus_per_task} GPUs, but a task of this session gets {self.gpus_of('task'):g}. "
                 "Start the session with spark.executor.resource.gpu.amount and spark.task.resource.gpu.amount."
             )
         if self.is_connect or (has_gpus and cpus <= self.cores_per_slot):
@@ -165,8 +168,8 @@ class Session:
         running: SparkSession = SparkSession.builder.getOrCreate()
         if self._master is not None and running.sparkContext.master != self._master:
             raise UsageError(
-                f"A Spark session with master {running.sparkContext.master} is running, and {self._master} was asked "
-                "for. Stop that session first, or leave out the master."
+                f"A Spark session with master {running.sparkContext.master} is running, but {self._master} was "
+                "requested. Stop that session first, or leave out the master."
             )
         return running
 

@@ -40,15 +40,17 @@ class ChunkTask:
 def run_bundle(task: ChunkTask, index: int, chunks: bytes) -> Result:
     """Run a bundle of chunks. A worker's exception is a result, so that Spark does not retry it."""
     try:
+        # Before a child starts: with other versions the worker may not unpickle, or may compute something else.
         task.driver.check_versions()
         gpus = granted_gpus(TaskContext.get())
         return index, list(_child(task, gpus).run(pickle.loads(chunks)))
+    # Every error, also of starting the child: Spark retries a task that raises, and the driver would see only its text.
     except Exception as error:
         return index, [("failed", to_failure(error))]
 
 
 def run_batches(task: ChunkTask, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """`run_bundle` for `mapInArrow`: rows of (index, chunks) in, rows of (index, packed results) out."""
+    """Run `run_bundle` for `mapInArrow`: rows of (index, chunks) in, rows of (index, packed results) out."""
     for batch in batches:
         for row in batch.to_pylist():
             index, results = run_bundle(task, row["index"], row["chunks"])
@@ -64,6 +66,7 @@ def granted_gpus(context: Any) -> tuple[str, ...] | None:
     if granted is None:
         return None
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    # Then the executor sees all devices, and Spark's addresses are their numbers.
     if not visible:
         return tuple(granted.addresses)
     return tuple(
@@ -74,11 +77,13 @@ def granted_gpus(context: Any) -> tuple[str, ...] | None:
 
 def _child(task: ChunkTask, gpus: Sequence[str] | None) -> ChunkProcess:
     """Return this Python worker's child process for that job and those GPUs."""
+    # A broadcast reaches each executor once, instead of with every task.
     payload = task.payload if isinstance(task.payload, bytes) else task.payload.value
 
     def start() -> ChunkProcess:
         return task.driver.chunk_process(payload, task.variables, gpus, idle_s=IDLE_S, output=(2, 2))
 
+    # GPUs are part of the key: CUDA reads its device list once, so a child cannot move to those of another task.
     key = (payload, tuple(task.variables.items()), gpus)
     return recently_used(_children, key, start, most=MAX_CHILDREN, close=ChunkProcess.__exit__)
 

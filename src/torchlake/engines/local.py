@@ -101,7 +101,7 @@ class Local(Engine):
             return run_ranks(start, number, children, grace_s=grace_s)
 
     def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
-        """As in Engine, by cores and GPUs, regardless of other load on this machine."""
+        """Return the capacity, by cores and GPUs, regardless of other load on this machine."""
         each = min(1, len(gpus())) if gpus_per_process is None else gpus_per_process
         return min(most, cores(), *([len(gpus()) // each] if each else []))
 

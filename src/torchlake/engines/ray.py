@@ -131,7 +131,7 @@ class Ray(Engine):
         started = self.join()
         gpus = self._gpus(gpus_per_process)
         if gpus != int(gpus):
-            raise UsageError(f"gpus_per_process is {gpus}; a rank needs whole GPUs.")
+            raise UsageError(f"gpus_per_process is {gpus}, but a rank needs whole GPUs.")
         number = self.num_ranks((fewest, most), int(gpus))
         if self.min_processes != self.processes:  # leave capacity for the rest of the engine's range
             most = max(most, self.processes or 1)
@@ -144,7 +144,7 @@ class Ray(Engine):
             stdout_to_stderr=self.stdout_to_stderr,
         )
         if started and (shortage := job.shortage()):
-            raise UsageError(f"{shortage} Ask for fewer processes, or start a larger cluster.")
+            raise UsageError(f"{shortage} Use fewer processes, or start a larger cluster.")
         if self.launcher == "torch_trainer":
             self._placing = False
             return launch_with_torch_trainer(job)
@@ -157,7 +157,7 @@ class Ray(Engine):
         return run_ranks(start, number, ranks, grace_s=grace_s)
 
     def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
-        """As in Engine, by the nodes' free CPUs and GPUs.
+        """Return the capacity, by the nodes' free CPUs and GPUs.
 
         Without `running` ranks it waits some seconds for `most`, because Ray releases a group's resources with a delay.
         """
@@ -168,7 +168,7 @@ class Ray(Engine):
         return free_capacity(most, share, running=running, wait_s=0.0 if running else RELEASE_S)
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
-        """Apply the worker to a Ray Dataset; returns a lazy Dataset in Ray Data's order.
+        """Apply the worker to a Ray Dataset; return a lazy Dataset in Ray Data's order.
 
         Up to `processes` actors (default: as many as fit now) hold the worker, with one GPU each if there are any, and
         get batches of up to 4,096 rows. A Dataset of one block, such as one of small files, uses one actor only:
@@ -186,7 +186,7 @@ class Ray(Engine):
         )
 
     def map_in_tasks(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]]) -> Any:
-        """Like `map_frame`, in Ray tasks with one CPU each, for a worker that is quick to make."""
+        """Apply the worker like `map_frame`, in Ray tasks with one CPU each, for a worker that is quick to make."""
         self.join()
         return frame.map_batches(
             partial(map_table, pack(partial(_with_threads, thread_variables(1), make_worker))), **_BATCHES
@@ -203,13 +203,14 @@ class Ray(Engine):
         frame.write_parquet(os.path.abspath(folder))
 
     def join(self) -> bool:
-        """Join the cluster or start one; returns whether it was started by this process."""
+        """Join the cluster or start one; return whether this process started it."""
         return join(self.address, self.processes)
 
     def _gpus(self, wanted: int | None, several: int = 1) -> float:
-        """GPUs per process: the job's number, else the engine's, else (`wanted` is None) one if there are any.
+        """Return the GPUs per process: the job's number, else the engine's, else (`wanted` is None) one if there are
+        any.
 
-        With `several` devices per process, which share a model, so many instead of the engine's number or one.
+        With `several` devices per process, which share a model, that number instead of the engine's number or one.
         """
         if wanted:
             return float(wanted)

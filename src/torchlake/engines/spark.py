@@ -143,19 +143,19 @@ class Spark(Engine):
         """Raise UsageError if that many ranks cannot run at the same time."""
         if self.session.grows:
             raise UsageError(
-                "Ranks have to start together, and Spark starts no such stage under dynamic allocation: start the "
+                "Ranks have to start together, which Spark cannot do under dynamic allocation. Start the "
                 "session with spark.dynamicAllocation.enabled=false and a fixed number of executors."
             )
         slots = self.session.slots_for(number, gpus_each)
         if slots < number:
             each = f", with {gpus_each} GPUs each" if gpus_each else ""
             raise UsageError(
-                f"{number} ranks have to run at the same time, and Spark has {slots} task slots (executor cores / "
-                f"spark.task.cpus{each}). Ask for fewer processes, or start the session with more executors."
+                f"{number} ranks have to run at the same time, but Spark has {slots} task slots (executor cores / "
+                f"spark.task.cpus{each}). Use fewer processes, or start the session with more executors."
             )
 
     def capacity(self, most: int, *, gpus_per_process: int | None = 0, running: int = 0) -> int:
-        """As in Engine, by the task slots of present executors, regardless of the session's other jobs."""
+        """Return the capacity, by the task slots of present executors, regardless of the session's other jobs."""
         if self.local_mode:
             return Local().capacity(most, gpus_per_process=gpus_per_process)
         session = self.session
@@ -166,7 +166,7 @@ class Spark(Engine):
         return min(most, session.slots_for(most, session.gpus_needed(gpus_per_process)))
 
     def map_frame(self, frame: Any, make_worker: Callable[[], Callable[[Any], Any]], schema: Any) -> Any:
-        """Apply the worker to a Spark DataFrame; returns a lazy one of `schema`. Existing columns keep their types.
+        """Apply the worker to a Spark DataFrame; return a lazy one of `schema`. Existing columns keep their types.
 
         The worker is made once per Python process of an executor and gets Arrow batches of up to
         spark.sql.execution.arrow.maxRecordsPerBatch rows.

@@ -100,7 +100,7 @@ def spark_udf(
     def predictions(batches: "Iterator[Any]") -> "Iterator[pd.DataFrame]":
         return map(score, batches)
 
-    # Spark reads the kind of function from its annotations, as types rather than as text.
+    # Spark reads the kind of function from its annotations, as types, not as strings.
     import pandas as pd
 
     several = len(spec.input_columns) > 1
@@ -135,8 +135,8 @@ def ray_stages(
     The first adds the task's features (of texts `input_ids`), `truncated` and `error` as columns, in Ray tasks; the
     second replaces them by the prediction columns, in up to `processes` actors with `gpus_per_process` GPUs each. Ray
     Data streams blocks from one to the other, and slows the first down if the second cannot follow; without GPUs it may
-    run both in one process. The other options are those of `predict`; the first function raises as `predict` for a
-    frame that does not fit.
+    run both in one process. The other options are those of `predict`; the first function raises the errors of `predict`
+    for a frame that does not fit.
     """
     columns = {"text": text, "text_pair": text_pair, "inputs": inputs}
     settings, spec = _settings(
@@ -163,14 +163,14 @@ def ray_stages(
 def _settings(
     model: str | Path, runtime: Runtime | None, null: str, batch_tokens: int | None, **settings: Any
 ) -> tuple[ScoringSettings, TaskSpec]:
-    """Return the workers' settings. Raises UsageError for a wrong value, or one that the model does not support."""
+    """Return the workers' settings. Raises UsageError for an invalid value, or one that the model does not support."""
     check_options({"null": null, "batch_tokens": batch_tokens})
     checked, spec, _ = scoring_settings(model, runtime, {}, null=null, batch_tokens=batch_tokens, **settings)
     return checked, spec
 
 
 def text_columns(spec: TaskSpec) -> dict[str, bool]:
-    """Return the model's input columns in their order, and whether each holds texts."""
+    """Return the model's input columns in their order, and whether each holds text."""
     kinds = plugins.load("tasks", spec.task).inputs
     read = columns_of(kinds, spec)
     texts = {column for name, columns in read.items() for column in columns if kinds[name] == TEXT}
@@ -181,7 +181,7 @@ def _score(payload: bytes, columns: Mapping[str, bool], names: list[str], batch:
     """Return the predictions for a batch of the columns, in a Python process of an executor."""
     given = batch if isinstance(batch, tuple) else (batch,)
     if len(given) != len(columns):
-        raise UsageError(f"The model reads the columns {', '.join(columns)}; it was called with {len(given)}.")
+        raise UsageError(f"The model reads the columns {', '.join(columns)}, but it was called with {len(given)}.")
     table = pa.table(
         {
             name: pa.Array.from_pandas(values, type=pa.string() if is_text else None)

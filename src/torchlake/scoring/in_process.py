@@ -1,8 +1,9 @@
 """Scoring in the calling process: `load`, which returns a model as a function of texts, and small stored tables.
 
-A new process imports torch and torchlake again, which takes a second, most of the time for a few rows. The price of
-doing without is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a file in
-the staging folder while it runs; if the next run finds it, the process died, and child processes score the table.
+A new process imports torch and torchlake again, which takes a second; for a few rows that is most of the time. The
+price of scoring here is crash isolation: a row that kills the process kills the caller. A small job therefore leaves a
+file in the staging folder while it runs; if the next run finds it, the process died, and child processes score the
+table.
 """
 
 import logging
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 MARKER = "in_process"
 SMALL_ROWS = 100
-"Above, child processes take as little time, and isolate crashes."
+"Above this number of rows, child processes take no longer, and isolate crashes."
 
 Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
 "A text, None, or (text generation) a conversation: messages with `role` and `content`; or a mapping of columns."
@@ -68,14 +69,14 @@ class Model:
         """Return one answer for each text, in their order; for a single string its answer.
 
         For a model that reads several columns, a row is a mapping with their names. A text that cannot be scored (None,
-        empty, no valid Unicode) has an `error`, as a row of a table has.
+        empty, invalid Unicode) has an `error`, like a row of a table.
         """
         if isinstance(texts, str):
             return self([texts])[0]
         table, unreadable = self._to_table(list(texts))
         with self._lock:
             if self._scorer is None:
-                raise UsageError("The model is closed; load it again.")
+                raise UsageError("The model is closed. Load it again.")
             scored = self._scorer.score(self._scorer.read(table, unreadable))
         answers: list[Answer] = scored.to_pylist()
         return answers
@@ -101,12 +102,12 @@ class Model:
             errors = {row: reason for _, bad in columns.values() for row, reason in bad.items()}
             return pa.table({name: array for name, (array, _) in columns.items()}), errors
         if len(names) != 1:
-            raise UsageError(f"This model reads several columns: give mappings with the keys {', '.join(names)}.")
+            raise UsageError(f"This model reads several columns: pass mappings with the keys {', '.join(names)}.")
         column, errors = (self._to_column if self._reads_text else self._to_array)(rows)
         return pa.table({names[0]: column}), errors
 
     def _to_array(self, values: Sequence[Any]) -> tuple[pa.Array, dict[int, str]]:
-        """Return values of one column as an array, texts as `_to_column`."""
+        """Return values of one column as an array, texts like `_to_column`."""
         if all(value is None or isinstance(value, str) for value in values):
             return self._to_column(values)
         try:
@@ -217,7 +218,7 @@ def _is_small(settings: ScoringSettings, spec: TaskSpec, rows: int, staging: Pat
     calling process.
     """
     if (staging / MARKER).exists():
-        log.warning("The last run of this job ended while it scored in its own process; now child processes score.")
+        log.warning("The last run of this job died while it scored in the calling process; now child processes score.")
         return False
     generates = plugins.load("tasks", spec.task).generates
     alone = settings.gpus_per_process == 1 and not gpus()

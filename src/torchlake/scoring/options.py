@@ -67,7 +67,7 @@ def split_options(
 ) -> tuple[dict[str, Any], dict[str, Any], OutputOptions]:
     """Split into the fields of `ScoringSettings`, of `GenerationOptions`, and the options of input and output.
 
-    A `seed` is that of the sample of rows, and of the sampling of tokens if there is any.
+    A `seed` applies to the sample of rows, and to the sampling of tokens if there is any.
     Raises TypeError for an unknown option, UsageError for a value out of range.
     """
     refuse_unknown("predict", given, PredictOptions.__annotations__)
@@ -104,7 +104,7 @@ def scoring_settings(
     support.
     """
     if isinstance(runtime, str):
-        plugins.load("runtimes", runtime)  # refuse a wrong name before downloading a model
+        plugins.load("runtimes", runtime)  # refuse an unknown name before downloading a model
     folder = folders.model_folder(model).absolute()  # workers may run in another folder
     known = known_spec(folder, task, settings.pop("task_options", None))
     spec = with_columns(known, text=text, text_pair=text_pair, inputs=inputs)
@@ -120,7 +120,9 @@ def scoring_settings(
     options = generation_options(spec.task, writes=plugins.load("tasks", spec.task).generates, **generation)
     _check_generation(folder, options, all_probabilities)
     if "embedding" in settings and spec.task != EMBEDS:
-        raise UsageError(f"embedding={settings['embedding']!r} is for {EMBEDS}; {folder} is a model for {spec.task}.")
+        raise UsageError(
+            f"embedding={settings['embedding']!r} applies to {EMBEDS} only; the task of {folder} is {spec.task}."
+        )
     made = ScoringSettings(
         model=str(folder),
         task=task if isinstance(task, str) else None,
@@ -141,20 +143,20 @@ def scoring_settings(
 
 
 def known_spec(folder: Path, task: Any, task_options: Mapping[str, Any] | None = None) -> TaskSpec:
-    """Return the task of a model folder, whose code is installed or, as `task`, given, with some of its options.
+    """Return the task of a model folder, with some of its options; its code is installed, or passed as `task`.
 
     Raises UsageError if there is no such code, or for an option that the task does not have.
     """
     if isinstance(task, str):
-        plugins.load("tasks", task)  # refuse a wrong name
+        plugins.load("tasks", task)  # refuse an unknown name
     spec = load_spec(folder, task if isinstance(task, str) else None)
     given = task if task is None or isinstance(task, str) else plugins.give(task)
     if given not in (None, spec.task):
-        raise UsageError(f"{folder}: is a model of the task {spec.task!r}, and the task {given!r} was given.")
+        raise UsageError(f"{folder}: the model's task is {spec.task!r}, not {given!r}.")
     if plugins.explain_unknown("tasks", spec.task) is not None:
         raise UsageError(
-            f"{folder}: is a model of the task {spec.task!r}, which is not installed here, and code is never loaded "
-            "from a model folder. Give the task in Python (task=), or install the package that has it."
+            f"{folder}: the model's task {spec.task!r} is not installed here, and code is never loaded "
+            "from a model folder. Pass the task in Python (task=), or install the package that has it."
         )
     known = plugins.load("tasks", spec.task)
     return replace(spec, options=known.checked_options({**spec.options, **(task_options or {})}, UsageError))
@@ -180,8 +182,8 @@ def with_columns(
     joined = as_columns(spec.text) if text is None else as_columns(_named(text))
     if spec.template is not None and len(joined) > 1 and set(joined) != set(as_columns(spec.text)):
         raise UsageError(
-            f"text: the model's texts are made by the template {spec.template!r}. Give a table with these columns, or "
-            "one column of texts that are made like this."
+            f"text: the model's texts are made by the template {spec.template!r}. Use a table with these columns, or "
+            "one column of texts in this form."
         )
     return replace(
         spec,
@@ -209,8 +211,8 @@ def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:
     reason = None if has_gpus else tensor_parallel_refusal(load_config(folder), number)
     if reason is not None:
         raise UsageError(
-            f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only. Leave it out, or "
-            "give a number that divides the heads of a model that has a plan."
+            f"gpus_per_process={number}: {folder}: {reason}, and layers are placed over GPUs only. Remove the "
+            "setting, or use a number that divides the heads of a model that has a plan."
         )
 
 
@@ -218,8 +220,8 @@ def _shared_runtime(runtime: Runtime | None, devices: int) -> str:
     """Return the runtime of a model over several devices. Raises UsageError for another one."""
     if runtime not in (None, REFERENCE):
         raise UsageError(
-            f"gpus_per_process={devices} is for the runtime {REFERENCE!r}, the model as transformers places it over "
-            f"devices; {runtime_name(runtime)!r} computes on one."
+            f"gpus_per_process={devices} needs the runtime {REFERENCE!r}, the model as transformers places it over "
+            f"devices; {runtime_name(runtime)!r} computes on one device."
         )
     return REFERENCE
 

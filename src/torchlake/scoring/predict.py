@@ -145,7 +145,7 @@ def predict(
     `seed` and the row ids decide which), of these the first `limit`. The record says how many were left out. `csv` says
     how CSV files are written: {"delimiter": ";", "quote": "'", "encoding": "latin-1"}.
 
-    Model: `task` is the task of yours that the model was trained with; an installed one is found by its name.
+    Model: `task` is your own task that the model was trained with; an installed one is found by its name.
     `task_options` are options of the task, in place of those that the model was trained with.
     `runtime` is a runtime's name, or a module-level function like a runtime's `load` (default: what `optimize` chose
     for this model, with its batches and threads; else `varlen` or `eager`). `batch_tokens` limits the padded tokens of
@@ -154,7 +154,7 @@ def predict(
     alone, and become error rows the second time.
 
     Output: a Parquet folder, local or by URL; a Delta table by path or URL with `format="delta"`, or if one is there;
-    an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to rows that are there:
+    an Iceberg table by its name, "iceberg:catalog.namespace.table". `mode` says what happens to existing rows:
     with "create" (default) there may be none, "append" adds to a table, "overwrite" replaces all, "replace-where"
     replaces those with the same `key`. `partition_by` names the partition columns of a new table, `add_columns` adds
     columns that a table lacks. `target_file_size` ("256MiB") writes files with the rows of several chunks.
@@ -180,8 +180,8 @@ def predict(
     parallelism if transformers has a plan for the model, else layer by layer. Without GPUs so many ranks on CPUs share
     it, which needs such a plan. Its runtime is `eager`; labels are the same, and scores differ by rounding.
 
-    Raises TooManyErrors when more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
-    kept), FingerprintError when `output` belongs to another job, Locked when another writer holds it, TableError and
+    Raises TooManyErrors if more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
+    kept), FingerprintError if `output` belongs to another job, Locked if another writer holds it, TableError and
     UsageError for mistakes found before any work.
     """
     scoring, generation, output_options = split_options(options)
@@ -202,8 +202,8 @@ def predict(
             raise UsageError("A frame is returned with all its columns: key and columns are for an output folder.")
         if output is not None:
             raise UsageError(
-                f"A frame of {native} is returned as one: write it with {native}, or save it as Parquet first and "
-                "score that into an output folder."
+                f"predict returns a {native} frame with predictions. Write that with {native}, or save the frame as "
+                "Parquet first and score that into an output folder."
             )
         return _predict_frame(table, native, settings, spec, engine, output_options)
     if place is None:
@@ -227,7 +227,7 @@ def predict(
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What a call is asked to do with every row."""
+    """The parts of a call that apply to every row."""
 
     settings: ScoringSettings
     spec: TaskSpec
@@ -237,7 +237,7 @@ class _Call:
 
 
 def _predict_new(table: Any, output: Output, call: _Call) -> Scored:
-    """Score the rows that are new since the last call, with a commit for what an interrupted one had begun."""
+    """Score the rows that are new since the last call; first commit what an interrupted call had begun."""
     began = time.perf_counter()
     source = followed(table)
     if source is None:
@@ -281,24 +281,24 @@ def _predict_frame(
     """Return the frame with predictions; `native` is the engine that a lazy frame belongs to."""
     options.read.refuse_for_frames()
     if settings.embedding == "int8":
-        raise UsageError("embedding='int8' is for an output, which records the ranges of the 8 bits: give one.")
+        raise UsageError("embedding='int8' needs an output folder, which records the ranges of the 8 bits. Name one.")
     if settings.gpus_per_process > 1:
         raise UsageError(
-            f"gpus_per_process={settings.gpus_per_process} is for an output folder, whose processes are restarted if "
-            "one of their ranks dies: give one."
+            f"gpus_per_process={settings.gpus_per_process} needs an output folder, whose processes are restarted if "
+            "one of their ranks dies. Name one."
         )
     if native is None:
         return predict_frame(frame, settings, spec, engine or Local(), options.max_error_rate)
     engine = engine or make_engine(native, None)
     if type(engine).__name__.lower() != native:
-        raise UsageError(f"A frame of {native} is scored by the engine {native}: give that engine, or none.")
+        raise UsageError(f"A {native} frame is scored by the engine {native}. Pass that engine, or none.")
     return map_frame(frame, engine.frame_schema(frame), settings, spec, engine)
 
 
 def _predict_table(
     table: str | Path | Sequence[str | Path], output: Output, call: _Call, increment: Increment | None = None
 ) -> Scored | None:
-    """Score a table, or an increment of one; None if that has no new file."""
+    """Score a table, or an increment of one; None if it has no new file."""
     began = time.perf_counter()
     settings, spec, engine, options = call.settings, call.spec, call.engine, call.options
     columns = tuple(dict.fromkeys((*settings.keep, *settings.spec.input_columns)))

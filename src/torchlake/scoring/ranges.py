@@ -2,8 +2,8 @@
 
     sample of the input, 1,000 rows -> vectors (N, D) -> ranges (2, D), in the fingerprint of the job
 
-Were they taken from the vectors of a chunk, a row's numbers would depend on other rows. An interrupted job, and one
-that adds to a table, take the ranges that are recorded there, if they are of the same model. Cost: scoring the sample.
+If the ranges came from the vectors of a chunk, a row's numbers would depend on other rows. An interrupted job, and one
+that adds to a table, use the ranges that are recorded there, if they are from the same model. Cost: scoring the sample.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ def with_ranges(
     memory = worker_memory(settings.model)
     (ranges,) = engine.run_chunks(worker, [rows], processes=1, memory_per_process=memory)
     if ranges is None:
-        raise DataError(f"{source.source}: no row of a sample has a vector, and 8-bit ranges are found on some")
+        raise DataError(f"{source.source}: no row of the sample has a vector, from which the 8-bit ranges are computed")
     return replace(settings, ranges=ranges)
 
 

@@ -3,7 +3,7 @@
     predict -> OUTPUT.scores: a score for every pair -> ranks of all pairs, in memory -> OUTPUT: the rows with ranks
 
 Both steps write every row exactly once and continue after a kill, as `predict` does; `OUTPUT.scores` stays, and the
-same call again finds both complete. A rank needs the scores of all documents of its query, which may lie anywhere in
+same call again finds both complete. A rank needs the scores of all documents of its query, which may be anywhere in
 the table, so the second step waits for the first. Cost: 20 bytes of memory a row, and the distinct queries.
 """
 
@@ -74,7 +74,7 @@ def rank(
     added; a stored table is written into `output`, its scores into `output` + ".scores". The other options are those of
     `predict`.
 
-    Raises UsageError for a model that does not score pairs, and as `predict`.
+    Raises UsageError for a model that does not score pairs, and the errors of `predict`.
     """
     if options.get("prefix"):
         raise UsageError("rank has no prefix: its columns are score and rank.")
@@ -104,7 +104,7 @@ def _score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
     """Return the prediction column with the score. Raises UsageError."""
     if spec.text_pair is None:
         raise UsageError(
-            f"{model}: was trained on single texts; rank needs a cross-encoder for pairs (data.text_pair)."
+            f"{model}: the model was trained on single texts; rank needs a cross-encoder for pairs (data.text_pair)."
         )
     names: list[str] = plugins.load("tasks", spec.task).probability_names(spec)
     if spec.problem == "regression":
@@ -113,10 +113,10 @@ def _score_column(spec: TaskSpec, relevant: Any, model: str) -> str:
     wanted = None if relevant is None else label_name(relevant)
     if spec.problem != "single_label" or (wanted is None and len(labels) != 2):
         raise UsageError(
-            f"{model}: has the classes {', '.join(labels)}; name the one of relevant documents (relevant=)."
+            f"{model}: the model has the classes {', '.join(labels)}. Name the one of relevant documents (relevant=)."
         )
     if wanted is not None and wanted not in labels:
-        raise UsageError(f"relevant={relevant!r} is no class of {model}; it has {', '.join(labels)}.")
+        raise UsageError(f"relevant={relevant!r}: {model} has no such class. It has: {', '.join(labels)}.")
     return names[-1 if wanted is None else labels.index(wanted)]
 
 
@@ -160,7 +160,7 @@ def _rank_scores(
     key: str | None,
     overwrite: bool,
 ) -> Scored:
-    """Write the scored rows with their ranks; returns the outcome of the whole."""
+    """Write the scored rows with their ranks; return the outcome of the whole job."""
     # The rows were scored within the limit of errors.
     began, options = time.perf_counter(), output_options({"overwrite": overwrite, "max_error_rate": 1.0})
     place = output_of(output, options.sink)

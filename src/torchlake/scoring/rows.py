@@ -1,4 +1,4 @@
-"""What a worker needs to know, and rows made ready for the model: checked, tokenized, or a named error.
+"""A worker's settings, and rows made ready for the model: checked, tokenized, or a named error.
 
 A row never affects another one: unreadable and empty texts, unknown tokens and prompts without room for an answer
 become errors of their own row and never reach the model.
@@ -39,9 +39,9 @@ class ScoringSettings:
     "The model folder."
     runtime: Runtime
     task: str | None = None
-    "The task that was asked for by name; None: the one that the folder says."
+    "The task that was requested by name; None: the folder's own."
     exact: bool = False
-    "The runtime is the default and must be exact: on a GPU, where `varlen` computes in bf16, `eager` runs instead."
+    "Whether the default runtime must be exact: on a GPU, where `varlen` computes in bf16, `eager` runs instead."
     text: Columns
     "The column that holds the text, or several; empty for a task without text."
     text_pair: Columns | None = None
@@ -49,18 +49,18 @@ class ScoringSettings:
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs."
     task_options: Mapping[str, Any] = field(default_factory=dict)
-    "The task's own options."
+    "The options of the task."
     keep: tuple[str, ...]
     "Columns copied from the input to the output, key first."
     key: str | None
-    "None: a generated column `row_id` comes first in the output."
+    "The key column; None: a generated column `row_id` comes first in the output."
     prefix: str = ""
     "Prefix of the names of the prediction columns."
     all_probabilities: bool = False
     embedding: str = "float32"
     "The form of vectors: float32, int8 or binary."
     ranges: tuple[tuple[float, ...], ...] = ()
-    "For int8, of each number of a vector the lowest and the highest value (2, D)."
+    "For int8, the lowest and the highest value of each number of a vector, (2, D)."
     null: str = "error"
     "`error`: rows without text become error rows; `score`: they are scored as the empty string."
     row_timeout_s: float = 600.0
@@ -83,7 +83,7 @@ class ScoringSettings:
 
     @property
     def column_options(self) -> ColumnOptions:
-        """What changes the prediction columns."""
+        """The options that change the prediction columns."""
         return ColumnOptions(
             all_probabilities=self.all_probabilities,
             stop=() if self.generation is None else self.generation.stop,
@@ -93,7 +93,7 @@ class ScoringSettings:
 
 
 def runtime_name(runtime: Runtime) -> str:
-    """Return a runtime's name in records; of a function its module and name."""
+    """Return a runtime's name in records; for a function its module and name."""
     return runtime if isinstance(runtime, str) else f"{runtime.__module__}:{runtime.__qualname__}"
 
 
@@ -105,14 +105,14 @@ class Work:
     rows: np.ndarray
     "(M,) int64: their positions among the `count` rows."
     features: Features
-    "Of the M rows."
+    "The features of the M rows."
     errors: dict[int, str]
     "{position: reason}"
 
 
 @dataclass(kw_only=True)
 class RowReader:
-    """Makes rows ready for one model; loads its tokenizer, not its weights."""
+    """Prepares rows for one model; loads its tokenizer, not its weights."""
 
     settings: ScoringSettings
     spec: TaskSpec = field(init=False)
@@ -127,12 +127,12 @@ class RowReader:
         self.embeddings = models.embeddings(folder)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Make a column of texts ready, for a model that reads one column."""
+        """Prepare a column of texts, for a model that reads one column."""
         assert isinstance(self.spec.text, str), "one column"
         return self.read(pa.table({self.spec.text: texts}), unreadable)
 
     def read(self, table: pa.Table, unreadable: dict[int, str]) -> Work:
-        """Make the rows of a table ready.
+        """Prepare the rows of a table.
 
         `unreadable` rows, and ones that lack an input unless `null` is "score", become errors and never reach the task.
         """
@@ -169,7 +169,7 @@ class RowReader:
         return {"text": texts}, errors, {"chat": chat}
 
     def _find_unfit(self, rows: np.ndarray, made: Features, errors: dict[int, str]) -> None:
-        """Add errors for rows that the model has no embedding or no room for."""
+        """Add errors for rows that the model has no embedding or too few positions for."""
         for name in self.task.token_arrays:
             tokens = made.arrays.get(name)
             if isinstance(tokens, Ragged):
@@ -214,7 +214,7 @@ def check_text(schema: pa.Schema, text: str, where: str) -> None:
 def check_prompts(schema: pa.Schema, text: str, where: str, task: Any, tokenizer: Path, *, chat: bool = False) -> bool:
     """Return whether the prompts are conversations: by the column's type, or as JSON strings if `chat` is set.
 
-    Raises TableError as `check_text` does, and UsageError if the tokenizer's folder has no chat template.
+    Raises the TableError of `check_text`, and UsageError if the tokenizer's folder has no chat template.
     """
     if not (text in schema.names and task.is_chat(schema.field(text).type)):
         check_text(schema, text, where)
@@ -222,13 +222,13 @@ def check_prompts(schema: pa.Schema, text: str, where: str, task: Any, tokenizer
             return False
     if not folders.has_chat_template(tokenizer):
         raise UsageError(
-            f"{where}: {text!r} holds conversations, and the tokenizer in {tokenizer} has no chat template "
-            f"({folders.CHAT_TEMPLATE}). Give a model that was tuned on conversations, or a column of texts."
+            f"{where}: {text!r} holds conversations, but the tokenizer in {tokenizer} has no chat template "
+            f"({folders.CHAT_TEMPLATE}). Use a model that was tuned on conversations, or a column of text."
         )
     return True
 
 
 def max_prompt_tokens(folder: Path, options: GenerationOptions | None) -> int | None:
-    """Return how many tokens a prompt may have if `max_new_tokens` must fit too; None: no limit."""
+    """Return how many tokens a prompt may have if `max_new_tokens` must fit as well; None: no limit."""
     positions = None if options is None else models.positions(folder)
     return None if options is None or positions is None else positions - options.max_new_tokens

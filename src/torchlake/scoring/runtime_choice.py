@@ -152,7 +152,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read and check the file. Raises DataError."""
     value = atomic_io.read_json(path)
     if not isinstance(value, dict) or value.get("format") != 1:
-        raise DataError("it has another format; this version reads format 1")
+        raise DataError("its format is unknown; this version reads format 1")
     for name in ("runtime", "weights", "device"):
         if not isinstance(value.get(name), str):
             raise DataError(f"{name} is not a string; the file is damaged")
@@ -166,7 +166,7 @@ def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable
     """Return why the recorded choice is not valid now, or None."""
     runtime = value["runtime"]
     if value["weights"] != folders.model_hash(folder):
-        return "it was made for other weights, and the model has changed since"
+        return "it was made for other weights: the model has changed since"
     if value.get("task", task) != task:
         return f"it was measured for the task {value['task']!r}"
     try:
@@ -177,8 +177,8 @@ def _why_not(folder: Path, task: str, value: Mapping[str, Any], device: Callable
     if reason is not None:
         return f"the runtime {runtime!r} cannot run here: {reason}"
     if lacks_export(folder, runtime, task) is not None:
-        return f"the export of the runtime {runtime!r} is missing, damaged or of other weights"
+        return f"the export of the runtime {runtime!r} is missing, damaged or made from other weights"
     here = device()
     if value["device"] != here:
-        return f"it was measured on {value['device']}, and this machine scores on {here}"
+        return f"it was measured on {value['device']}, but this machine scores on {here}"
     return None

@@ -1,4 +1,4 @@
-"""One model in one process: tokenized rows in; predictions, or a named error for each row, out.
+"""One model in one process: tokenized rows in; a prediction or a named error for each row out.
 
     sort by length -> batches of a token budget -> forward -> original order
 
@@ -8,6 +8,7 @@ be generated.
 A row never affects another one: `chunk_jobs/isolation.py` halves a batch that raises until the failing row is alone,
 and `chunk_jobs/poison_rows.py` finds rows that kill or hang the process. After a batch that does not fit into memory,
 later ones start smaller.
+
 Sorting costs one argsort per chunk and saves the padding. Rows with equal inputs are computed once, because tables
 repeat themselves; that costs a hash per row. Sampled texts are the exception.
 """
@@ -49,7 +50,7 @@ BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
 CACHED_TOKENS = {"cpu": 8192, "cuda": 65536}
 MAX_BATCH_ROWS = 1024
 MAX_COLLATING = 8
-"Threads that collate the next batches, each of which is in memory then."
+"Threads that collate the next batches; each of these is then in memory."
 NO_ROWS = np.zeros(0, dtype=np.int64)
 WORKER_BYTES = 600 << 20
 "Memory of a worker before it loads a model: Python, torch, transformers."
@@ -63,7 +64,7 @@ class Prepared:
     "(B,) int64, positions in the rows that can be scored."
     inputs: Callable[[], dict[str, np.ndarray]]
     beside: np.ndarray = field(default_factory=lambda: NO_ROWS)
-    "(M,) int64, the rows that threads collate meanwhile."
+    "(M,) int64, the rows that threads collate in the meantime."
 
 
 @dataclass(kw_only=True)
@@ -76,12 +77,12 @@ class Scorer:
     batch_tokens: int = field(init=False)
     device: str = field(init=False)
     distinct: int = field(init=False, default=0)
-    "Rows that were computed: equal ones once."
+    "The number of rows that were computed: equal ones once."
     tokens: int = field(init=False, default=0)
     "Their tokens."
     padded_tokens: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
-    "Of forward passes."
+    "Seconds of forward passes."
     waited: float = field(init=False, default=0.0)
     "Seconds in which the model waited for the inputs of a batch."
     startup: dict[str, float] = field(init=False)
@@ -96,6 +97,7 @@ class Scorer:
         self.spec, self.task, self.processor = self.reader.spec, self.reader.task, self.reader.processor
         tokenizer_loaded = time.perf_counter()
         generation = self.settings.generation
+        # Decided here, not by the driver: the driver may have no GPU while this worker has one.
         load = REFERENCE if self.settings.exact and self.device != "cpu" else self.settings.runtime
         self.runtime = runtime_name(load)
         if isinstance(load, str):
@@ -104,7 +106,7 @@ class Scorer:
         options = {} if generation is None else {"options": generation}
         self.forward: Forward
         if self.settings.gpus_per_process > 1:
-            from torchlake.runtimes._sharded import load_sharded  # it imports torch, which the driver does without
+            from torchlake.runtimes._sharded import load_sharded  # it imports torch, which the driver does not need
 
             number = self.settings.gpus_per_process
             self.forward = load_sharded(folder, self.spec, number, device=self.device, options=generation)
@@ -119,11 +121,11 @@ class Scorer:
         self.batch_tokens = self.settings.batch_tokens or budgets[self.device]
 
     def read(self, table: pa.Table, unreadable: dict[int, str]) -> Work:
-        """Make the rows of a table ready, as `RowReader.read`."""
+        """Prepare the rows of a table, like `RowReader.read`."""
         return self.reader.read(table, unreadable)
 
     def tokenize(self, texts: pa.Array, unreadable: dict[int, str]) -> Work:
-        """Make a column of texts ready, as `RowReader.tokenize`."""
+        """Prepare a column of texts, like `RowReader.tokenize`."""
         return self.reader.tokenize(texts, unreadable)
 
     def score(self, work: Work, attempt: Attempt | None = None) -> pa.Table:
@@ -132,26 +134,34 @@ class Scorer:
         found: list[tuple[np.ndarray, np.ndarray]] = []
         ready = np.flatnonzero(~np.isin(work.rows, list(errors)))
         suspected = np.isin(work.rows[ready], [] if attempt is None else list(attempt.suspects["score"]))
+        # Suspects come first, because of equal rows the first one is computed: it has to be the suspect, which runs
+        # alone.
         ready = np.concatenate([ready[suspected], ready[~suspected]])  # a suspect stands for the rows that equal it
         first = ready if self._samples else first_equal(work.features, ready)
         computed = ready[first == ready]
         alone, free = np.split(computed, [int(np.isin(computed, ready[: suspected.sum()]).sum())])
+        # A suspect may kill the process. In a batch of its own it takes no other row with it, and leaves no doubt which
+        # it was.
         for row in alone:
             self._run(work, row[None], found, errors, attempt)
         lengths = work.features.lengths[free] + self._new_tokens
+        # A batch that does not fit into memory lowers `batch_tokens` for the next chunk. Those of this one are cut
+        # already, and are halved when they fail.
         cuts = length_batches(lengths, batch_tokens=self.batch_tokens, max_rows=MAX_BATCH_ROWS)
         for prepared in self._prepared(work, [free[cut] for cut in cuts]):
             self._run(work, prepared.rows, found, errors, attempt, prepared)
+        # Without this, a crash after the last batch, such as while the part is written, would be blamed on its rows.
         if attempt is not None:
             attempt.idle()
         self.distinct += len(alone) + len(free)
         self.tokens += int(work.features.lengths[[*alone, *free]].sum())
+        # Rows with errors point to themselves, each other row to the equal one that was computed.
         same = np.arange(len(work.rows))
         same[ready] = first
         return self._assemble(work, work.rows[same], found, errors)
 
     def _prepared(self, work: Work, batches: list[np.ndarray]) -> Iterator[Prepared]:
-        """Yield each batch; threads collate the next ones beside the model if that takes the task long."""
+        """Yield each batch; threads collate the next ones while the model computes, if that takes long for the task."""
         make = partial(self._collate, work)
         if not self.task.collates_ahead:
             yield from (Prepared(batch, partial(make, batch)) for batch in batches)
@@ -161,11 +171,14 @@ class Scorer:
             submitted: deque[Future[dict[str, np.ndarray]]] = deque()
 
             def inputs(number: int, stop: int) -> dict[str, np.ndarray]:
+                # Submitted when the batch before is asked for, not all at once: each waiting batch is held in memory.
                 submitted.extend(pool.submit(make, batch) for batch in batches[number + len(submitted) : stop])
                 return submitted.popleft().result()
 
             for number, batch in enumerate(batches):
                 stop = min(number + 1 + threads, len(batches))
+                # Threads collate these rows while `batch` computes: if the process dies now, any of them may be the
+                # cause.
                 beside = [work.rows[each] for each in batches[number + 1 : stop]]
                 yield Prepared(batch, partial(inputs, number, stop), np.concatenate([NO_ROWS, *beside]))
 
@@ -175,7 +188,7 @@ class Scorer:
 
     @property
     def _samples(self) -> bool:
-        """Whether answers are drawn."""
+        """Whether answers are sampled."""
         return self.settings.generation is not None and self.settings.generation.temperature > 0
 
     @property
@@ -192,13 +205,14 @@ class Scorer:
         attempt: Attempt | None,
         prepared: Prepared | None = None,
     ) -> None:
-        """Add the outputs of one batch to `found`, or `errors` of its rows."""
+        """Add the outputs of one batch to `found`, or errors of its rows to `errors`."""
         ready = None if prepared is None else prepared.inputs
 
         def forward(rows: np.ndarray) -> None:
             nonlocal ready
-            made, ready = ready, None  # the batch as a whole; its halves are made again
+            made, ready = ready, None  # only for the batch as a whole; its halves are made again
             asked = time.perf_counter()
+            # A half gets new inputs: a slice of the batch's would keep the padding of rows that are not in it.
             inputs = self._collate(work, np.searchsorted(work.rows, rows)) if made is None else made()
             began = time.perf_counter()
             out = self.forward(**inputs)
@@ -207,14 +221,17 @@ class Scorer:
             self.seconds += seconds
             self.startup.setdefault("first batch", seconds)
             self.padded_tokens += padded(rows)
+            # An error of the row, because NaN among the scores would spread to every mean that is computed from them.
             for row in rows[_non_finite(out)]:
                 errors[int(row)] = "non_finite: the model gave NaN or infinity"
+            # Last: if anything above raises, the halves of the batch are tried again, and must not find the rows twice.
             found.append((rows, self.task.reduce_outputs(out, inputs, self.spec)))
 
         def padded(rows: np.ndarray) -> int:
             return len(rows) * int(work.features.lengths[np.searchsorted(work.rows, rows)].max(initial=1))
 
         def shrink(rows: np.ndarray) -> None:
+            # From the size of this batch, because a chunk's last batch may be far below the limit.
             self.batch_tokens = max(1, min(self.batch_tokens, padded(rows)) // 2)
             log.warning("out of memory: batches now hold at most %d tokens", self.batch_tokens)
 
@@ -232,13 +249,16 @@ class Scorer:
         self, work: Work, same: np.ndarray, found: list[tuple[np.ndarray, np.ndarray]], errors: dict[int, str]
     ) -> pa.Table:
         """Return the columns; `same` (M,) is the row that was computed for each of `work.rows`."""
+        # A row that equals a failed one was not computed: it fails for the same reason.
         if errors:
             errors |= {
                 int(row): errors[one] for row, one in zip(work.rows, same.tolist(), strict=True) if one in errors
             }
         options = self.settings.column_options
         rows = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, dtype=np.int64)
+        # A non-finite row is in `found` and in `errors`; the error wins.
         kept = np.flatnonzero(~np.isin(rows, list(errors)))
+        # Batches ran in order of length. From here on rows are in the order of the chunk again.
         kept = kept[np.argsort(rows[kept])]
         scored = rows[kept]
         if len(scored):
@@ -248,6 +268,7 @@ class Scorer:
             columns = self.task.output_columns(answers, self.processor, self.spec, options)
         else:
             columns = self.task.output_schema(self.spec, options).empty_table()
+        # -1 becomes null: rows with an error keep their place, so the output has exactly one row for each input row.
         position = np.full(work.count, -1, dtype=np.int64)
         position[scored] = np.arange(len(scored))
         position[work.rows] = position[same]
@@ -268,8 +289,8 @@ def worker_memory(model: str, devices: int = 1) -> int:
 def prepare_runtime(settings: ScoringSettings, runtime: str, rows: pa.Table | None = None) -> None:
     """Export a model for a runtime, calibrated on `rows`, into the model folder.
 
-    `rows` are input columns of which no row lacks one; None if the runtime needs no calibration. Raises as the
-    runtime's `prepare`.
+    `rows` are input columns in which no row lacks a value; None if the runtime needs no calibration. Raises the errors
+    of the runtime's `prepare`.
     """
     reader, batches = RowReader(settings=settings), []
     if rows is not None:
@@ -283,7 +304,7 @@ def prepare_runtime(settings: ScoringSettings, runtime: str, rows: pa.Table | No
 def device() -> str:
     """Return "cuda" if torch finds a GPU, else "cpu"."""
     collecting = gc.isenabled()
-    gc.disable()  # importing torch allocates so much that the collections take a seventh of the time
+    gc.disable()  # importing torch allocates so much that collections take a seventh of the time
     try:
         import torch
     finally:
@@ -293,7 +314,7 @@ def device() -> str:
 
 
 def _non_finite(out: np.ndarray) -> np.ndarray:
-    """Return (B,) bool: rows for which the model returned NaN or infinity."""
+    """Return the rows for which the model returned NaN or infinity, (B,) bool."""
     if np.issubdtype(out.dtype, np.integer):
         return np.asarray((out.reshape(len(out), -1) == NON_FINITE).any(axis=1))
     return np.asarray(~np.isfinite(out.reshape(len(out), -1)).all(axis=1))

@@ -28,7 +28,7 @@ from torchlake.tables.plan import Chunk
 from torchlake.tables.reading import ChunkReader, isolate_bad_text, row_ids
 
 LENGTH = "length"
-"The column of what a row costs in a batch, if that is not its number of tokens."
+"The column with a row's cost in a batch, if that is not its number of tokens."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class ScoredChunk:
 
     part: Part
     rows: int = 0
-    "Rows that could be scored."
+    "The number of rows that could be scored."
     distinct: int = 0
-    "Those that were computed: equal rows once."
+    "The number of rows that were computed: equal rows once."
     tokens: int = 0
-    "Their tokens, without padding."
+    "The tokens of these rows, without padding."
     padded_tokens: int = 0
-    "The same with padding."
+    "The tokens of these rows, with padding."
     seconds: float = 0.0
-    "Time in forward passes."
+    "Seconds in forward passes."
     waited: float = 0.0
     "Seconds in which the model waited for the inputs of a batch."
     runtime: str = ""
@@ -57,7 +57,7 @@ class ScoredChunk:
 
 
 COUNTED = ("distinct", "tokens", "padded_tokens", "seconds", "waited")
-"What a scorer counts over all its chunks, and a report has of one."
+"The counts of a scorer over all its chunks; a report has those of one chunk."
 
 
 def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[ScoredChunk]]:
@@ -70,6 +70,8 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
     def read(chunk: Chunk, attempt: Attempt) -> tuple[pa.Table, Work]:
         table, unreadable = read_chunk(reader, chunk, attempt)
 
+        # Called row by row if a row of this chunk is suspected of having killed the tokenizer, else for all rows at
+        # once.
         def tokens(first: int, stop: int) -> Work:
             return scorer.read(table.slice(first, stop - first), within(unreadable, first, stop))
 
@@ -77,9 +79,11 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
 
     def score(chunk: Chunk, name: str, attempt: Attempt, ready: tuple[pa.Table, Work]) -> ScoredChunk:
         table, work = ready
+        # The scorer counts over its lifetime, but a report covers one chunk.
         before = {name: getattr(scorer, name) for name in COUNTED}
         output = _output(table, settings, chunk, scorer.score(work, attempt))
         return ScoredChunk(
+            # Written before the report is sent: the commit trusts that a reported part exists.
             part=workspace.parts.write(name, output, chunk=chunk.index),
             rows=len(work.rows),
             **{name: getattr(scorer, name) - before[name] for name in COUNTED},
@@ -88,6 +92,7 @@ def make_chunk_worker(settings: ScoringSettings) -> Callable[[Iterator[tuple[Chu
             examples=examples_of(chunk, output["error"]),
         )
 
+    # The part is complete, but the process that wrote it died before its report; the counts are lost.
     def lost(part: Part) -> ScoredChunk:
         return ScoredChunk(part=part)
 

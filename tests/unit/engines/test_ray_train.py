@@ -21,7 +21,7 @@ def test_several_gpus_for_a_rank_are_refused() -> None:
     job = RankJob(
         payload=b"", number=1, share=ProcessResources(gpus=2.0), strategy="PACK", name="launch", stdout_to_stderr=False
     )
-    with pytest.raises(UsageError, match="TorchTrainer gives a rank one GPU"):
+    with pytest.raises(UsageError, match="TorchTrainer gives each rank one GPU"):
         launch_with_torch_trainer(job)
 
 

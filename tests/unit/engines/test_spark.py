@@ -167,7 +167,7 @@ def test_a_frame_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path, spa
 
 def test_more_ranks_than_slots_are_refused_in_seconds(spark: SparkSession) -> None:
     began = time.monotonic()
-    with pytest.raises(UsageError, match=r"3 ranks have to run at the same time, and Spark has 2 task slots"):
+    with pytest.raises(UsageError, match=r"3 ranks have to run at the same time, but Spark has 2 task slots"):
         tl.Spark(spark, processes=3).launch(os.getpid)
     assert time.monotonic() - began < 5
 
@@ -186,7 +186,7 @@ def test_a_session_is_used_as_it_runs(spark: SparkSession) -> None:
     assert tl.Spark().session.get() is spark
     with pytest.raises(UsageError, match=r"local\[2,4\] is running, and local\[1\] was asked for"):
         tl.Spark(master="local[1]").session.get()
-    with pytest.raises(UsageError, match="master and conf already"):
+    with pytest.raises(UsageError, match="already has a master and conf"):
         tl.Spark(spark, conf={"spark.ui.enabled": "false"})
 
 

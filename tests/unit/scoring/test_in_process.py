@@ -90,7 +90,7 @@ def test_threads_share_a_model(tiny_model: Path) -> None:
 def test_a_closed_model_says_so(tiny_model: Path) -> None:
     classify = tl.load(tiny_model)
     classify.close()
-    with pytest.raises(UsageError, match="closed; load it again"):
+    with pytest.raises(UsageError, match="closed. Load it again"):
         classify("good")
 
 

@@ -93,7 +93,7 @@ def test_ranks_of_equal_and_missing_scores() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: {"relevant": "good"}, "relevant='good' is no class of .*; it has 0, 1"),
+        (lambda: {"relevant": "good"}, "relevant='good': .* has no such class. It has: 0, 1"),
         (lambda: {"mode": "append"}, "rank writes a Parquet folder"),
     ],
 )

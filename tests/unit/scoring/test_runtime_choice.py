@@ -183,7 +183,7 @@ def test_a_chosen_runtime_that_cannot_any_more_is_passed_over(
     caplog.clear()
     plug_in(Fake())
     assert chosen(model, TASK, cpu).runtime == "varlen"
-    assert "missing, damaged or of other weights" in caplog.text
+    assert "missing, damaged or made from other weights" in caplog.text
 
 
 def test_an_export_is_made_once_and_stands_in_the_fingerprint(

@@ -179,8 +179,8 @@ def test_more_gpus_than_there_are_are_refused(
 
 
 def test_other_runtimes_and_frames_are_refused(model: Path, table: Path, tmp_path: Path) -> None:
-    assert "is for the runtime 'eager'" in refused(model, table, tmp_path / "out", 2, runtime="compiled")
-    assert "is for an output folder" in refused(model, pq.read_table(table), None, 2)
+    assert "needs the runtime 'eager'" in refused(model, table, tmp_path / "out", 2, runtime="compiled")
+    assert "needs an output folder" in refused(model, pq.read_table(table), None, 2)
     assert "gpus_per_process has to be 1 or more; 0 was given" in refused(model, table, tmp_path / "out", 0)
 
 

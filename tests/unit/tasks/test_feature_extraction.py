@@ -343,14 +343,14 @@ def test_signs_are_packed_as_sentence_transformers_does(encoder: Path) -> None:
 def test_forms_of_vectors_are_refused_where_they_mean_nothing(encoder: Path, tiny_model: Path, tmp_path: Path) -> None:
     write_layout(encoder, {"pooling_mode": "mean"})
     table = pa.table({"text": TEXTS})
-    with pytest.raises(UsageError, match="is for an output, which records the ranges"):
+    with pytest.raises(UsageError, match="needs an output folder, which records the ranges"):
         tl.predict(encoder, table, embedding="int8")
     with pytest.raises(UsageError, match="float32, int8, binary; 'int4' was given"):
         tl.predict(encoder, table, embedding="int4")
     with pytest.raises(UsageError, match="is for feature_extraction"):
         tl.predict(tiny_model, table, embedding="binary")
     pq.write_table(pa.table({"text": pa.array([None, ""], pa.string())}), tmp_path / "in.parquet")
-    with pytest.raises(DataError, match="no row of a sample has a vector"):
+    with pytest.raises(DataError, match="no row of the sample has a vector"):
         tl.predict(encoder, tmp_path / "in.parquet", tmp_path / "out", embedding="int8")
 
 

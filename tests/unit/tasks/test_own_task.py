@@ -71,7 +71,7 @@ def test_a_model_needs_its_task_where_it_is_scored(tmp_path: Path, trained: Path
     environment = {**os.environ, "PYTHONPATH": path()}
     command = [sys.executable, "-c", script, *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert "is a model of the task 'text_and_numbers', which is not installed here" in done.stderr
+    assert "the model's task 'text_and_numbers' is not installed here" in done.stderr
     assert not list((trained / "model").rglob("*.py"))
     assert not (tmp_path / "out").exists()
 
