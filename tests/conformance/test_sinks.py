@@ -371,7 +371,7 @@ def test_a_value_that_the_format_cannot_hold_is_an_error(table: Output, tmp_path
         tmp_path / "in.parquet", source_rows(2).append_column("x", pa.array([1, 2], pa.timestamp("ns")))
     )
     said = table.run(source) or {}
-    assert "a value cannot be kept by the table's format" in said.get("error", ""), said
+    assert "a value cannot be stored in the table's format" in said.get("error", ""), said
     assert table.ids() == []
 
 

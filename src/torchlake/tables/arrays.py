@@ -33,7 +33,7 @@ def from_strings(texts: Sequence[str | None]) -> pa.Array:
 
 
 def string_column(column: pa.ChunkedArray) -> pa.Array:
-    """A text column as one string array, decoded; conversations stay as they are."""
+    """Return a text column as one string array without dictionaries; conversations stay as they are."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], column.type)
@@ -42,7 +42,7 @@ def string_column(column: pa.ChunkedArray) -> pa.Array:
 
 
 def without_rows(column: pa.Array, rows: Collection[int]) -> pa.Array:
-    """The column with null in these rows."""
+    """Return the column with null in these rows."""
     if not rows:
         return column
     places = np.arange(len(column))
@@ -50,12 +50,12 @@ def without_rows(column: pa.Array, rows: Collection[int]) -> pa.Array:
 
 
 def nulls_as_empty(texts: pa.Array) -> pa.Array:
-    """Replace null by the empty string."""
+    """Replace nulls by the empty string."""
     return pc.fill_null(texts, from_strings([""]).cast(texts.type)[0])  # a Python value would import pandas
 
 
 def is_blank(texts: pa.Array) -> pa.BooleanArray:
-    """Which texts (N,) are null, empty or only whitespace."""
+    """Return (N,) bool: which texts are null, empty or only whitespace."""
     return pc.invert(pc.utf8_length(pc.utf8_trim_whitespace(nulls_as_empty(texts))).cast(pa.bool_()))
 
 

@@ -1,7 +1,7 @@
 """The plan of a job: a table split into chunks, fixed ranges of rows, before any work starts.
 
 The chunks depend on the table alone, not on processes or engine, so a job that is run again finds the same chunks.
-Each lies inside one file. In Parquet and Arrow files a big row group is split evenly and small ones are joined; text
+Each is part of one file. In Parquet and Arrow files a big row group is split evenly and small ones are joined; text
 files are split between records. Cost: one pass over text files, the footers of others, and one sha256 of every local
 file; memory 16 bytes per 256 text records.
 """
@@ -52,15 +52,15 @@ def plan_chunks(
 ) -> Plan:
     """Split `table` into chunks of `chunk_rows` rows, by default 1/64 of it, from 1,024 to 32,768; at most 16 MiB each.
 
-    A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for a
-    plan that is only read from. `spread` hashes files and scans text. Raises TableError when a column is missing, or a
-    file cannot be read or is changing.
+    A file's sha256 is taken from `cached` if its path and version are the same. `hashed=False` computes none, for
+    plans whose rows are only read. `spread` hashes files and scans text. Raises TableError when a column is missing, or
+    a file cannot be read or is changing.
     """
     check_columns(table.source, columns, table.schema)
     serialized = pa.schema([table.schema.field(name) for name in columns]).serialize().to_pybytes()
     known = {(one.path, one.version): one.sha256 for one in cached}
     remote = any(map(is_url, table.files))
-    # The versions before the scan, so that rows appended later count as a change.
+    # Take the versions before the scan, so that rows appended later count as a change.
     versions = list(each_file(settled_version_of, table.files, remote=remote))
     files, left_out = _selected(table, versions, columns, chunk_rows, spread)
     paths, versions = [one.path for one, _ in files], [one.version for one, _ in files]
@@ -93,7 +93,7 @@ def plan_chunks(
 def _selected(
     table: Table, versions: Sequence[Version], columns: Sequence[str], chunk_rows: int | None, spread: Spread
 ) -> tuple[list[tuple[InputFile, list[Split]]], dict[str, Any]]:
-    """The files that have rows to read, with all of their rows counted, and their splits; what is left out.
+    """Return the files that have rows to read, with all of their rows counted; their splits; and what is left out.
 
     With a limit, files are scanned until it is reached, and the size of chunks comes from it.
     """
@@ -138,7 +138,7 @@ def _split_candidates(
     selector: RowSelector,
     spread: Spread,
 ) -> list[SplitCandidates]:
-    """Where each file can be split; text is scanned, and a large file in several ranges at the same time."""
+    """Return where each file can be split; text is scanned, and a large file in several ranges at the same time."""
     if table.format in TEXT:
         ranges = [
             ranges_of(file, table.format, table.options.csv, version.size, chunk_rows)
@@ -158,7 +158,7 @@ def _split_candidates(
 def _to_scan(
     table: Table, file: str, version: Version, columns: Sequence[str], chunk_rows: int | None, *, sampled: bool = True
 ) -> tuple[Any, ...]:
-    """The arguments of `split_candidates`."""
+    """Return the arguments of `split_candidates`."""
     footer, stored = table.footers.get(file), _stored(table, file, columns)
     return file, table.format, version, footer, stored, chunk_rows, table.options.csv, sampled
 
@@ -170,7 +170,7 @@ def _candidates_of(file: tuple[Any, ...]) -> SplitCandidates:
 def content_ids(
     files: Sequence[str], versions: Sequence[Version], known: Sequence[str | None], spread: Spread
 ) -> list[str | None]:
-    """Each file's `content_id`, computed by `spread` where it is not known."""
+    """Return each file's `content_id`, computed by `spread` where it is not known."""
     blocks = {
         file: hashed_blocks(file, version)
         for file, version, sha256 in zip(files, versions, known, strict=True)
@@ -185,7 +185,7 @@ def content_ids(
 
 
 def _views(table: Table, columns: Sequence[str]) -> dict[str, str]:
-    """The views of the files as JSON, with these columns only: others do not change what is read."""
+    """Return the views of the files as JSON, with these columns only: others do not change what is read."""
     return {
         file: View(
             constants={name: value for name, value in view.constants.items() if name in columns},
@@ -197,7 +197,7 @@ def _views(table: Table, columns: Sequence[str]) -> dict[str, str]:
 
 
 def _stored(table: Table, file: str, columns: Sequence[str]) -> Sequence[str]:
-    """The file's own names of the columns that it has."""
+    """Return the file's own names of the columns that it has."""
     view = table.views.get(file)
     if view is None:
         return columns
@@ -205,7 +205,7 @@ def _stored(table: Table, file: str, columns: Sequence[str]) -> Sequence[str]:
 
 
 def _selected_file(file: InputFile, splits: Sequence[Split]) -> InputFile:
-    """The file with the rows that are read of it, and what identifies these rows."""
+    """Return the file with the rows that are read of it, and what identifies these rows."""
     rows = sum(split.rows for split in splits)
     if rows == file.rows:
         return file
@@ -214,7 +214,7 @@ def _selected_file(file: InputFile, splits: Sequence[Split]) -> InputFile:
 
 
 def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:
-    """Row groups to chunks: big ones split evenly, small neighbors joined while they fit."""
+    """Make chunks of row groups: split big ones evenly, and join small neighbors while they fit."""
     first_row = first = joined = joined_bytes = 0
     for place, group in enumerate(groups):
         whole = group.rows <= size and group.bytes <= MAX_BYTES
@@ -234,7 +234,9 @@ def split_row_groups(groups: Sequence[Segment], size: int) -> Iterator[Split]:
 
 
 def split_text(file: SplitCandidates, size: int) -> Iterator[Split]:
-    """Segments of a text file to chunks of about equal rows: at most `size` rows and, unless one segment, 16 MiB."""
+    """Make chunks of about equal rows from a text file's segments: at most `size` rows and, unless it is one segment,
+    16 MiB.
+    """
     total = sum(segment.rows for segment in file.segments)
     count = max(_ceil_div(total, size), _ceil_div(sum(segment.bytes for segment in file.segments), MAX_BYTES))
     target = _ceil_div(total, count)
@@ -249,5 +251,5 @@ def split_text(file: SplitCandidates, size: int) -> Iterator[Split]:
 
 
 def _ceil_div(amount: int, size: int) -> int:
-    """`amount / size`, rounded up; at least 1."""
+    """Return `amount / size`, rounded up; at least 1."""
     return max(1, -(-amount // size))

@@ -17,18 +17,18 @@ Words = npt.NDArray[np.uint64]
 LONG = 256
 "Strings with more bytes are hashed one by one, by BLAKE2."
 _MASKS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
-"By the number of a word's bytes that belong to the string."
+"Masks by the number of a word's bytes that belong to the string."
 _DAY_MS = 86_400_000
 
 
 def is_hashable(kind: pa.DataType) -> bool:
-    """Whether values of this storage type can be hashed: all but lists, structs, maps and unions."""
+    """Return whether values of this storage type can be hashed: all but lists, structs, maps and unions."""
     wide = pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)
     return wide or _is_bytes(kind) or pa.types.is_primitive(kind) or pa.types.is_null(kind)
 
 
 def hashes(values: pa.Array) -> Words:
-    """The hash of each value; none may be null, and the type must be a `layout.storage_type`."""
+    """Return the hash of each value; no value may be null, and the type must be a `layout.storage_type`."""
     found = _stored(values)
     if isinstance(found, pa.Array):
         return _hash_bytes(found)
@@ -41,7 +41,7 @@ def hashes(values: pa.Array) -> Words:
 
 
 def identities(values: pa.Array) -> list[bytes]:
-    """Bytes that are equal only for equal values of one type; for the same arrays as `hashes`."""
+    """Return bytes that are equal only for equal values of one type, for the same arrays as `hashes`."""
     found = _stored(values)
     if isinstance(found, pa.Array):
         return [value.as_buffer().to_pybytes() for value in found]
@@ -49,7 +49,7 @@ def identities(values: pa.Array) -> list[bytes]:
 
 
 def _stored(values: pa.Array) -> Words | pa.Array:
-    """Strings and binary unchanged, others as (N, words) uint64."""
+    """Return strings and binary values unchanged, others as (N, words) uint64."""
     kind = values.type
     if _is_bytes(kind):
         return values
@@ -72,7 +72,7 @@ def _stored(values: pa.Array) -> Words | pa.Array:
 
 
 def _hash_bytes(values: pa.Array) -> Words:
-    """Hashes of strings or binary: one word at a time, of all values that are long enough."""
+    """Return the hashes of strings or binary values, one word at a time for all values that are long enough."""
     wide = values.type in (pa.large_string(), pa.large_binary())
     _, places, content = values.buffers()
     if not len(values):

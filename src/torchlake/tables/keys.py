@@ -28,15 +28,15 @@ from torchlake.tables.table import Table
 
 EXAMPLES = 3
 ITEM_ROWS = 1 << 20
-"Keys that are hashed and sorted together."
+"Number of keys that are hashed and sorted together."
 RANGE_ROWS = 1 << 22
-"Hashes that are merged together; 8 bytes of memory each, and as much again to sort them."
+"Number of hashes that are merged together; 8 bytes of memory each, and as much again to sort them."
 CANDIDATES = 4096
-"Hashes whose keys are compared in one pass."
+"Number of hashes whose keys are compared in one pass."
 SAMPLE = 4096
-"Hashes for each that is sampled."
+"One of this many hashes is sampled."
 READ_BYTES = 32
-"Of a row, in the estimate of what a check reads."
+"Bytes of a row, in the estimate of how much a check reads."
 
 Item = TypeVar("Item")
 Rows = npt.NDArray[np.int64]
@@ -49,25 +49,25 @@ class Keys(NamedTuple):
     first_row: int
     values: pa.ChunkedArray
     unreadable: Iterable[int] = ()
-    "Indices of rows that could not be read: their null keys do not count."
+    "Indices of rows that could not be read; their null keys do not count."
 
 
 def check_key(table: Table, plan: Plan, key: str, *, spread: Spread = in_process, scratch: Path | None = None) -> None:
     """Raise TableError with up to 3 examples (file, row, key) when `key` has nulls, NaN or duplicates.
 
-    `scratch` is an existing folder for temporary files, which the processes of `spread` share; by default the system's.
+    `scratch` is an existing folder for temporary files that the processes of `spread` share, by default the system's.
     """
     items = bundled(plan.chunks, [chunk.rows for chunk in plan.chunks], ITEM_ROWS)
     problem = key_problem(partial(_keys_of_chunks, key), items, rows=plan.rows, spread=spread, scratch=scratch)
     if problem is not None:
         raise TableError(
-            f"{table.source}: the key {key!r} {problem}. Fix the rows, name another key, or leave it out: rows then "
-            "get a generated row_id."
+            f"{table.source}: the key {key!r} {problem}. Fix the rows, name another key, or leave the key out; rows "
+            "then get a generated row_id."
         )
 
 
 def bundled(items: Sequence[Item], sizes: Sequence[int], most: int) -> list[list[Item]]:
-    """The items in lists, in order; a list ends before it has more than `most`, counted by `sizes`."""
+    """Return the items in lists, in order; a list ends before it has more than `most`, counted by `sizes`."""
     bundles: list[list[Item]] = []
     size = most
     for item, own in zip(items, sizes, strict=True):
@@ -97,9 +97,9 @@ def key_problem(
     spread: Spread = in_process,
     scratch: Path | None = None,
 ) -> str | None:
-    """A description, with examples, of what is wrong with the keys of all items; None if nothing is.
+    """Return a description, with examples, of what is wrong with the keys of all items; None if they are valid.
 
-    `read(item)` is called once, and again to compare keys with equal hashes. `rows` is about their number.
+    `read(item)` is called once, and again to compare keys with equal hashes. `rows` is their approximate number.
     """
     size = rows * READ_BYTES
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=scratch) as folder:
@@ -132,7 +132,7 @@ FAULTS = ("null", "NaN")
 
 
 class _Sorted(NamedTuple):
-    """What is known of an item whose sorted hashes are in a file."""
+    """What is known about an item whose sorted hashes are in a file."""
 
     rows: int
     sample: Words
@@ -163,7 +163,7 @@ def _store_sorted(read: Callable[[Item], Iterable[Keys]], task: tuple[Path, Item
 
 
 def _hashes(keys: Keys, faults: dict[str, list[str]]) -> Iterator[Words]:
-    """The hashes of the keys that are not null; adds rows whose key is null or NaN to `faults`."""
+    """Yield the hashes of the keys that are not null; add rows whose key is null or NaN to `faults`."""
     unreadable = keys.first_row + np.fromiter(keys.unreadable, np.int64)
     for numbers, values, missing in _arrays(keys):
         faults["null"] += _places(keys, missing[~np.isin(missing, unreadable)])
@@ -173,7 +173,7 @@ def _hashes(keys: Keys, faults: dict[str, list[str]]) -> Iterator[Words]:
 
 
 def _arrays(keys: Keys) -> Iterator[tuple[Rows, pa.Array, Rows]]:
-    """By array: the row numbers of the keys that are not null, these keys decoded, the row numbers of nulls."""
+    """Yield the row numbers of keys that are not null, these keys decoded, and the row numbers of nulls, by array."""
     first = keys.first_row
     for values in keys.values.chunks:
         values = values.cast(storage_type(values.type))
@@ -191,14 +191,14 @@ def _places(keys: Keys, numbers: Rows) -> list[str]:
 
 
 def _disjoint(found: Sequence[_Sorted]) -> bool:
-    """Whether no hash occurs twice, as far as the ranges of the items tell."""
+    """Return whether the ranges of the items show that no hash occurs twice."""
     filled = sorted((one for one in found if one.rows), key=lambda one: int(one.sample[0]))
     apart = all(one.sample[-1] < other.sample[0] for one, other in pairwise(filled))
     return apart and not any(one.repeated for one in found)
 
 
 def _ranges(found: Sequence[_Sorted]) -> list[tuple[int, int]]:
-    """Ranges of hashes [first, stop) with about `RANGE_ROWS` each, by the samples."""
+    """Return ranges of hashes [first, stop) with about `RANGE_ROWS` each, by the samples."""
     sample = np.sort(np.concatenate([one.sample for one in found]))
     count = -(-sum(one.rows for one in found) // RANGE_ROWS)
     cuts = np.unique(sample[[len(sample) * number // count for number in range(1, count)]])
@@ -207,7 +207,7 @@ def _ranges(found: Sequence[_Sorted]) -> list[tuple[int, int]]:
 
 
 def _store_equal(files: Sequence[Path], task: tuple[int, tuple[int, int]]) -> Path:
-    """Write the hashes of a range that occur more than once in the files; returns the new file."""
+    """Write the hashes of a range that occur more than once in the files; return the new file."""
     number, (first, stop) = task
     parts: list[Words] = []
     equal: list[Words] = [np.empty(0, np.uint64)]
@@ -226,18 +226,18 @@ def _store_equal(files: Sequence[Path], task: tuple[int, tuple[int, int]]) -> Pa
 
 
 def _apart(ordered: Words) -> tuple[Words, Words]:
-    """Every hash once, and those that occur more than once."""
+    """Return every hash once, and those that occur more than once."""
     again = np.zeros(len(ordered), bool)
     again[1:] = ordered[1:] == ordered[:-1]
     return ordered[~again], np.unique(ordered[again])
 
 
 Found = tuple[bytes, str, str]
-"The identity of a key, its text and its place."
+"The identity of a key, the key as text, and its place."
 
 
 def _with_hash(read: Callable[[Item], Iterable[Keys]], candidates: Words, item: Item) -> list[Found]:
-    """The keys of an item whose hash is one of the candidates: each at most twice, as two are a duplicate."""
+    """Return the keys of an item whose hash is a candidate, each at most twice, because two make a duplicate."""
     found: list[Found] = []
     counts: dict[bytes, int] = {}
     for keys in read(item):
@@ -252,7 +252,7 @@ def _with_hash(read: Callable[[Item], Iterable[Keys]], candidates: Words, item: 
 
 
 def _duplicates(items: Iterable[list[Found]]) -> list[str]:
-    """Up to 3 keys that occur twice, each with both places."""
+    """Return up to 3 keys that occur twice, each with both places."""
     first: dict[bytes, str] = {}
     examples: list[str] = []
     for identity, shown, where in (one for item in items for one in item):
@@ -265,7 +265,7 @@ def _duplicates(items: Iterable[list[Found]]) -> list[str]:
 
 
 def _shown(key: pa.Scalar) -> str:
-    """The `repr` of a key; the stored number if Python cannot represent the date or time."""
+    """Return the `repr` of a key; the stored number if Python cannot represent the date or time."""
     try:
         return repr(key.as_py())
     except (ValueError, OverflowError, LookupError, pa.ArrowException):

@@ -18,9 +18,9 @@ from torchlake.tables.storage.versions import Version
 
 FORMAT = 2
 COUNTS = ("left_out", "unread_files")
-"Of a plan's selection: what was not asked for, but counted."
+"Keys of a plan's selection that count what was not asked for."
 FORMAT_OF_VIEWS = 3
-"Of a plan with files whose rows or columns are not all those of the file."
+"Format of a plan in which some files are read with a view or only some of their rows."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +29,21 @@ class InputFile:
 
     path: str
     name: str
-    "Relative to the folder that the user gave, so that it stays the same when the folder moves."
+    "Path relative to the folder that the user gave, so that it stays the same when the folder moves."
     version: Version
     sha256: str
-    "Of its bytes, or of the ETag of an object; empty in a plan made with `hashed=False`."
+    "The hash of its bytes, or of an object's ETag; empty in a plan made with `hashed=False`."
     rows: int
     checksums: bool | None
     "Whether its pages have checksums; None if the format has none."
     view: str = ""
-    "How the table's columns are read from the file, as JSON (`SourceFile`); empty if by their names."
+    "How the table's columns are read from the file, as JSON (`SourceFile`); empty if they are read by name."
     selected: str = ""
     "The sha256 of the rows that are read; empty if all are."
 
     @property
     def content(self) -> str:
-        """The sha256 of the rows that are read from the file."""
+        """The sha256 that identifies the rows that are read from the file."""
         return fingerprint([self.sha256, self.view, self.selected]) if self.view or self.selected else self.sha256
 
 
@@ -52,7 +52,7 @@ class Chunk:
     """A range of rows of a file, with everything that a worker needs to read them."""
 
     index: int
-    "Its number in the job; there are gaps if files were removed from the input."
+    "Its number in the job; numbers have gaps if files were removed from the input."
     file: str
     name: str
     "As in InputFile; so are version and sha256."
@@ -72,17 +72,17 @@ class Chunk:
     view: str = ""
     "As in InputFile."
     skipped: bytes = b""
-    "A bitmap of the range, with the rows that are left out; empty if none is. Costs a bit per row of the range."
+    "A bitmap of the range that marks the rows left out; empty if there are none. Costs a bit per row of the range."
     bytes: int = 0
 
     @property
     def span(self) -> int:
-        """Rows of the range, with those that are skipped."""
+        """Number of rows of the range, including those that are skipped."""
         return self.rows + int.from_bytes(self.skipped, "little").bit_count()
 
     @property
     def kept(self) -> np.ndarray:
-        """(span,) bool, the rows of the range that are read."""
+        """(span,) bool, which rows of the range are read."""
         if not self.skipped:
             return np.ones(self.rows, bool)
         bits = np.unpackbits(np.frombuffer(self.skipped, np.uint8), count=self.span, bitorder="little")
@@ -90,24 +90,24 @@ class Chunk:
 
     @property
     def numbers(self) -> np.ndarray:
-        """(rows,) int64, the number in the file of each row that is read."""
+        """(rows,) int64, the number of each row that is read in the file."""
         if not self.skipped:
             return np.arange(self.first_row, self.first_row + self.rows)
         return self.first_row + np.flatnonzero(self.kept)
 
     def number(self, row: int) -> int:
-        """The number in the file of the chunk's row `row`."""
+        """Return the number in the file of the chunk's row `row`."""
         return int(self.numbers[row]) if self.skipped else self.first_row + row
 
     @property
     def where(self) -> str:
-        """The range in words, for messages."""
+        """A description of the range, for messages."""
         return f"rows {self.first_row:,} to {self.first_row + self.span - 1:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The files of a job and their chunks. Plans with equal `id` have equal rows in equal chunks."""
+    """The files of a job and their chunks. Plans with the same `id` have the same rows in the same chunks."""
 
     inputs: tuple[InputFile, ...]
     chunks: tuple[Chunk, ...]
@@ -164,7 +164,7 @@ class Split(NamedTuple):
 def new_chunk(
     index: int, file: InputFile, format: str, schema: bytes, split: Split, *, view: str | None = None
 ) -> Chunk:
-    """The chunk of a split; `schema` is the plan's, serialized. `view`: by default the file's."""
+    """Return the chunk of a split; `schema` is the plan's, serialized. `view`: by default the file's."""
     return Chunk(
         index=index,
         file=file.path,
@@ -179,7 +179,7 @@ def new_chunk(
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, stored by column: fast and small for 100,000 chunks."""
+    """Return the plan as JSON values, stored by column: fast and small for 100,000 chunks."""
     place = {one.name: number for number, one in enumerate(plan.inputs)}
     chunks = plan.chunks
     used = [name for name in _VIEWS if any(getattr(one, name) for one in plan.inputs)]
@@ -209,12 +209,14 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(value: Any) -> Plan:
-    """The plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
+    """Return the plan that `plan_to_json` wrote. Raises DataError when it is of another version or damaged."""
     try:
         if value["format"] not in (1, FORMAT, FORMAT_OF_VIEWS):
-            raise DataError(f"this plan has format {value['format']}; this version reads 1 to {FORMAT_OF_VIEWS}")
+            raise DataError(
+                f"this plan has format {value['format']}, but this version of torchlake reads 1 to {FORMAT_OF_VIEWS}"
+            )
         fields = value["inputs"]
-        if value["format"] == 1:  # has sizes and times only; such files are compared by content
+        if value["format"] == 1:  # it has only sizes and times, so such files are compared by content
             fields["version"] = list(zip(fields.pop("size"), fields.pop("mtime_ns"), strict=True))
         fields["version"] = [Version(*version) for version in fields["version"]]
         names = [name for name in InputFile.__slots__ if name in fields or name not in _VIEWS]
@@ -256,7 +258,7 @@ def _unpacked(text: str) -> bytes:
 
 
 def _starts_of_groups(columns: Mapping[str, Any]) -> list[int]:
-    """Each chunk's `groups_row`, if none was left out: the first row of the first chunk with the same row groups."""
+    """Return each chunk's `groups_row` if no row was left out: where the first chunk of the same row groups begins."""
     keys = [(place, *groups) for place, groups in zip(columns["input"], columns["row_groups"], strict=True)]
     first: dict[tuple[int, ...], int] = {}
     for key, row in zip(keys, columns["first_row"], strict=True):
@@ -265,5 +267,5 @@ def _starts_of_groups(columns: Mapping[str, Any]) -> list[int]:
 
 
 def chunk_label(item: tuple[Chunk, str]) -> str:
-    """The label of an item (chunk, part name) in an engine's user interface: the chunk's number and file."""
+    """Return the label of an item (chunk, part name) in an engine's user interface: the chunk's number and file."""
     return f"chunk {item[0].index} {item[0].name}"

@@ -1,4 +1,4 @@
-"""Read a chunk's rows as an Arrow table: exactly as many as planned; unreadable ones are null and listed as errors.
+"""Read a chunk's rows as an Arrow table: exactly as many as planned; unreadable rows are null and listed as errors.
 
 Parquet and Arrow files are streamed with a forward cursor: a later chunk of the same row group continues where the last
 one stopped, so nothing is decoded twice, and a row group of any size takes constant memory. Page checksums are
@@ -34,12 +34,12 @@ from torchlake.tables.table import check_columns, common_type
 
 BATCH_ROWS = 4096
 FEW_ROWS = 10_000
-"Up to here `from_strings` takes less time than `pyarrow.array`, which imports pandas."
+"Up to this many values, `from_strings` takes less time than `pyarrow.array`, which imports pandas."
 BAD_UTF8 = "bad_utf8"
 
 
 class ChunkReader:
-    """Reads chunks, fastest in ascending order; `columns` is a subset of the plan's columns."""
+    """A reader of chunks, fastest in ascending order; `columns` is a subset of the plan's columns."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
@@ -50,7 +50,7 @@ class ChunkReader:
         self._schemas: dict[bytes, pa.Schema] = {}
 
     def read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
-        """The chunk's rows, and {row in the chunk: reason} for those that cannot be read; these have null values.
+        """Return the chunk's rows, and {row in the chunk: reason} for unreadable ones, which have null values.
 
         Reasons: `bad_utf8`, `bad_csv: ...`, `bad_json: ...`. Raises FingerprintError when the file has changed since
         planning, checked before and after; TableError naming file and rows when it is damaged.
@@ -59,7 +59,7 @@ class ChunkReader:
         try:
             return self._read(chunk)
         except TableError:
-            self._unchanged.check(chunk.file, chunk.version, chunk.sha256)  # a change is the better explanation
+            self._unchanged.check(chunk.file, chunk.version, chunk.sha256)  # if the file changed, say that instead
             raise
 
     def _read(self, chunk: Chunk) -> tuple[pa.Table, dict[int, str]]:
@@ -126,7 +126,7 @@ class ChunkReader:
 
 
 class _Cursor:
-    """An open file that is read forward through one range of row groups or record batches."""
+    """An open file that is read forward, through one range of row groups or record batches."""
 
     def __init__(self, chunk: Chunk, columns: Sequence[str]) -> None:
         self.file, self.row_groups = chunk.file, chunk.row_groups
@@ -147,7 +147,7 @@ class _Cursor:
         return (chunk.file, chunk.row_groups) == (self.file, self.row_groups) and self.row <= chunk.first_row
 
     def take(self, chunk: Chunk) -> list[pa.RecordBatch]:
-        """The rows of the chunk's range, fewer if the file ends; rows before it are skipped."""
+        """Return the rows of the chunk's range, fewer if the file ends; skip the rows before it."""
         stop, taken = chunk.first_row + chunk.span, []
         while self.row < stop:
             batch = self.left if self.left is not None else next(self.batches, None)
@@ -181,13 +181,13 @@ class _Cursor:
 
 
 def row_ids(chunk: Chunk) -> pa.Array:
-    """Each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
+    """Return each row's id, "<file name>:<row number in the file>"; names are relative to the table's folder."""
     numbers = from_numpy(chunk.numbers).cast(pa.string())
     return pc.binary_join_element_wise(from_strings([chunk.name])[0], numbers, from_strings([":"])[0])
 
 
 def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:
-    """A string array with null in the rows that are not UTF-8, and these rows."""
+    """Return a string array with null in the rows that are not UTF-8, and these rows."""
     try:
         return from_strings(texts) if len(texts) <= FEW_ROWS else pa.array(texts, pa.string()), []
     except UnicodeEncodeError:
@@ -196,7 +196,7 @@ def _text_column(texts: list[str | None]) -> tuple[pa.Array, list[int]]:
 
 
 def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[int, str]]:
-    """Every value converted by `strict_cast`, None where that fails, and {row: reason} for these."""
+    """Return every value converted by `strict_cast`, None where that fails, and {row: reason} for these."""
     fitted, errors = [], {}
     for row, item in enumerate(items):
         try:
@@ -211,7 +211,7 @@ def _fit_column(items: list[Any], kind: pa.DataType) -> tuple[list[Any], dict[in
 
 
 def _bad_records(chunk: Chunk, records: Sequence[Any]) -> dict[int, str]:
-    """{row: reason} of malformed records; the reason includes the place, because such a row has no key."""
+    """Return {row: reason} for malformed records; the reason includes the place, because such a row has no key."""
     return {row: record + _where(chunk, row) for row, record in enumerate(records) if isinstance(record, BadRecord)}
 
 
@@ -220,7 +220,7 @@ def _where(chunk: Chunk, row: int) -> str:
 
 
 def _kept_records(chunk: Chunk, records: Iterator[Any]) -> list[Any]:
-    """The records of the chunk's range, without those that are skipped."""
+    """Return the records of the chunk's range, without those that are skipped."""
     found = list(records)
     _check_rows(chunk, len(found), chunk.span)
     return [found[row] for row in np.flatnonzero(chunk.kept)] if chunk.skipped else found
@@ -229,8 +229,8 @@ def _kept_records(chunk: Chunk, records: Iterator[Any]) -> list[Any]:
 def _check_rows(chunk: Chunk, rows: int, planned: int) -> None:
     if rows != planned:
         raise TableError(
-            f"{chunk.file}: {rows:,} rows where {planned:,} were planned from row {chunk.first_row:,} on; the file has "
-            "changed since."
+            f"{chunk.file}: {planned:,} rows were planned from row {chunk.first_row:,} on, but there are {rows:,} now: "
+            "the file has changed. Run the same command again."
         )
 
 
@@ -250,7 +250,7 @@ def _read_json(chunk: Chunk, schema: pa.Schema, ranges: TextRanges) -> tuple[pa.
 
 
 def _with_constants(table: pa.Table, schema: pa.Schema, view: View, rows: int) -> pa.Table:
-    """The table with the columns that have one value in all rows of its file."""
+    """Return the table with the columns that have the same value in all rows of the file."""
     if not view.constants:
         return table
     arrays = {name: table[name] for name in table.column_names}
@@ -263,7 +263,7 @@ def _with_constants(table: pa.Table, schema: pa.Schema, view: View, rows: int) -
 
 
 def _as_list(array: pa.FixedSizeListArray) -> pa.ListArray:
-    """Convert to lists; Arrow's cast and `flatten` lose values in slices and beside nulls."""
+    """Convert to lists, because Arrow's cast and `flatten` lose values in slices and next to nulls."""
     size, valid = array.type.list_size, array.is_valid().to_numpy(zero_copy_only=False)
     places = (np.flatnonzero(valid)[:, None] + array.offset) * size + np.arange(size)
     offsets = pa.array(np.concatenate([[0], np.cumsum(valid * size)]), pa.int32())
@@ -272,7 +272,7 @@ def _as_list(array: pa.FixedSizeListArray) -> pa.ListArray:
 
 
 def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
-    """The column in the planned type: encodings undone, an all-null column cast. Values never change."""
+    """Return the column in the planned type: encodings undone, an all-null column cast. Values never change."""
     if isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
     if pa.types.is_fixed_size_list(column.type):
@@ -280,12 +280,14 @@ def _as_planned(file: str, column: pa.ChunkedArray, field: pa.Field) -> pa.Chunk
     if column.type == field.type:
         return column
     if common_type(storage_type(column.type), field.type) != field.type:
-        raise TableError(f"{file}: the column {field.name!r} is {column.type} now; it was {field.type} when planned.")
+        raise TableError(
+            f"{file}: the column {field.name!r} is {column.type} now, but was {field.type} when the job was planned."
+        )
     return column.cast(field.type)
 
 
 def isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
-    """The table with null for values that are not UTF-8, and {row: reason} for these."""
+    """Return the table with null for values that are not UTF-8, and {row: reason} for these."""
     errors: dict[int, str] = {}
     for place, field in enumerate(table.schema):
         if pa.types.is_primitive(field.type) or pa.types.is_null(field.type):
@@ -303,5 +305,5 @@ def isolate_bad_text(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
 
 
 def _no_columns(rows: int) -> pa.Table:
-    """A table without columns, but with a number of rows."""
+    """Return a table without columns, but with a number of rows."""
     return pa.table({"": pa.nulls(rows)}).select([])

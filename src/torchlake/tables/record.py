@@ -19,19 +19,19 @@ from torchlake.tables.storage.urls import is_url
 FOLDER = "_torchlake"
 COMMIT = f"{FOLDER}/commit.json"
 PARTS = f"{FOLDER}/parts"
-"Of an output in an object store."
+"The folder of the parts, for an output in an object store."
 PLAN = f"{FOLDER}/plan.json"
 URL_AS_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 "A URL after conversion to a `Path`, which removes one slash."
 
 
 def output_path(output: str | Path) -> Path:
-    """The absolute path of an output, with links resolved. Raises UsageError for URLs."""
+    """Return the absolute path of an output, with links resolved. Raises UsageError for URLs."""
     return Path(os.path.realpath(local_output(output)))
 
 
 def local_output(output: str | Path) -> Path:
-    """An output as a path; `file://` URLs are paths. Raises UsageError for other URLs."""
+    """Return an output as a path; `file://` URLs are paths. Raises UsageError for other URLs."""
     text = URL_AS_PATH.sub(r"\1://", local_path(os.fspath(output)))
     if is_url(text):
         raise UsageError(
@@ -42,7 +42,7 @@ def local_output(output: str | Path) -> Path:
 
 
 def read_commit(output: str | Path) -> dict[str, Any]:
-    """The commit record of a finished output. Raises TableError when there is none, or it is damaged."""
+    """Return the commit record of a finished output. Raises TableError when there is none, or it is damaged."""
     folder = output_path(output)
     if not (folder / COMMIT).is_file():
         raise TableError(f"{output}: not a finished torchlake output ({COMMIT} is missing).")
@@ -53,7 +53,7 @@ def read_commit(output: str | Path) -> dict[str, Any]:
 
 
 def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
-    """The schema of every part; for records of an earlier version the names of the types by column."""
+    """Return the schema of every part; for records of an earlier version the names of the types by column."""
     serialized = record.get("arrow_schema")
     if serialized is None:
         names: dict[str, str] = record["schema"]
@@ -62,21 +62,24 @@ def recorded_schema(record: dict[str, Any]) -> pa.Schema | dict[str, str]:
 
 
 def recorded_arrow_schema(record: dict[str, Any]) -> pa.Schema:
-    """The schema of a record that has one: those of tables and object stores always do."""
+    """Return the schema of a record that has one: those of tables and object stores always do."""
     schema = recorded_schema(record)
     if not isinstance(schema, pa.Schema):
-        raise TableError("this commit record has no schema; it was written by an earlier version")
+        raise TableError(
+            "this commit record has no schema, because an earlier version of torchlake wrote it. Write the output "
+            "again."
+        )
     return schema
 
 
 def committed_files(output: str | Path) -> list[Path]:
-    """The Parquet files of a finished output, in row order. Raises UnsafeError for names that lead out of it."""
+    """Return the Parquet files of a finished output, in row order. Raises UnsafeError for names that lead out of it."""
     folder = output_path(output)
     return [atomic_io.safe_join(folder, part["name"]) for part in read_commit(folder)["parts"]]
 
 
 def output_parts(place: str) -> list[tuple[str, str]] | None:
-    """The names and files of the parts of an output, in row order; None if there is no output at that path or URL.
+    """Return the names and files of an output's parts, in row order; None if the path or URL has no output.
 
     Raises UnsafeError for names that lead out of it.
     """
@@ -91,7 +94,7 @@ def output_parts(place: str) -> list[tuple[str, str]] | None:
 
 
 def _stored_parts(url: str) -> list[tuple[str, str]] | None:
-    """`output_parts` in an object store. Cost: one request."""
+    """Return `output_parts` in an object store. Cost: one request."""
     last = url.rstrip("/").rpartition("/")[2]
     if "*" in url or "?" in url or os.path.splitext(last)[1] or "::" in url:  # a glob or a file
         return None
@@ -110,7 +113,7 @@ def _stored_parts(url: str) -> list[tuple[str, str]] | None:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value has the fields of a commit record."""
+    """Return whether a value has the fields of a commit record."""
     fields = {"plan", "fingerprint", "rows", "failed", "parts", "schema"}
     part_fields = {"name", "chunk", "rows", "failed", "sha256", "bytes"}
     return (

@@ -1,9 +1,9 @@
-"""Which rows of the planned chunks are read: those that are not deleted, and that were asked for.
+"""Choose the rows of the planned chunks that are read: those that were asked for and are not deleted.
 
 The rows are chosen while planning, so every attempt, every engine and `verify` see the same ones, and the number of
-rows in is known before any work. A row that cannot be read, for example a malformed line, is always chosen: it comes
-out as an error, not silently missing. Cost of a condition: one pass over its columns, without the row groups that
-their statistics rule out; of a sample: a hash of each row's number.
+input rows is known before any work. A row that cannot be read, for example a malformed line, is always chosen: it
+becomes an error in the output and does not disappear silently. Cost of a condition: one pass over its columns, without
+the row groups that their statistics rule out. Cost of a sample: a hash of each row's number.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class RowSelector:
-    """Chooses rows of splits, which come in the order of the table; `left_out` counts the others by reason."""
+    """A chooser of rows of splits, which come in the table's order; `left_out` counts the other rows by reason."""
 
     def __init__(self, table: Table, views: Mapping[str, str]) -> None:
-        """views: of the condition's columns, as JSON by file."""
+        """Create a selector; `views` are those of the condition's columns, as JSON by file."""
         self.table = table
         self.left_out: Counter[str] = Counter(table.left_out)
         self.left = table.options.selection.limit
@@ -39,18 +39,18 @@ class RowSelector:
 
     @property
     def full(self) -> bool:
-        """Whether the limit is reached."""
+        """Whether the limit has been reached."""
         return self.left == 0
 
     def may_select(self, path: str) -> bool:
-        """Whether a file may have rows that are asked for, by the statistics in its footer."""
+        """Return whether a file may have requested rows, by the statistics in its footer."""
         if self._condition is None or path not in self.table.footers:
             return True
         footer = self.table.footers[path]
         return bool(self._condition.outcomes(path, [group.rows for group in footer.groups]).true.any())
 
     def select(self, file: InputFile, splits: Iterable[Split]) -> Iterator[Split]:
-        """The splits with the rows that are left out marked as skipped; those without any row are omitted."""
+        """Yield the splits with the rows left out marked as skipped; omit splits without any row to read."""
         if self._condition is not None:
             self._condition.open(file)
         for split in splits:
@@ -81,9 +81,9 @@ class RowSelector:
         self.left_out[reason] += before - int(kept.sum())
 
     def _sampled(self, file: InputFile, split: Split) -> np.ndarray:
-        """(rows,) bool: a hash of the seed, the file's name and the row's number is below the share of its range."""
+        """Return (rows,) bool: whether the hash of seed, file name and row number is in the sample's share."""
         share, seed = self.table.options.selection.sample, self.table.options.selection.seed
-        assert share is not None, "called for a sample"
+        assert share is not None, "called only if a sample is requested"
         if share == 1:
             return np.ones(split.rows, bool)
         start = np.frombuffer(hashlib.sha256(f"{seed}:{file.name}".encode()).digest()[:8], np.uint64)
@@ -92,7 +92,7 @@ class RowSelector:
 
 
 class _ConditionReader:
-    """Evaluates the condition for the rows of a split."""
+    """An evaluator of the condition for the rows of splits."""
 
     def __init__(self, table: Table, condition: Condition, views: Mapping[str, str]) -> None:
         self.table, self.condition, self.views = table, condition, views
@@ -102,7 +102,7 @@ class _ConditionReader:
         self._outcomes: dict[str, Outcomes] = {}
 
     def open(self, file: InputFile) -> None:
-        """Decide for which row groups of the file the condition is true, or not true, for every row."""
+        """Decide for which row groups of the file the condition is true for every row, or for none."""
         footer = self.table.footers.get(file.path)
         rows = [file.rows] if footer is None else [group.rows for group in footer.groups]
         may = self.outcomes(file.path, rows)
@@ -110,7 +110,7 @@ class _ConditionReader:
         self.some, self.every = may.true, may.true & ~may.false & ~may.null
 
     def outcomes(self, path: str, rows: Sequence[int]) -> Outcomes:
-        """What the condition may be in each row group of a file; `rows` are their sizes. Computed once."""
+        """Return what the condition may be in each row group of a file; `rows` are their sizes. Computes this once."""
         if path in self._outcomes:
             return self._outcomes[path]
         footer, view = self.table.footers.get(path), self.table.views.get(path, View())
@@ -122,7 +122,7 @@ class _ConditionReader:
         return self._outcomes[path]
 
     def true(self, file: InputFile, split: Split) -> np.ndarray:
-        """(rows,) bool: true also for rows that cannot be read. Raises DataError naming the file."""
+        """Return (rows,) bool: true also for rows that cannot be read. Raises DataError naming the file."""
         first = int(np.searchsorted(self.ends, split.first_row, "right"))
         last = int(np.searchsorted(self.ends, split.first_row + split.rows - 1, "right"))
         if not self.some[first : last + 1].any():
@@ -141,7 +141,7 @@ class _ConditionReader:
 
 
 def _bits(bitmap: bytes, first: int, count: int) -> np.ndarray:
-    """`count` bits of a bitmap from `first` on; those after its end are False."""
+    """Return `count` bits of a bitmap from `first` on; bits after its end are False."""
     packed = np.frombuffer(bitmap, np.uint8)[first // 8 : (first + count + 7) // 8]
     bits = np.unpackbits(packed, bitorder="little")[first % 8 :][:count]
     return np.pad(bits, (0, count - len(bits))).astype(bool)

@@ -1,7 +1,7 @@
 """A table: rows in files of one format, with one schema, from one or several sources.
 
-Opening a table reads only footers and headers, and raises at once for what would fail a job hours later: a truncated
-file, a column that is missing or has another type in the third file, a Delta table read as loose Parquet files.
+Opening a table reads only footers and headers, and raises at once for faults that would fail a job hours later: a
+truncated file, a column that is missing or has another type in one file, a Delta table read as loose Parquet files.
 """
 
 import os
@@ -41,9 +41,9 @@ class Table:
     source: str
     "As the user wrote it."
     files: tuple[str, ...]
-    "Absolute paths or URLs: those of each input in the order given, sorted by name."
+    "Absolute paths or URLs: those of each input in the given order, sorted by name."
     names: tuple[str, ...]
-    "Each file's path relative to the folder that was given; used in row ids."
+    "Each file's path relative to the given folder; used in row ids."
     format: str
     "parquet, csv, jsonl or arrow."
     schema: pa.Schema
@@ -51,20 +51,20 @@ class Table:
     quarantined: tuple[tuple[str, str], ...] = ()
     "Files left out, and why."
     footers: Mapping[str, Footer] = field(default_factory=dict, repr=False)
-    "Of Parquet files, by path."
+    "Footers of Parquet files, by path."
     views: Mapping[str, View] = field(default_factory=dict, repr=False)
-    "By path, of files whose columns are not the table's."
+    "Views of the files whose columns differ from the table's, by path."
     deleted: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    "By path, a bitmap of deleted rows."
+    "Bitmaps of deleted rows, by path."
     sources: tuple[Mapping[str, Any], ...] = ()
-    "What was read, for each table with versions."
+    "Identity of each table with versions."
     options: ReadOptions = field(default_factory=ReadOptions)
     condition: Condition | None = None
-    "That of the options, with the types of the columns."
+    "The condition of the options, with the types of the columns."
     left_out: Mapping[str, int] = field(default_factory=dict)
-    "By reason, rows of files that the condition rules out, as counted by the table's log."
+    "Number of rows in files that the condition rules out, by reason, as counted by the table's log."
     unread_files: int = 0
-    "Other such files."
+    "Number of ruled-out files whose rows are not counted."
 
 
 def open_table(
@@ -79,11 +79,10 @@ def open_table(
 
     Checks every file's footer or header: `columns` must exist and have one type in all files (without `columns`, all
     columns of the first file). `on_bad_file="quarantine"` leaves out files that fail, and lists them. Files without any
-    row that `options` ask for are not opened, if the table's log or the names of folders show it. `spread` reads the
-    lines of JSON.
+    requested row are not opened, if the table's log or the names of folders show that. `spread` reads JSON lines.
 
-    Raises TableError naming file, column and types, or the nearest name of a missing column; UnsafeError when a file
-    would have to run code to be loaded.
+    Raises TableError naming file, column and types, or the nearest name of a missing column; UnsafeError when loading a
+    file would have to run code.
     """
     bad: list[tuple[str, str]] = []
     options = options or ReadOptions()
@@ -125,7 +124,9 @@ def open_table(
     formats = {one.format: one.path.file for one in files}
     if len(formats) > 1:
         listed = ", ".join(f"{format} ({file})" for format, file in formats.items())
-        raise TableError(f"{describe(source)}: files of several formats: {listed}. A table has one; name its files.")
+        raise TableError(
+            f"{describe(source)}: has files of several formats: {listed}. Give only the files of one format."
+        )
     format = files[0].format if files else "parquet"
     schema = pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in schema])
     return Table(
@@ -147,7 +148,7 @@ def open_table(
 
 
 def missing_column(file: str, name: str, schema: pa.Schema) -> TableError:
-    """The error for a missing column, with the nearest name and all names."""
+    """Return the error for a missing column, with the nearest name and all names."""
     close = get_close_matches(name, schema.names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return TableError(f"{file}: there is no column {name!r}.{hint} It has: {', '.join(schema.names) or 'no columns'}.")
@@ -161,7 +162,7 @@ def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """The type that a column has whose files have these types, so that no value changes; None if there is none.
+    """Return the type of a column that has these types in its files, so that no value changes; None if no type fits.
 
     Null gives way to any type, int32 to int64, float to double, a decimal to one with more digits, and a string to one
     with 64-bit offsets.
@@ -184,7 +185,7 @@ _WIDENING = (
     (pa.int8(), pa.int16(), pa.int32(), pa.int64()),
     (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
     (pa.float16(), pa.float32(), pa.float64()),
-    # Spark's INT96 has no zone and means UTC.
+    # Spark's INT96 timestamps have no time zone and mean UTC.
     (pa.timestamp("us"), pa.timestamp("us", "UTC")),
 )
 
@@ -197,7 +198,7 @@ class _File(NamedTuple):
 
 
 def _open_sources(source: StoredTable) -> list[SourceTable]:
-    """The tables of `source` in the order given: neighboring loose files together, each other one by its source."""
+    """Return the tables of `source` in the given order: adjacent loose files as one, each other table by its source."""
     if isinstance(source, str | os.PathLike):
         kind = source_of(source)
         return [_open_files(source) if kind is None else kind.open_source(source)]
@@ -214,11 +215,11 @@ def _open_sources(source: StoredTable) -> list[SourceTable]:
 
 
 def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
-    """The tables with names that begin with the table's, as several may have files of one name."""
+    """Return the tables with names that begin with the table's, as several may have files of one name."""
     read = Counter(one.file for table in tables for one in table.files)
     again = next((file for file, count in read.items() if count > 1), None)
     if again is not None:
-        raise TableError(f"{again} is in two of the tables: its rows would be read twice. Name each table once.")
+        raise TableError(f"{again}: is in two of the tables, so its rows would be read twice. Name each table once.")
     renamed = []
     for table in tables:
         named = str(table.identity.get("table", "")).rstrip("/").rpartition("/")[2]
@@ -228,12 +229,14 @@ def _with_own_names(tables: Sequence[SourceTable]) -> list[SourceTable]:
     counts = Counter(one.name for table in renamed for one in table.files)
     twice = next((name for name, count in counts.items() if count > 1), None)
     if twice is not None:
-        raise TableError(f"Two of the tables have a file {twice}, and row ids need different names. Rename one folder.")
+        raise TableError(
+            f"Two of the tables have a file {twice}, but row ids need different names. Rename one of the folders."
+        )
     return renamed
 
 
 def _open_files(source: str | Path) -> SourceTable:
-    """Loose files; of a committed output those in its record, whatever else is in the folder."""
+    """Return the table of loose files; for a committed output, only the files in its record."""
     parts = output_parts(local_path(os.fspath(source)))
     if parts is None:
         return open_source(source)
@@ -243,7 +246,7 @@ def _open_files(source: str | Path) -> SourceTable:
 def _inspected(
     inspect: Callable[[SourceFile], "_File | DataError"], files: Sequence[SourceFile], spread: Spread
 ) -> Iterator["_File | DataError"]:
-    """The result for each file, in order; lines of JSON are read by `spread`."""
+    """Return the result for each file, in order; JSON lines are read by `spread`."""
     size = _bytes_to_type(files)
     if size:
         return spread(inspect, files, size=size, name="find the types")
@@ -253,19 +256,21 @@ def _inspected(
 def _inspect(
     path: SourceFile, columns: Sequence[str], bounded: Sequence[str], source: SourceTable, dialect: Dialect
 ) -> _File | DataError:
-    """A file's format, its footer and its columns as the table names them, or its error."""
+    """Return a file's format, its footer and its columns as the table names them, or its error."""
     file = path.file
     try:
         version = settled_version_of(file)
         if path.size not in (None, version.size):
-            raise TableError(f"{file}: has {version.size:,} bytes, {path.size:,} in the table's log; restore the file.")
+            raise TableError(
+                f"{file}: has {version.size:,} bytes, but {path.size:,} in the table's log. Restore the file."
+            )
         format = format_of(file)
         if dialect.given and format != "csv":
-            raise TableError(f"{file}: is {format}; csv options are for CSV files.")
+            raise TableError(f"{file}: is {format}, but csv options are only for CSV files. Leave them out.")
         schema, footer = _read_schema(path, format, version, columns, bounded, dialect)
         if source.view is not None and footer is not None:
             path = replace(path, view=source.view(path, footer.schema, columns))
-            if bounded:  # the statistics that were read are of columns with these names in the file
+            if bounded:  # statistics were read for columns with these names in the file
                 schema, footer = _read_schema(path, format, version, columns, bounded, dialect)
         if dialect.given:
             path = replace(path, view=replace(path.view, csv=dialect.given))
@@ -279,8 +284,8 @@ def _inspect(
         if source.identity.get("version") is None:
             return error
         return Unavailable(
-            f"{error}. Version {source.identity['version']} of {source.identity['table']} lists this file: it was "
-            "removed, for example by VACUUM or expire_snapshots. Read a version that is still there."
+            f"{error}. Version {source.identity['version']} of {source.identity['table']} lists this file, but it was "
+            "removed, for example by VACUUM or expire_snapshots. Read a version that still exists."
         )
     except DataError as error:
         return error
@@ -290,7 +295,7 @@ def _inspect(
 def _read_schema(
     path: SourceFile, format: str, version: Version, columns: Sequence[str], bounded: Sequence[str], dialect: Dialect
 ) -> tuple[pa.Schema, Footer | None]:
-    """A file's columns, and its footer with statistics of the columns `bounded`, by the table's names."""
+    """Return a file's columns, and its footer with statistics of the columns `bounded`, named as in the table."""
     names = path.view.names
     stored = [names.get(name, name) for name in columns if name not in path.view.constants]
     bounds = {names.get(name, name): name for name in bounded if name not in path.view.constants}
@@ -301,7 +306,7 @@ def _read_schema(
 
 
 def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tuple[SourceFile, pa.Schema]:
-    """The file and its columns as the table has them: renamed, with constants, and null where it lacks a column."""
+    """Return the file and its columns as in the table: renamed, with constants, and null where a column is missing."""
     if source.schema is None and not path.view.constants:
         return path, stored
     names = {name: logical for logical, name in path.view.names.items()}
@@ -322,13 +327,13 @@ def _as_in_table(path: SourceFile, stored: pa.Schema, source: SourceTable) -> tu
     typed = []
     for column in source.schema:
         kind, stored_as = storage_type(column.type), own.get(column.name, column.type)
-        # A file that cannot be read as the table's type keeps its own, and is refused if the column is needed.
+        # If a file cannot be read as the table's type, it keeps its own, and is refused if the column is needed.
         typed.append(pa.field(column.name, kind if common_type(storage_type(stored_as), kind) == kind else stored_as))
     return replace(path, view=view), pa.schema(typed)
 
 
 def _bytes_to_type(files: Sequence[SourceFile]) -> int:
-    """Bytes that are read to find the types of the columns: those of JSON lines."""
+    """Return the number of bytes that are read to find the columns' types: only JSON lines have to be read."""
     text = [
         one.file
         for one in files
@@ -338,7 +343,7 @@ def _bytes_to_type(files: Sequence[SourceFile]) -> int:
 
 
 def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, tuple[pa.DataType, str]]:
-    """Each column's most frequent type, and the first file that has it; files with other types are the bad ones."""
+    """Return each column's most frequent type and the first file that has it; files with other types are bad."""
     found: dict[str, tuple[pa.DataType, str]] = {}
     for name in names:
         types = [(_type_of(one, name), one.path.file) for one in files if name in one.schema.names]
@@ -350,7 +355,7 @@ def _majority_types(files: Sequence[_File], names: Sequence[str]) -> dict[str, t
 
 
 def _check_types(one: _File, names: Sequence[str], common: dict[str, tuple[pa.DataType, str]]) -> None:
-    """Check a file's columns against `common`, the types of earlier files and the file that set each; updates it."""
+    """Check a file's columns against `common`, the types of earlier files and the file that set each; update it."""
     file = one.path.file
     check_columns(file, names, one.schema)
     for name in names:

@@ -116,7 +116,7 @@ def test_what_is_cut_short_on_its_way_is_not_made_visible(
     draft = write(store, 3)
     sizes = ObjectStore._sizes
     monkeypatch.setattr(ObjectStore, "_sizes", lambda self: {name: size - 1 for name, size in sizes(self).items()})
-    with pytest.raises(StorageError, match="just written"):
+    with pytest.raises(StorageError, match="right after .* bytes were written"):
         format.publish(draft, state={"step": 3, "best": None})
     monkeypatch.undo()
     assert store.list_complete() == []

@@ -62,7 +62,7 @@ def test_a_url_that_no_output_can_have_is_refused(
     before = sorted(os.listdir(here))
     words = [{"MODEL": str(model), "URL": url}.get(word, word) for word in COMMANDS[command]]
     assert main(words) == UsageError.exit_code
-    assert f"{url}: cannot be written to. An output is a local path, a URL of s3" in capfd.readouterr().err
+    assert f"{url}: cannot be written to. Give a local path, a URL of s3" in capfd.readouterr().err
     assert sorted(os.listdir(here)) == before
 
 

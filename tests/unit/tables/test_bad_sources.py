@@ -24,7 +24,7 @@ from torchlake.tables.sources._find import pinned
         ("iceberg:db", 65, "write a table as iceberg:catalog.namespace.table"),
         ("iceberg:{}/none.metadata.json", 65, "write a table as iceberg:catalog.namespace.table"),
         ("{}/none.metadata.json", 65, "the metadata file cannot be read"),
-        ("{}/delta@v9", 65, "Is there a version 9?"),
+        ("{}/delta@v9", 65, "Check that version 9 exists"),
         ("{}/none", 65, "there is no such file or folder"),
         ("{}/words", 65, "there is no column 'text'"),
         ("ftp://host/rows.parquet", 65, "the protocol 'ftp' is refused"),

@@ -95,7 +95,9 @@ def test_a_part_that_is_gone_or_damaged_is_an_error(tmp_path: Path, damage: str)
     place, parts = write(tmp_path / "out", numbers(3))
     path = tmp_path / "out" / parts[1].name
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(StorageError, match=f"{parts[1].name}: the part is gone or damaged; run the same command again"):
+    with pytest.raises(
+        StorageError, match=f"{parts[1].name}: the part is missing or damaged; run the same command again"
+    ):
         group(place, parts, size=1 << 20)
 
 

@@ -113,7 +113,7 @@ def test_an_unclear_answer_is_looked_up(hub: str, output: str, source: Path, sta
 
 def test_a_commit_that_is_refused_is_an_error_and_work_is_kept(hub: str, output: str, source: Path) -> None:
     set_faults(hub, (403, "lost"))
-    with pytest.raises(StorageError, match="the Hub refuses the commit: "):
+    with pytest.raises(StorageError, match="the Hub refused the commit: "):
         job(source, output)
     assert ids(hub, output) == []
     assert job(source, output) == 0

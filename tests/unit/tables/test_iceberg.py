@@ -305,7 +305,7 @@ def test_what_is_not_read_is_refused(catalog: SqlCatalog, tmp_path: Path) -> Non
         "iceberg:lake.films.other": r"the catalog 'lake' has no such table",
         "iceberg:lake.series.reviews": r"the catalog 'lake' has no such table",
         "iceberg:sea.films.reviews": r"the catalog 'sea' cannot be read: .*PYICEBERG_CATALOG__SEA__URI",
-        f"{NAME}@12": r"there is no such snapshot, tag or branch; it may have expired. There are: main, ",
+        f"{NAME}@12": r"there is no such snapshot, tag or branch; it may have expired. The table has: main, ",
         f"{tmp_path}/00001.metadata.json": r"the metadata file cannot be read",
     }
     for source, words in refusals.items():

@@ -134,7 +134,7 @@ def test_a_catalog_that_refuses_a_commit_is_an_error_and_work_is_kept(
     lake: SqlCatalog, faults: list[Fault], source: Path, status: int
 ) -> None:
     faults[:] = [Fault(status, made=False)]
-    with pytest.raises(StorageError, match=r"db\.t: the catalog refuses: .*asked for by the test"):
+    with pytest.raises(StorageError, match=r"db\.t: the catalog refused the change: .*asked for by the test"):
         job(source, REST)
     assert ids(lake) == []
     assert job(source, REST) == 0
@@ -236,13 +236,13 @@ def test_columns_are_added_if_asked_and_types_are_widened(lake: SqlCatalog, sour
     assert found["n"].to_pylist() == [pa.scalar(0.1, pa.float32()).as_py()] * 7
     assert len(lake.load_table("db.t").schemas()) == 2
     pq.write_table(table.set_column(0, "id", pa.array([None] * 7, pa.int64())), source)
-    with pytest.raises(TableError, match="a value cannot be kept by the table's format: Casting field 'id'"):
+    with pytest.raises(TableError, match="a value cannot be stored in the table's format: Casting field 'id'"):
         job(source, NAME, mode="append", add_columns=True)
 
 
 def test_other_columns_are_refused(lake: SqlCatalog, source: Path) -> None:
     lake.create_table("db.t", pa.schema([("id", pa.string()), ("t", pa.string()), ("p", pa.string())]))
-    with pytest.raises(OutputError, match="its column 'id' is string, the rows have int64"):
+    with pytest.raises(OutputError, match="its column 'id' is string, but the rows have int64"):
         job(source, NAME, add_columns=True)
 
 
@@ -387,7 +387,7 @@ def test_a_table_of_a_newer_format_is_refused(lake: SqlCatalog, source: Path) ->
 
 
 def test_a_dataset_of_what_arrow_cannot_find_is_refused(lake: SqlCatalog, source: Path) -> None:
-    with pytest.raises(OutputError, match="there is no such table yet"):
+    with pytest.raises(OutputError, match="the table does not exist yet"):
         open_output(NAME)
     job(source, NAME)
     assert sorted(open_output(NAME).to_table()["id"].to_pylist()) == [*range(7)]

@@ -191,7 +191,8 @@ def test_files_of_the_hub_are_read_and_scored(tmp_path: Path, tiny_model: Path) 
         for found in unknown:
             assert found["error"].startswith("Unavailable: hf://datasets/lake/")
             assert (
-                "private or gated one needs credentials, which come from HF_TOKEN, or `hf auth login`" in found["error"]
+                "private or gated repository needs credentials, which come from HF_TOKEN, or `hf auth login`"
+                in found["error"]
             )
         command = [
             sys.executable,

@@ -77,7 +77,7 @@ ROW: dict[str, Any] = {
     ("columns", "match"),
     [
         ({"id": [1]}, "do not fit the table: it has no column 'label'"),
-        ({**ROW, "label": [1]}, "its column 'label' is int64, the rows have string"),
+        ({**ROW, "label": [1]}, "its column 'label' is int64, but the rows have string"),
     ],
 )
 def test_columns_that_do_not_fit(

@@ -97,7 +97,8 @@ def test_a_lost_success_that_another_writer_has_replaced_is_not_ours(store: Faul
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [(409, "refused to create it"), (412, "it is not there"), (503, "503|SlowDown"), (500, "500")]
+    ("answer", "said"),
+    [(409, "refused to create it"), (412, "but it does not exist"), (503, "503|SlowDown"), (500, "500")],
 )
 def test_a_store_that_stays_broken_is_an_error(store: FaultProxy, folder: ObjectFolder, answer: int, said: str) -> None:
     store.fail("PUT", "/x$", answer=answer, times=10**6)

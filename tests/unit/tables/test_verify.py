@@ -152,7 +152,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 CASES: dict[str, tuple[str | None, Callable[[Path], object], str]] = {
-    "flipped bit": (None, lambda out: flip(part(out)), "sha256 is not the one that was committed"),
+    "flipped bit": (None, lambda out: flip(part(out)), "sha256 differs from the committed one"),
     "missing": (None, lambda out: part(out).unlink(), "part-00001-.*: missing"),
     "truncated": (None, lambda out: part(out).write_bytes(part(out).read_bytes()[:-20]), "cannot be read: .*truncated"),
     "alien": (None, lambda out: (out / "x.parquet").write_bytes(b""), "x.parquet: a Parquet file that the record"),
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[str | None, Callable[[Path], object], str]] = {
         lambda out: edit(out / COMMIT, lambda record: record["parts"][0].update(name="../in.parquet")),
         r"'../in.parquet' leads out of the output",
     ),
-    "rows lost": (None, lambda out: rewrite(out, lambda table: table.slice(1)), "3 rows, the plan has 4"),
+    "rows lost": (None, lambda out: rewrite(out, lambda table: table.slice(1)), "has 3 rows, but 4 in the plan"),
     "row ids": (
         None,
         lambda out: rewrite(
@@ -209,7 +209,7 @@ CASES: dict[str, tuple[str | None, Callable[[Path], object], str]] = {
     "other columns": (
         None,
         lambda out: rewrite(out, lambda table: table.drop_columns(["label"])),
-        "its columns are .*, the record says",
+        "its columns are .*, but .* in the record",
     ),
 }
 

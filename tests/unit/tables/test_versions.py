@@ -70,7 +70,7 @@ def test_files_without_extension_are_known_by_their_first_bytes(
     put(tmp_path / "extra.parquet", [2])
     (tmp_path / "README").write_text("about these files")
     assert ids_of(tmp_path) == [1, 2]
-    assert "1 files are not read (by their names they are no table files), for example" in caplog.text
+    assert "1 files are not read (their names are not those of table files), for example" in caplog.text
     assert "README" in caplog.text
 
 
@@ -151,7 +151,7 @@ def test_a_table_of_another_format_is_refused_however_it_is_named(lake: Path, na
 def test_a_link_into_a_table_of_another_format_is_refused(lake: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     os.symlink(lake / "reviews" / "day=1", tmp_path / "in" / "today")
-    with pytest.raises(TableError, match="reviews: a table in"):
+    with pytest.raises(TableError, match="reviews: is a table in"):
         ids_of(tmp_path / "in")
 
 

@@ -1,4 +1,4 @@
-"""File formats: Parquet, Arrow, CSV and JSON lines: schemas, where files can be split, isolation of bad records.
+"""File formats (Parquet, Arrow, CSV, JSON lines): schemas, where files can be split, isolation of bad records.
 
 In: a file of a table. Out: its schema, its split candidates, Arrow batches.
 Read `layout.py` first.

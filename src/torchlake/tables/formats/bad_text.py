@@ -12,11 +12,12 @@ import pyarrow as pa
 
 
 def without_bad_text(array: pa.Array) -> tuple[pa.Array, list[int]]:
-    """The array with null in the rows that are not UTF-8, and these rows; the array itself if there are none."""
+    """Return the array with null in the rows that are not UTF-8, and these rows; the array itself if there are none."""
     if _is_valid(array):
         return array, []
     kind, part = array.type, pa.Array.slice
-    # Binary data may be any bytes: if that is invalid too, the offsets are damaged, and a copy would overrun.
+    # Any bytes are valid binary data. If even that is invalid, the offsets are damaged, and a copy would read beyond
+    # the buffer.
     if (pa.types.is_nested(kind) or pa.types.is_dictionary(kind)) and _is_valid(array, _mapped(kind, _as_bytes)):
         array, part = array.cast(_mapped(kind, _decoded)), _copy
     found = np.isin(np.arange(len(array)), _search(array, part, 0, len(array)))
@@ -26,7 +27,7 @@ def without_bad_text(array: pa.Array) -> tuple[pa.Array, list[int]]:
 
 
 def _search(array: pa.Array, part: Callable[[pa.Array, int, int], pa.Array], first: int, count: int) -> list[int]:
-    """The rows among `count` from `first` on that do not validate, by bisection."""
+    """Return the rows that do not validate, among `count` rows from `first` on, by bisection."""
     if _is_valid(part(array, first, count)):
         return []
     if count <= 1:
@@ -40,7 +41,7 @@ def _copy(array: pa.Array, first: int, count: int) -> pa.Array:
 
 
 def _is_valid(array: pa.Array, kind: pa.DataType | None = None) -> bool:
-    """Whether an array, viewed as the type `kind`, validates."""
+    """Return whether an array, viewed as the type `kind`, validates."""
     try:
         (array if kind is None else array.view(kind)).validate(full=True)
     except pa.ArrowException:
@@ -49,7 +50,7 @@ def _is_valid(array: pa.Array, kind: pa.DataType | None = None) -> bool:
 
 
 def _mapped(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """The type with `leaf` applied to each type in it that is not nested."""
+    """Return the type with `leaf` applied to each type inside it that is not nested."""
     if pa.types.is_map(kind):
         return pa.map_(_mapped(kind.key_type, leaf), _mapped(kind.item_type, leaf), keys_sorted=kind.keys_sorted)
     if pa.types.is_struct(kind):

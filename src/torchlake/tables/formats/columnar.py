@@ -27,8 +27,8 @@ from torchlake.tables.storage.versions import Version
 ARROW_MAGIC = b"ARROW1\0\0"
 TAIL_BYTES = 1 << 16  # of a Parquet file, read by one request: most footers are shorter
 SAMPLED_GROUPS, SAMPLED_ROWS = 4, 64
-# INT96 timestamps outside the years 1677 to 2262 overflow silently in nanoseconds, pyarrow's default; Hive and Spark
-# write such dates to mean "for ever".
+# In nanoseconds, pyarrow's default, INT96 timestamps outside the years 1677 to 2262 overflow silently; Hive and Spark
+# users write such dates to mean "forever".
 _INT96 = {"coerce_int96_timestamp_unit": "us"}
 
 
@@ -36,7 +36,7 @@ class Footer(NamedTuple):
     """The parsed footer of a Parquet file."""
 
     version: Version
-    "Of the file when its footer was read."
+    "Version of the file when its footer was read."
     schema: pa.Schema
     columns: tuple[str, ...]
     "The columns whose bytes are counted in `groups`."
@@ -45,7 +45,7 @@ class Footer(NamedTuple):
     checksums: bool | None
     "Whether pages have checksums; None if there is no page."
     bounds: Mapping[str, Bounds] = MappingProxyType({})
-    "Statistics of the row groups, of the columns that were asked for."
+    "Statistics of the requested columns in each row group."
 
 
 def parquet_footer(file: str, version: Version, columns: Sequence[str], bounded: Sequence[str] = ()) -> Footer:
@@ -84,7 +84,7 @@ def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
 def parquet_batches(
     file: str, parquet: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str], rows: int
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of at most `rows` rows. Raises TableError for an INT96 timestamp more precise than a microsecond."""
+    """Yield batches of at most `rows` rows. Raises TableError for an INT96 timestamp finer than a microsecond."""
     read = partial(pq.ParquetFile.iter_batches, batch_size=rows, row_groups=list(groups), use_threads=False)
     schema = parquet.metadata.schema
     stored = (schema.column(place) for place in range(len(schema)))
@@ -103,10 +103,10 @@ def parquet_batches(
 
 
 def sampled_size(file: str, footer: Footer, most_bytes: int) -> float:
-    """The ratio of bytes in memory to bytes in the file, at least 1: a dictionary stores repeated strings once.
+    """Return the ratio of bytes in memory to bytes in the file, at least 1: a dictionary stores repeated strings once.
 
-    Estimated from a few rows of a few row groups; not needed if no group could exceed `most_bytes`, even if each of its
-    rows were as large as the whole group.
+    The ratio is estimated from a few rows of a few row groups. No estimate is made if no group could exceed
+    `most_bytes`, even if each of its rows were as large as the whole group.
     """
     if all(rows * size <= most_bytes for rows, size in footer.groups):
         return 1.0
@@ -121,7 +121,7 @@ def sampled_size(file: str, footer: Footer, most_bytes: int) -> float:
                     SAMPLED_ROWS, row_groups=[group], columns=list(footer.columns), use_threads=False
                 )
                 batch = next(batches)
-            except (pa.ArrowException, OSError, StopIteration):  # damaged: reported when these rows are read
+            except (pa.ArrowException, OSError, StopIteration):  # damage is reported when these rows are read
                 continue
             decoded = (one.dictionary_decode() if pa.types.is_dictionary(one.type) else one for one in batch.columns)
             in_memory = sum(column.nbytes for column in decoded) / batch.num_rows * described.num_rows
@@ -159,7 +159,7 @@ def open_arrow(
 def record_batches(
     reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader, first: int = 0, count: int | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """`count` batches (None: all) from `first` on, fewer if the file ends."""
+    """Return `count` batches (None: all) from `first` on, or fewer if the file ends."""
     stop = None if count is None else first + count
     if isinstance(reader, pa.RecordBatchFileReader):
         return map(reader.get_batch, range(reader.num_record_batches)[first:stop])
@@ -167,7 +167,7 @@ def record_batches(
 
 
 def arrow_segments(file: str, columns: Sequence[str]) -> list[Segment]:
-    """Rows and bytes of each record batch; decompresses the columns."""
+    """Return the rows and bytes of each record batch; decompresses the columns."""
     with open_arrow(file, columns) as reader:
         return [Segment(batch.num_rows, batch.nbytes if columns else 0) for batch in record_batches(reader)]
 
@@ -184,7 +184,7 @@ def open_native(file: str) -> pa.NativeFile:
 
 @contextmanager
 def translate_errors(file: str, where: str = "") -> Iterator[None]:
-    """Turn errors of pyarrow or the storage into TableErrors that name the file (and the rows)."""
+    """Turn errors of pyarrow and the storage into TableErrors that name the file (and the rows)."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -204,9 +204,9 @@ def _row_groups(metadata: pq.FileMetaData, columns: Sequence[str]) -> list[Segme
 
 
 def _bounds(metadata: pq.FileMetaData, schema: pa.Schema, name: str) -> Bounds | None:
-    """The statistics of a column in each row group; None if it is nested, or of a type whose statistics are not used.
+    """Return a column's statistics in each row group; None for nested columns and types whose statistics are not used.
 
-    Nanoseconds and decimals are left out, because Python's values of them are not those of Arrow.
+    Nanoseconds and decimals are left out, because Python's values for them differ from Arrow's.
     """
     if name not in schema.names or metadata.num_row_groups == 0:
         return None
@@ -242,7 +242,7 @@ def _has_dictionaries(group: pq.RowGroupMetaData, columns: Sequence[str]) -> boo
 
 
 def _has_checksums(file: str, version: Version, metadata: pq.FileMetaData) -> bool | None:
-    """Whether the first page's header (Thrift compact: three i32 fields, then the optional checksum) has a checksum."""
+    """Return whether the first page's header has a checksum (Thrift compact: an optional field after three i32)."""
     if metadata.num_row_groups == 0 or metadata.num_columns == 0 or metadata.num_rows == 0:
         return None
     column = metadata.row_group(0).column(0)
@@ -264,5 +264,5 @@ def _check_microseconds(file: str, name: str, column: pa.Array, exact: pa.Array)
     if (in_range & (nanoseconds // 1000 * 1000 != nanoseconds)).any():
         raise TableError(
             f"{file}: the column {name!r} has INT96 timestamps with nanoseconds, which cannot be read without loss. "
-            "Write it as TIMESTAMP."
+            "Write the column as TIMESTAMP."
         )

@@ -47,7 +47,10 @@ def check_footer(file: str, footer: bytes) -> None:
         return
     match = re.search(re.escape(PARQUET_KEY) + rb"\x18([\x80-\xff]{0,4}[\x00-\x7f])", footer)
     if match is None or footer.count(PARQUET_KEY) != 1:
-        raise UnsafeError(f"{file}: its Arrow schema is stored in an unusual way and hides extension types; refused.")
+        raise UnsafeError(
+            f"{file}: refused, because its Arrow schema is stored in an unusual way that hides extension types. Write "
+            "the file again with pyarrow."
+        )
     length = sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(match.group(1)))
     encoded = footer[match.end() : match.end() + length]
     try:
@@ -55,11 +58,13 @@ def check_footer(file: str, footer: bytes) -> None:
     except ValueError as error:
         if isinstance(error, UnsafeError):
             raise
-        raise UnsafeError(f"{file}: its stored Arrow schema cannot be read ({error}); refused.") from error
+        raise UnsafeError(
+            f"{file}: refused, because its stored Arrow schema cannot be read ({error}). Write the file again."
+        ) from error
 
 
 def check_ipc_stream(file: str, source: pa.NativeFile, start: int) -> bool:
-    """Check an Arrow stream, from byte `start` on, like `check_parquet`; returns whether it has extension types."""
+    """Check an Arrow stream from byte `start` on, as `check_parquet` does; return whether it has extension types."""
     source.seek(start)
     head = source.read(8)
     if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff":
@@ -75,7 +80,7 @@ def check_ipc_stream(file: str, source: pa.NativeFile, start: int) -> bool:
 
 
 def ipc_footer_has_extensions(file: str, source: pa.NativeFile) -> bool:
-    """Whether the footer of an Arrow IPC file, which has a copy of the schema, mentions extension types."""
+    """Return whether the footer of an Arrow IPC file, which has a copy of the schema, mentions extension types."""
     size = source.size()
     source.seek(max(0, size - 10))
     (length,) = struct.unpack("<i", source.read(10)[:4])
@@ -86,7 +91,7 @@ def ipc_footer_has_extensions(file: str, source: pa.NativeFile) -> bool:
 
 
 def footer_length(file: str, tail: bytes, size: int) -> int:
-    """The footer's length in bytes, from the last 8 bytes. Raises TableError if it is not a Parquet file."""
+    """Return the footer's length in bytes, from the last 8 bytes. Raises TableError if it is not a Parquet file."""
     if tail[-4:] == b"PARE":
         raise TableError(f"{file}: encrypted Parquet is not supported; decrypt it first")
     if size < 12 or tail[-4:] != b"PAR1":
@@ -104,13 +109,13 @@ def _check_names(file: str, serialized: bytes) -> None:
         if name is not None and name.decode("utf-8", "replace") not in CANONICAL:
             raise UnsafeError(
                 f"{file}: the column {field.name!r} has the extension type {name.decode('utf-8', 'replace')!r}. "
-                "Rule: only Arrow's canonical extension types are read, because others may run code while loading. "
+                "Only Arrow's canonical extension types are read, because others may run code while loading. "
                 "Write the column as its plain storage type."
             )
 
 
 def _fields(parent: pa.Schema | pa.DataType) -> Iterator[pa.Field]:
-    """All fields, including those nested in structs, lists, maps and dictionary values."""
+    """Yield all fields, including those nested in structs, lists, maps and dictionary values."""
     for place in range(len(parent) if isinstance(parent, pa.Schema) else parent.num_fields):
         field = parent.field(place)
         yield field
@@ -120,7 +125,7 @@ def _fields(parent: pa.Schema | pa.DataType) -> Iterator[pa.Field]:
 
 
 def _base64_patterns(word: bytes) -> list[bytes]:
-    """`word` as base64, for each of its three alignments, without the ends that depend on the neighboring bytes."""
+    """Return `word` in base64 for each of its three alignments, without the ends that depend on the bytes around it."""
     patterns = []
     for shift in range(3):
         encoded = base64.b64encode(b"\0" * shift + word)

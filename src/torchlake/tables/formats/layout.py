@@ -43,34 +43,36 @@ class SplitCandidates(NamedTuple):
 
 
 def is_table_file(name: str) -> bool:
-    """Whether a file in a folder is part of a table: by its extension, or its first bytes if it has none.
+    """Return whether a file in a folder is part of a table: by its extension, or its first bytes if it has none.
 
-    Files that are compressed as a whole count as well, also if `format_of` refuses them.
+    Files that are compressed as a whole count as well, even if `format_of` refuses them.
     """
     extension = os.path.splitext(name.lower())[1]
-    if not extension:  # Hive writes such names
+    if not extension:  # Hive writes names without an extension
         return _format_by_magic(name) is not None
     return extension in EXTENSIONS or _compressed_format(name) is not None
 
 
 def format_of(file: str) -> str:
-    """The format, by the file's extension, else by its first bytes. Raises TableError for others."""
+    """Return the format, by the file's extension, else by its first bytes. Raises TableError for others."""
     inner = _compressed_format(file)
     if inner in ("csv", "jsonl") and plain_name(file) != file.lower():
         return inner
     if inner is not None:
         raise TableError(
-            f"{file}: compressed as a whole; that is read for CSV and JSON lines in .gz, .bz2 and .zst. Decompress it, "
-            "or convert it to Parquet, which is compressed inside."
+            f"{file}: compressed as a whole, which works only for CSV and JSON lines in .gz, .bz2 and .zst. Decompress "
+            "it, or convert it to Parquet, which is compressed inside."
         )
     format = EXTENSIONS.get(os.path.splitext(file.lower())[1]) or _format_by_magic(file)
     if format is not None:
         return format
-    raise TableError(f"{file}: the format is not known by its name; give it one of {', '.join(EXTENSIONS)}.")
+    raise TableError(
+        f"{file}: its name does not show its format. Rename it to end with one of {', '.join(EXTENSIONS)}."
+    )
 
 
 def _compressed_format(name: str) -> str | None:
-    """The format of the content of a file that is compressed as a whole, by its name; None for other files."""
+    """Return the format inside a file that is compressed as a whole, by its name; None for other files."""
     stem, extension = os.path.splitext(name.lower())
     return EXTENSIONS.get(os.path.splitext(stem)[1]) if extension in COMPRESSED else None
 
@@ -88,7 +90,7 @@ def schema_of(
     bounded: Sequence[str] = (),
     dialect: Dialect = UTF8,
 ) -> tuple[pa.Schema, Footer | None]:
-    """A file's columns by their `storage_type`, without metadata, and the footer of a Parquet file.
+    """Return a file's columns by their `storage_type`, without metadata, and the footer of a Parquet file.
 
     The footer has the statistics of the columns `bounded`; `dialect` is that of a CSV file.
 
@@ -120,9 +122,9 @@ def split_candidates(
     dialect: Dialect = UTF8,
     sampled: bool = True,
 ) -> SplitCandidates:
-    """Where a file can be split; counts the bytes of `columns`. Segments of text have at most `segment_rows` rows.
+    """Return where a file can be split, counting the bytes of `columns`; text segments have at most `segment_rows`.
 
-    `sampled=False`: sizes in memory are not estimated from rows of a Parquet file, for one that is not read.
+    `sampled=False`: for a Parquet file that is not read, sizes in memory are not estimated from its rows.
     """
     if format in ("csv", "jsonl"):
         return text_candidates(map(scan_range, ranges_of(file, format, dialect, version.size, segment_rows)))
@@ -135,13 +137,13 @@ def split_candidates(
 
 
 def text_candidates(scanned: Iterable[Scanned]) -> SplitCandidates:
-    """Where a text file can be split, from its scanned ranges in order."""
+    """Return where a text file can be split, from its scanned ranges in order."""
     start, segments = join_ranges(scanned)
     return SplitCandidates(segments, start, None)
 
 
 def storage_type(kind: pa.DataType) -> pa.DataType:
-    """The type that a column is read as: that of an extension type's storage, or of the values of a dictionary or view.
+    """Return the type that a column is read as: the storage of an extension type, the values of a dictionary or view.
 
     Fixed-size lists are read as lists, because Arrow cannot read Parquet files in which one of them is null.
     """
@@ -157,10 +159,10 @@ def storage_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:
-    """The types of `columns` from all lines; of other columns (all, if none are named) from the first 1,000 lines.
+    """Return the types of `columns` from all lines, and of other columns (all, if none are named) from the first 1,000.
 
-    A value that is incompatible with those before it is an error of the file in the first 1,000 lines, if its column is
-    requested, and later an error of its row. Names that are not UTF-8 are left out, because Arrow cannot store them.
+    If a value does not fit those before it, the file is bad if that happens in the first 1,000 lines of a requested
+    column; later only its row is bad. Names that are not UTF-8 are left out, because Arrow cannot store them.
     """
     kinds: dict[str, values.Kind] = {}
     source, counted = lines.open_lines(file, UTF8)
@@ -171,7 +173,7 @@ def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:
                 break
             if isinstance(record, BadRecord):
                 if number == 1 and "list, expected" in record:
-                    raise TableError(f"{file}: a JSON array; write one object per line (JSON lines) instead.")
+                    raise TableError(f"{file}: is a JSON array; write one object per line (JSON lines) instead.")
                 continue
             for name in record if first else (name for name in columns if name in record):
                 try:
@@ -180,7 +182,7 @@ def _json_schema(file: str, columns: Sequence[str]) -> pa.Schema:
                     if first and name in columns:
                         raise TableError(f"{file}: line {number}: the column {name!r} has {error}") from None
     if not kinds:
-        raise TableError(f"{file}: no JSON object in its first lines; JSON lines hold one object per line.")
+        raise TableError(f"{file}: its first lines have no JSON object. Write one object per line (JSON lines).")
     for name in columns:
         if not values.is_utf8(name):
             raise TableError(f"{file}: the column name {name!r} is not UTF-8; rename the column.")

@@ -3,8 +3,8 @@
 The plan's scan and the workers' reading use the same generators, and where a record ends does not depend on the records
 before it, so both agree on where records begin in a damaged file. A CSV line that ends inside quotes continues on the
 next lines if these complete a record with as many fields as the header; otherwise that line alone is a bad record.
-Blank lines are skipped, except in a CSV file with one column, where each is an empty field: polars and pyarrow write a
-null so. Bytes that are not UTF-8 become surrogates, and are found when values are converted.
+Blank lines are skipped, except in a CSV file with one column, where each is an empty field: polars and pyarrow write
+nulls this way. Bytes that are not UTF-8 become surrogates, and are found when values are converted.
 
 Cost: about a million records per second and core, and the memory of one record. In a damaged file a line may be read
 again for each line before it that ends inside quotes, at most `2 * columns + 1` times: too many fields end the search.
@@ -26,7 +26,7 @@ from torchlake.tables.storage.access import open_binary
 SEGMENT_BYTES = 1 << 20
 SEGMENT_ROWS = 256
 MAX_FIELD = 16 << 20
-"Characters of a CSV field: the limit of the search for a closing quote."
+"Maximum characters of a CSV field: the search for a closing quote ends there."
 MAX_COLUMNS = 1 << 16
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
@@ -55,13 +55,13 @@ class CountedLines:
             yield line.decode("utf-8", "surrogateescape")
 
     def seek(self, offset: int) -> None:
-        """Continue with the line that begins at `offset`."""
+        """Move to the line that begins at `offset`."""
         self.source.seek(offset)
         self.offset = offset
 
 
 def csv_records(lines: CountedLines, file: str, dialect: Dialect, width: int | None) -> Iterator[list[str] | BadRecord]:
-    """Each record's fields, `width` of them (None: any number), or why its first line is malformed."""
+    """Yield the `width` fields (None: any number) of each record, or why its first line is malformed."""
     csv.field_size_limit(MAX_FIELD)
     delimiter, quote = dialect.delimiter_of(file), dialect.quote
     parse = partial(csv.reader, delimiter=delimiter, quotechar=quote, strict=True)
@@ -72,7 +72,7 @@ def csv_records(lines: CountedLines, file: str, dialect: Dialect, width: int | N
     forget = lines.source.forget if isinstance(lines.source, Replay) else None
 
     def texts() -> Iterator[str]:
-        """The lines, until the record that began at `begin` has too many fields."""
+        """Yield the lines, until the record that began at `begin` has too many fields."""
         nonlocal ended
         for line in lines.source:
             text = line.decode("utf-8", "surrogateescape")
@@ -110,7 +110,7 @@ def csv_records(lines: CountedLines, file: str, dialect: Dialect, width: int | N
 
 
 def _fields_ended_in(text: str, parse: Callable[[Iterable[str]], Any], quote: str) -> int:
-    """How many fields end in a line that begins inside quotes, and ends inside those of another field."""
+    """Return how many fields end in a line that begins inside one field's quotes and ends inside another's."""
     try:
         return len(next(parse([quote, text, quote]))) - 1
     except csv.Error:
@@ -118,7 +118,7 @@ def _fields_ended_in(text: str, parse: Callable[[Iterable[str]], Any], quote: st
 
 
 def _bad_line(line: str, parse: Callable[[Iterable[str]], Any], quote: str, width: int | None) -> BadRecord:
-    """Why a line is not a record: from the line alone, so that chunks of any size give the same reason."""
+    """Return why a line is not a record, by the line alone, so that chunks of any size give the same reason."""
     reader = parse([line, quote])
     try:
         fields = next(reader)
@@ -130,7 +130,7 @@ def _bad_line(line: str, parse: Callable[[Iterable[str]], Any], quote: str, widt
 
 
 def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | BadRecord]:
-    """The object in each line, or why there is none; blank lines are skipped."""
+    """Yield the object in each line, or why the line has none; skip blank lines."""
     for line in lines:
         if line.isspace():
             continue
@@ -145,7 +145,7 @@ def json_records(lines: CountedLines) -> Iterator[dict[str, Any] | BadRecord]:
 def open_lines(file: str, dialect: Dialect) -> tuple[BinaryIO, CountedLines]:
     """Open a text file after its byte order mark.
 
-    Raises TableError when it is compressed and its name does not show it, or UTF-16 without being declared so.
+    Raises TableError when it is compressed and its name does not show that, or UTF-16 without being declared as such.
     """
     if is_stream(file, dialect):
         source = open_stream(file, dialect)
@@ -158,13 +158,13 @@ def open_lines(file: str, dialect: Dialect) -> tuple[BinaryIO, CountedLines]:
     if kind is not None:
         source.close()
         raise TableError(
-            f"{file}: compressed with {kind}, and its name does not show it. Name it .gz, .bz2 or .zst, or decompress "
-            "it."
+            f"{file}: compressed with {kind}, but its name does not show it. Rename it to end with .gz, .bz2 or .zst, "
+            "or decompress it."
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         source.close()
         raise TableError(
-            f"{file}: UTF-16. Give the encoding of a CSV file (--csv encoding=utf-16), or convert the file to UTF-8 "
+            f"{file}: is UTF-16. Give the encoding of a CSV file (--csv encoding=utf-16), or convert the file to UTF-8 "
             "(iconv -f UTF-16 -t UTF-8)."
         )
     start = len(BOM) if head.startswith(BOM) else 0
@@ -173,7 +173,7 @@ def open_lines(file: str, dialect: Dialect) -> tuple[BinaryIO, CountedLines]:
 
 
 def csv_header(file: str, dialect: Dialect) -> list[str]:
-    """The column names. An empty first name becomes "Unnamed: 0": pandas writes its index so.
+    """Return the column names. An empty first name becomes "Unnamed: 0": pandas writes its index without a name.
 
     Raises TableError when names are missing, empty, duplicate or not UTF-8.
     """
@@ -185,16 +185,16 @@ def csv_header(file: str, dialect: Dialect) -> list[str]:
 def read_records(
     ranges: TextRanges, file: str, format: str, dialect: Dialect, offset: int, size: int, width: int | None = None
 ) -> Iterator[Any]:
-    """The records of a byte range that begins and ends between records; `width` is a CSV file's number of columns."""
+    """Return the records of a byte range that begins and ends between records; a CSV file has `width` columns."""
     content = ranges.read(file, dialect, offset, offset + size)
     if len(content) != size:
-        raise TableError(f"{file}: ends at byte {offset + len(content):,}; it was longer when the job was planned")
+        raise TableError(f"{file}: ends at byte {offset + len(content):,}, but was longer when the job was planned")
     lines = CountedLines(io.BytesIO(content))
     return csv_records(lines, file, dialect, width) if format == "csv" else json_records(lines)
 
 
 def header_of(file: str, lines: CountedLines, dialect: Dialect) -> list[str]:
-    """The column names; `lines` continue after them."""
+    """Return the column names; `lines` continue after them."""
     header = next(csv_records(lines, file, dialect, None), None)
     if header is None:
         raise TableError(f"{file}: has no header line")

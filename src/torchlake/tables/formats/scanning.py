@@ -1,11 +1,11 @@
-"""Where the records of a text file begin: found in ranges of the file, which several processes scan at the same time.
+"""Find where the records of a text file begin, in ranges of the file that several processes scan at the same time.
 
 A range is scanned from its first line as if a record began there. That may be inside the quotes of a field; but where a
 record ends depends on where it begins and on nothing else, so a scan that began at a wrong line is right from the first
 record start that it shares with the true records. `join_ranges` follows these from one range into the next, and scans
-again what lies before such a place: nothing in JSON lines, and in most CSV files nothing or a few records.
+again what is before such a place: nothing in JSON lines, and in most CSV files nothing or a few records.
 
-The ranges depend on the file's size alone, so every number of processes finds the same segments.
+The ranges depend on the file's size alone, so any number of processes finds the same segments.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ from torchlake.tables.formats.lines import (
 from torchlake.tables.formats.streams import Dialect, is_stream
 
 RANGE_BYTES = 256 << 20
-"Of a text file, scanned by one process."
+"Bytes of a text file that one process scans."
 
 
 class TextRange(NamedTuple):
@@ -36,7 +36,7 @@ class TextRange(NamedTuple):
     format: str
     dialect: Dialect
     segment_rows: int | None
-    "Records of a segment at most; None: `SEGMENT_ROWS`."
+    "Maximum records of a segment; None: `SEGMENT_ROWS`."
     start: int
     stop: int | None
     "None: the end of the file."
@@ -51,12 +51,12 @@ class Scanned(NamedTuple):
 
     @property
     def ends(self) -> list[int]:
-        """The offset after each segment."""
+        """The offset at the end of each segment."""
         return [*accumulate((segment.bytes for segment in self.segments), initial=self.start)][1:]
 
 
 def ranges_of(file: str, format: str, dialect: Dialect, size: int, segment_rows: int | None = None) -> list[TextRange]:
-    """The ranges of a file of `size` bytes: one if it can only be read from its beginning."""
+    """Return the ranges of a file of `size` bytes: just one if it can only be read from its beginning."""
     starts = [0] if is_stream(file, dialect) else [*range(0, size, RANGE_BYTES)] or [0]
     return [
         TextRange(file, format, dialect, segment_rows, start, stop)
@@ -82,7 +82,7 @@ def scan_range(part: TextRange) -> Scanned:
 
 
 def join_ranges(scanned: Iterable[Scanned]) -> tuple[int, list[Segment]]:
-    """The offset of a file's first record, and its segments, from all of its ranges in order."""
+    """Return the offset of a file's first record, and its segments, from all of its ranges in order."""
     first: int | None = None
     at, segments = 0, []
     for one in scanned:
@@ -98,7 +98,7 @@ def join_ranges(scanned: Iterable[Scanned]) -> tuple[int, list[Segment]]:
 
 
 def _scan_until_shared(one: Scanned, at: int) -> Scanned:
-    """The records of a range if one begins at `at`: scanned until the end of a segment that was found before."""
+    """Return the records of a range whose first one begins at `at`, scanning up to a segment end that was known."""
     part, ends = one.range, one.ends
     if at in ends:
         return Scanned(part, at, one.segments[ends.index(at) + 1 :])
@@ -115,7 +115,7 @@ def _scan_until_shared(one: Scanned, at: int) -> Scanned:
 def _segments(
     part: TextRange, lines: CountedLines, width: int | None, shared: frozenset[int] = frozenset()
 ) -> Iterator[Segment]:
-    """Segments of the records that begin before the end of the range, or before a record ends at one of `shared`."""
+    """Yield segments of the records that begin before the end of the range, up to one that ends at one of `shared`."""
     records: Iterator[Any]
     if part.format == "csv":
         records = csv_records(lines, part.file, part.dialect, width)
@@ -137,7 +137,7 @@ def _segments(
 
 
 def _to_line_end(source: BinaryIO) -> int:
-    """Read to the end of the line; returns the number of bytes."""
+    """Read to the end of the line; return the number of bytes."""
     size = 0
     while read := source.readline(SEGMENT_BYTES):
         size += len(read)

@@ -1,8 +1,8 @@
-"""Text files that are read from their beginning: compressed ones, and those in another encoding than UTF-8.
+"""Text files that are read from their beginning: compressed ones, and those in an encoding other than UTF-8.
 
 Their content is decompressed and converted to UTF-8 while it is read; offsets count the bytes after that. A reader
-moves forward only, so a chunk costs what lies before it in the file, unless the same reader read the chunk before: with
-P processes a file is decompressed up to P times. Memory is constant.
+moves forward only, so a chunk costs what comes before it in the file, unless the same reader has read the chunk before
+it: with P processes a file is decompressed up to P times. Memory is constant.
 """
 
 import codecs
@@ -22,26 +22,26 @@ from torchlake.tables.storage.access import open_binary, read_range
 BLOCK = 1 << 20
 BOM = b"\xef\xbb\xbf"
 MAX_LINE = 256 << 20
-"Bytes: a few kilobytes can decompress to gigabytes without the end of a line."
+"Maximum bytes of a line: a few kilobytes can decompress to gigabytes without the end of a line."
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How a CSV file is written. Raises UsageError for a value that cannot be used."""
+    """How a CSV file is written. Raises UsageError for an invalid value."""
 
     delimiter: str | None = None
     "One character between fields; None: a tab in `.tsv` files, else a comma."
     quote: str = '"'
-    "One character around a field, doubled within."
+    "One character around a field, doubled inside it."
     encoding: str = "utf-8"
-    "A name that Python knows, such as latin-1, cp1252 or utf-16."
+    "An encoding that Python has, such as latin-1, cp1252 or utf-16."
 
     def __post_init__(self) -> None:
         for name in ("delimiter", "quote"):
             value = getattr(self, name)
             if value is not None and (len(value) != 1 or value in "\r\n"):
-                raise UsageError(f"csv: {name} is one character; {value!r} was given.")
+                raise UsageError(f"csv: {name} must be one character, got {value!r}.")
         if self.delimiter == self.quote:
             raise UsageError(f"csv: delimiter and quote are both {self.quote!r}; they must differ.")
         try:
@@ -63,28 +63,28 @@ class Dialect:
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
     def delimiter_of(self, file: str) -> str:
-        """The character between the fields of a file."""
+        """Return the character between the fields of a file."""
         return self.delimiter or ("\t" if plain_name(file).endswith(".tsv") else ",")
 
 
 def plain_name(file: str) -> str:
-    """The name in lower case, without the extension of a compression that is read."""
+    """Return the name in lower case, without the extension of a compression that is read."""
     stem, extension = os.path.splitext(file.lower())
     return stem if extension in COMPRESSIONS else file.lower()
 
 
 def is_stream(file: str, dialect: Dialect) -> bool:
-    """Whether a text file can only be read from its beginning."""
+    """Return whether a text file can only be read from its beginning."""
     return os.path.splitext(file.lower())[1] in COMPRESSIONS or not dialect.is_utf8
 
 
 def open_stream(file: str, dialect: Dialect) -> BinaryIO:
-    """The file as UTF-8 without a byte order mark. Reading raises TableError when it is damaged or cut short."""
+    """Return the file as UTF-8 without a byte order mark. Reading raises TableError when it is damaged or cut short."""
     return io.BufferedReader(cast(io.RawIOBase, _Blocks(_blocks(file, dialect))), BLOCK)
 
 
 class TextRanges:
-    """Reads byte ranges of text files; of a stream fastest in ascending order."""
+    """A reader of byte ranges of text files; streams are fastest in ascending order."""
 
     def __init__(self) -> None:
         self._of: tuple[str, Dialect] | None = None
@@ -92,7 +92,7 @@ class TextRanges:
         self._at = 0
 
     def read(self, file: str, dialect: Dialect, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`, fewer if the file ends."""
+        """Return the bytes from `start` to `stop`, fewer if the file ends."""
         if not is_stream(file, dialect):
             return read_range(file, start, stop)
         if self._source is None or self._of != (file, dialect) or start < self._at:
@@ -112,7 +112,7 @@ class TextRanges:
 
 
 class Replay:
-    """The lines of a source that cannot go back, which can: to any line since `forget`."""
+    """A forward-only source made seekable, back to the line where `forget` was last called."""
 
     def __init__(self, source: BinaryIO, offset: int) -> None:
         self.source, self.offset = source, offset
@@ -133,14 +133,14 @@ class Replay:
         self.kept.clear()
 
     def seek(self, offset: int) -> None:
-        """Continue with the line that begins at `offset`."""
+        """Move to the line that begins at `offset`."""
         while self.kept and self.kept[-1][0] >= offset:
             self.offset, line = self.kept.pop()
             self.ahead.appendleft(line)
 
 
 class _Blocks(io.RawIOBase):
-    """A file of the bytes that an iterator gives."""
+    """A file of the bytes that an iterator yields."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self.blocks, self.left = blocks, memoryview(b"")
@@ -165,12 +165,12 @@ class _Blocks(io.RawIOBase):
 
 
 def _as_utf8(decoder: codecs.IncrementalDecoder, block: bytes) -> bytes:
-    """The next block in UTF-8; bytes that the encoding does not have stay as they are."""
+    """Return the next block in UTF-8; bytes that are invalid in the encoding stay as they are."""
     return decoder.decode(block, final=not block).encode("utf-8", "surrogateescape")
 
 
 def _blocks(file: str, dialect: Dialect) -> Iterator[bytes]:
-    """The file's content, decompressed and converted; the byte order mark is left out."""
+    """Yield the file's content, decompressed and converted, without the byte order mark."""
     compression = COMPRESSIONS.get(os.path.splitext(file.lower())[1])
     decoder = None if dialect.is_utf8 else codecs.getincrementaldecoder(dialect.encoding)("surrogateescape")
     begun, line = False, 0
@@ -185,7 +185,9 @@ def _blocks(file: str, dialect: Dialect) -> Iterator[bytes]:
                     else decoder.decode(block, final=not block).encode("utf-8", "surrogateescape")
                 )
             except UnicodeError as error:
-                raise TableError(f"{file}: is not {dialect.encoding}: {error}. Give its encoding.") from error
+                raise TableError(
+                    f"{file}: is not {dialect.encoding}: {error}. Give its encoding (--csv encoding=NAME)."
+                ) from error
             except (OSError, pa.ArrowException) as error:
                 raise TableError(
                     f"{file}: cannot be decompressed ({compression}): {error}. It is damaged or cut short; restore it."
@@ -193,7 +195,7 @@ def _blocks(file: str, dialect: Dialect) -> Iterator[bytes]:
             end = text.rfind(b"\n") + 1
             line = len(text) - end + (0 if end else line)
             if line > MAX_LINE:
-                raise TableError(f"{file}: has a line of more than {MAX_LINE >> 20} MiB, which is not read.")
+                raise TableError(f"{file}: has a line longer than {MAX_LINE >> 20} MiB, the limit. Split the line.")
             if text:
                 yield text if begun else text.removeprefix(BOM)
                 begun = True

@@ -13,15 +13,15 @@ NULL = pa.null()
 MAX_DEPTH = 32
 MAX_FIELDS = 10_000
 Kind: TypeAlias = Any
-"The type of the values so far: an Arrow type, [kind] of a list's items, or {name: kind} of an object's fields."
+"The type of the values so far: an Arrow type, [kind] for a list's items, or {name: kind} for an object's fields."
 _INT, _DOUBLE = pa.int64(), pa.float64()
 _SCALARS: dict[type, pa.DataType] = {bool: pa.bool_(), int: _INT, float: _DOUBLE, str: pa.string()}
 
 
 def widen(kind: Kind, value: Any, depth: int = 0) -> Kind:
-    """The narrowest kind that holds the values of `kind` and this one; `kind` itself if it does.
+    """Return the narrowest kind that holds the values of `kind` and this one: `kind` itself if it can.
 
-    Raises ValueError, with a reason for users, if there is none, or the value has too many levels or fields.
+    Raises ValueError, with a reason for users, if no kind does, or the value has too many levels or fields.
     """
     if value is None:
         return kind
@@ -44,7 +44,7 @@ def widen(kind: Kind, value: Any, depth: int = 0) -> Kind:
 
 
 def arrow_type(kind: Kind) -> pa.DataType:
-    """The Arrow type of a column of that kind."""
+    """Return the Arrow type of a column of that kind."""
     if isinstance(kind, list):
         return pa.list_(arrow_type(kind[0]))
     if isinstance(kind, dict):
@@ -53,7 +53,7 @@ def arrow_type(kind: Kind) -> pa.DataType:
 
 
 def strict_cast(value: Any, kind: pa.DataType) -> Any:
-    """`value` for a column of type `kind`, unchanged or an equal double.
+    """Return `value` for a column of type `kind`, unchanged or as an equal double.
 
     Raises UnicodeEncodeError, or ValueError with a reason for users.
     """
@@ -90,7 +90,7 @@ def strict_cast(value: Any, kind: pa.DataType) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a string can be written as UTF-8."""
+    """Return whether a string can be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -99,7 +99,7 @@ def is_utf8(text: str) -> bool:
 
 
 def _widen_fields(fields: dict[str, Kind], value: dict[str, Any], depth: int) -> dict[str, Kind]:
-    """The fields, widened by those of `value`; names that are not UTF-8 are left out: Arrow cannot store them."""
+    """Return the fields, widened by those of `value`, without names that are not UTF-8, which Arrow cannot store."""
     wider = {}
     for name, one in value.items():
         before = fields.get(name)

@@ -53,7 +53,7 @@ class WriteTransaction:
 
     output: Path
     staging: Path
-    "For `write_part`; workers log their attempts in its folder `journal`."
+    "The folder of the write in progress; workers log their attempts in its folder `journal`."
     job: JobSpec
     complete: bool = False
     record: dict[str, Any] | None = None
@@ -91,7 +91,7 @@ class WriteTransaction:
         return self.job.plan
 
     def commit(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Publish `parts`, one for each chunk of the plan; returns the commit record.
+        """Publish `parts`, one for each chunk of the plan; return the commit record.
 
         Raises LeaseLost when another writer has taken over, FingerprintError when an input file changed meanwhile,
         StorageError when the disk is full or the staging folder is gone.
@@ -120,7 +120,9 @@ class WriteTransaction:
         except LeaseLost:
             if self.staging.exists() or (self.output / COMMIT).exists():
                 raise
-            raise StorageError(f"{self.staging}: gone, and every part in it; run the same command again.") from None
+            raise StorageError(
+                f"{self.staging}: was deleted, with all finished parts; run the same command again."
+            ) from None
         except OSError as error:
             raise atomic_io.storage_error(error, self.output) from error
         self.complete, self.record = True, record
@@ -138,7 +140,7 @@ class WriteTransaction:
             lease.release()
 
     def _with_schema_part(self, parts: list[Part]) -> list[Part]:
-        """The parts, or one empty part if there are none, so that readers see the columns."""
+        """Return the parts, or one empty part if there are none, so that readers see the columns."""
         check_parts(self.plan, parts)
         if parts:
             return parts
@@ -147,12 +149,12 @@ class WriteTransaction:
         return [self.parts.write("part-00000-empty.parquet", empty, chunk=0)]
 
     def _keep_only(self, fenced: Path, parts: Sequence[Part]) -> None:
-        """Delete files that are not parts of this job (from late workers); raise StorageError if a part is missing."""
+        """Delete files that are not parts of this job (from late workers). Raises StorageError if a part is missing."""
         sizes = {part.name: part.bytes for part in parts}
         atomic_io.remove(path for path in fenced.iterdir() if path.name not in sizes)
         for name, size in sizes.items():
             if not (fenced / name).is_file() or (fenced / name).stat().st_size != size:
-                raise StorageError(f"{fenced / name}: the part is gone or cut short; run the same command again.")
+                raise StorageError(f"{fenced / name}: the part is missing or truncated; run the same command again.")
 
 
 @contextmanager
@@ -171,10 +173,11 @@ def write_transaction(
 ) -> Iterator[WriteTransaction]:
     """Write the result of `plan` to the folder `output`; `fingerprint` is everything else that determines its bytes.
 
-    An output of the same job is returned `complete`, an interrupted one is resumed; `allowed` lists what else may be
-    replaced. `schema` is the output's, for a table without rows. `quarantined` files and the `environment` (library
-    versions) are added to the record. `spread` reads the parts of an interrupted write, and writes files of about
-    `target_file_size` bytes, if that is given, with the rows of several chunks.
+    If the output already has the result of this job, the transaction is `complete`; an interrupted write of the job is
+    resumed; `allowed` lists what else may be replaced. `schema` is the output's, for a table without rows.
+    `quarantined` files and the `environment` (library versions) are added to the record. `spread` reads the parts of an
+    interrupted write, and writes files of about `target_file_size` bytes, if that is given, with the rows of several
+    chunks.
 
     Raises before any work: FingerprintError (the output or the interrupted write belongs to another job, or the input
     changed), Locked (another writer is active), OutputError (not a torchlake output, or no space), UsageError (a URL).
@@ -190,7 +193,7 @@ def write_transaction(
 
 
 def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spread: Spread) -> WriteTransaction:
-    """Check what lies at `out`, and start or resume the write, unless the output is complete."""
+    """Check what is at `out`, and start or resume the write, unless the output is complete."""
     folder = staging.staging_of(out)
     try:
         staging.vacuum(folder)
@@ -209,7 +212,7 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
         lease = acquire(folder, lease_s)
     except Locked:
         if complete:
-            return _completed(out, job, published)  # its writer is still removing the staging, or writes another job
+            return _completed(out, job, published)  # the writer still removes the staging folder, or writes another job
         raise
     try:
         return _begin_leased(out, job, lease, allowed, spread)
@@ -296,7 +299,7 @@ def _read_staged(part: tuple[Path, int, int]) -> Part | None:
 def _link_published(
     write: WriteTransaction, published: JobSpec | None, expected: Mapping[str, Chunk], *, thorough: bool
 ) -> dict[str, Part]:
-    """Hard-link the published parts that belong to this job into the staging folder; returns those linked, by name."""
+    """Hard-link the published parts that belong to this job into the staging folder; return those linked, by name."""
     if published is None or published.record is None:
         return {}
     sizes, linked = file_sizes(write.output), {}
@@ -312,7 +315,7 @@ def _link_published(
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Hard-link a file, or copy it where the file system has no hard links; returns whether it was linked."""
+    """Hard-link a file, or copy it where the file system has no hard links; return whether it was linked."""
     try:
         os.link(source, target)
         return True
@@ -326,4 +329,4 @@ def _check_free_space(write: WriteTransaction) -> None:
     needed = 8 * sum(chunk.rows for chunk in write.pending)
     free = shutil.disk_usage(write.staging).free
     if free < needed:
-        raise OutputError(f"{write.output}: needs at least {needed:,} bytes, {free:,} are free there; make room first.")
+        raise OutputError(f"{write.output}: needs at least {needed:,} bytes, but {free:,} are free. Make room first.")

@@ -20,7 +20,7 @@ from torchlake.tables.record import COMMIT, PLAN, output_path, read_commit
 
 @dataclass(frozen=True, kw_only=True)
 class AllowedChanges:
-    """What may be replaced in an output, or an interrupted write, that is not of the same job."""
+    """What may be replaced in the output or the interrupted write of another job."""
 
     overwrite: bool = False
     new_input: bool = False
@@ -41,10 +41,10 @@ class JobSpec(NamedTuple):
 
 
 def published_job(out: Path) -> JobSpec | None:
-    """The job of the output at `out`, or None. Raises OutputError if something other than an output is there."""
+    """Return the job of the output at `out`, or None. Raises OutputError if something other than an output is there."""
     if not out.exists():
         if out.is_symlink():
-            raise OutputError(f"{out}: is a symbolic link that leads to itself. Give another output.")
+            raise OutputError(f"{out}: is a symbolic link to itself. Give another output.")
         return None
     if not out.is_dir():
         raise OutputError(f"{out}: is a file; an output is a folder. Give another output.")
@@ -62,7 +62,7 @@ def published_job(out: Path) -> JobSpec | None:
 
 
 def planned_inputs(output: str | Path) -> list[InputFile]:
-    """The input files of earlier plans of `output`: `plan_chunks` reuses the sha256 of unchanged ones.
+    """Return the input files of earlier plans of `output`: `plan_chunks` reuses the sha256 of unchanged ones.
 
     Missing and unreadable plans are ignored.
     """
@@ -77,7 +77,7 @@ def planned_inputs(output: str | Path) -> list[InputFile]:
 
 
 def recorded_fingerprint(output: str | Path) -> dict[str, Any]:
-    """The settings of the interrupted write of `output`, or of the output itself; empty if there is neither."""
+    """Return the settings of the interrupted write of `output`, else of the output itself; empty if neither exists."""
     out = output_path(output)
     for path in (staging.staging_of(out) / staging.PLAN, out / COMMIT):
         try:
@@ -90,7 +90,7 @@ def recorded_fingerprint(output: str | Path) -> dict[str, Any]:
 
 
 def interrupted_job(folder: Path) -> JobSpec | None:
-    """The job of an interrupted write, or None."""
+    """Return the job of an interrupted write, or None."""
     path = folder / staging.PLAN
     if not path.is_file():
         return None
@@ -106,7 +106,7 @@ def _job(plan: Path, fingerprint: dict[str, Any]) -> JobSpec:
 
 
 def is_complete(out: Path, published: JobSpec | None, job: JobSpec, *, thorough: bool) -> bool:
-    """Whether `published` is the result of `job` and no part is missing (by sha256 if `thorough`, else by size)."""
+    """Return whether `published` is the result of `job` and has all parts, by sha256 if `thorough`, else by size."""
     if published is None or differences(published, job) or any(input_changes(published.plan, job.plan)):
         return False
     return _damage(out, published, thorough=thorough) is None
@@ -117,14 +117,14 @@ def _damage(out: Path, published: JobSpec, *, thorough: bool) -> str | None:
     sizes = file_sizes(out)
     for part in published.record["parts"]:
         if sizes.get(part["name"]) != part["bytes"]:
-            return f"{part['name']} is missing or cut short"
+            return f"{part['name']} is missing or truncated"
         if thorough and atomic_io.sha256_file(out / part["name"]) != part["sha256"]:
-            return f"{part['name']} is not what was written"
+            return f"{part['name']} has changed since it was written"
     return None
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """The size of each regular file in a folder, in bytes, by name.
+    """Return the size of each regular file in a folder, in bytes, by name.
 
     One pass over the folder: looking up 100,000 parts by path took ten seconds.
     """
@@ -132,7 +132,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def check_replaceable(out: Path, published: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> None:
-    """Raise unless the job may replace or extend the published output, which is not its complete result."""
+    """Raise unless the job may replace or extend the published output, which is not the job's complete result."""
     if published is None or allowed.overwrite:
         return
     refuse_differences(f"{out}", published, job, "replaces it", allowed)
@@ -142,7 +142,7 @@ def check_replaceable(out: Path, published: JobSpec | None, job: JobSpec, allowe
 
 
 def refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: str, allowed: AllowedChanges) -> None:
-    """Raise FingerprintError listing the differences that are not allowed; `overwriting` names --overwrite's effect."""
+    """Raise FingerprintError listing the differences that are not allowed; `overwriting` says what --overwrite does."""
     different = differences(other, job)
     if different:
         raise FingerprintError(
@@ -156,9 +156,9 @@ def refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: st
         return
     advice = []
     if new:
-        advice.append("--accept-new-input keeps the rows of files that did not change and does only the others.")
+        advice.append("--accept-new-input keeps the rows of unchanged files and processes only the others.")
     if gone:
-        advice.append("--accept-removed-input drops the rows of files that are no longer there.")
+        advice.append("--accept-removed-input drops the rows of files that were removed.")
     raise FingerprintError(
         f"{where}: the input has changed since:\n  "
         + "\n  ".join(new + gone)
@@ -167,7 +167,7 @@ def refuse_differences(where: str, other: JobSpec, job: JobSpec, overwriting: st
 
 
 def resumable_job(folder: Path, interrupted: JobSpec | None, job: JobSpec, allowed: AllowedChanges) -> JobSpec | None:
-    """The interrupted write if it may be resumed; with `allowed.overwrite` another job's is removed instead."""
+    """Return the interrupted write if it may be resumed; with `allowed.overwrite` another job's write is removed."""
     if interrupted is None:
         return None
     try:
@@ -181,7 +181,7 @@ def resumable_job(folder: Path, interrupted: JobSpec | None, job: JobSpec, allow
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[str]:
-    """Differences of fingerprints and columns, as "name: old -> new"."""
+    """Return the differences of fingerprints and columns, as "name: old -> new"."""
     before, after = old.fingerprint, new.fingerprint
     names = [*before, *(name for name in after if name not in before)]
     found = [
@@ -198,11 +198,11 @@ def differences(old: JobSpec, new: JobSpec) -> list[str]:
 
 
 def input_changes(old: Plan, new: Plan) -> tuple[list[str], list[str], list[str]]:
-    """The input files that were added, removed and rewritten, each as a sentence."""
+    """Return the input files that were added, removed and rewritten, with a phrase about each."""
     before, after = ({one.name: one for one in plan.inputs} for plan in (old, new))
     return (
         [f"{one.path}: new ({one.rows:,} rows)" for one in new.inputs if one.name not in before],
-        [f"{one.path}: no longer there ({one.rows:,} rows)" for one in old.inputs if one.name not in after],
+        [f"{one.path}: removed ({one.rows:,} rows)" for one in old.inputs if one.name not in after],
         [
             f"{one.path}: rewritten ({before[one.name].rows:,} rows -> {one.rows:,} rows)"
             for one in new.inputs
@@ -212,7 +212,7 @@ def input_changes(old: Plan, new: Plan) -> tuple[list[str], list[str], list[str]
 
 
 def merge(old: Plan, new: Plan) -> Plan:
-    """The plan of `new`'s input, with `old`'s chunks and their numbers for files that did not change.
+    """Return the plan of `new`'s input, with `old`'s chunks and chunk numbers for files that did not change.
 
     Chunks of other files get higher numbers, so that every kept part keeps its name.
     """

@@ -1,4 +1,4 @@
-"""What a commit record holds, and the checks before every commit; the same for folders and tables."""
+"""The contents of a commit record, and the checks before every commit; the same for folders and tables."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def commit_record(
     quarantined: Sequence[tuple[str, str]] = (),
     removed: int = 0,
 ) -> dict[str, Any]:
-    """The record of a commit of `parts`, whose columns are `schema`."""
+    """Return the record of a commit of `parts`, whose columns are `schema`."""
     schema, plan = schema.remove_metadata(), job.plan
     return {
         "format": 1,
@@ -60,5 +60,5 @@ def check_inputs(plan: Plan) -> None:
 
 
 def _check_input(one: InputFile) -> None:
-    # Its rows were read from the planned version, so the file may be gone by now.
+    # The rows were read from the planned version, so the file may have been removed by now.
     ContentChecker().check(one.path, one.version, one.sha256, may_be_gone=True)

@@ -1,4 +1,4 @@
-"""Failed rows: errors are counted by their reason, the text before the first colon.
+"""Failed rows: errors are counted by their reason, which is the text before the first colon.
 
 Cost: one read of the column `error`, of those parts that have failed rows.
 """
@@ -28,12 +28,12 @@ class Failures(NamedTuple):
 
 
 def count_failed(rows: pa.Table | pa.RecordBatch) -> int:
-    """How many rows have an error; 0 if there is no column `error`."""
+    """Return how many rows have an error; 0 if there is no column `error`."""
     return rows.num_rows - rows["error"].null_count if "error" in rows.schema.names else 0
 
 
 def count_reasons(errors: pa.Array | pa.ChunkedArray) -> Counter[str]:
-    """Count the errors, none of them null, by reason; the text after the colon is about the single row."""
+    """Count the errors, none of them null, by reason; the text after the colon is about one row."""
     if not len(errors):
         return Counter()
     reasons = pc.list_element(pc.split_pattern(errors, ":", max_splits=1), 0)
@@ -41,7 +41,7 @@ def count_reasons(errors: pa.Array | pa.ChunkedArray) -> Counter[str]:
 
 
 def read_failures(folder: str, record: Mapping[str, Any], plan: Plan) -> Failures:
-    """The failed rows of a committed output, whose parts are in `folder`, a path or URL."""
+    """Return the failed rows of a committed output, whose parts are in `folder` (a path or URL)."""
     counts: Counter[str] = Counter()
     example = None
     chunks = {chunk.index: chunk for chunk in plan.chunks}
@@ -58,7 +58,7 @@ def read_failures(folder: str, record: Mapping[str, Any], plan: Plan) -> Failure
 
 
 def format_reasons(errors: Mapping[str, int], lines: int = LINES) -> list[str]:
-    """One line per reason, at most `lines`; the last one sums up the rest."""
+    """Return one line per reason, at most `lines` in all; the last one sums up the rest."""
     shown = [f"{reason} {count:,}" for reason, count in errors.items()]
     if len(shown) <= lines:
         return shown
@@ -67,7 +67,7 @@ def format_reasons(errors: Mapping[str, int], lines: int = LINES) -> list[str]:
 
 
 def check_error_rate(failed: int, rows: int, total: int, max_error_rate: float, examples: Sequence[str]) -> None:
-    """Raise TooManyErrors if more than the allowed share failed, of all rows or of the first thousand or more."""
+    """Raise TooManyErrors if more than the allowed share failed, of all rows or of the first 1,000 or more."""
     if failed <= max_error_rate * min(total, max(rows, ROWS_BEFORE_STOPPING)):
         return
     shown = f" For example: {'; '.join(examples)}." if examples else ""

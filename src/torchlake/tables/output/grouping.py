@@ -1,8 +1,8 @@
 """Files of a wanted size, or of one partition each, made from parts before a commit.
 
-Parts stay the unit of retry: a job that is killed goes on with its parts, and makes the files again. A file's name is a
-hash of the parts in it, so every attempt makes the same file. Cost: one read and one write of the output, spread over
-an engine; memory for one file in each process.
+Parts stay the unit of retry: a job that was killed continues with its parts, and makes the files again. A file's name
+is a hash of the parts in it, so every attempt makes the same file. Cost: one read and one write of the output, spread
+over an engine; memory for one file in each process.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from torchlake.tables.storage.folders import folder_at
 from torchlake.tables.storage.spread import Spread
 
 PARTITION_BYTES = 256 << 20
-"Of the parts that are split by partition together, if no size is asked for."
+"Bytes of the parts that are split by partition together, if no size is given."
 
 Partition = tuple[tuple[str, str | None], ...]
 
 
 @dataclass(kw_only=True)
 class _File:
-    """A file in the making."""
+    """A file that is being made."""
 
     sink: pa.BufferOutputStream
     writer: pq.ParquetWriter
@@ -49,9 +49,9 @@ def grouped(
     partition_by: Sequence[str] = (),
     spread: Spread,
 ) -> list[Part]:
-    """The files with the rows of `parts`, which are sorted by chunk, of about `size` bytes each.
+    """Return the files with the rows of `parts`, which are sorted by chunk, of about `size` bytes each.
 
-    Without a size or partitions these are the parts. Raises StorageError when a part is gone.
+    Without a size or partitions these are the parts. Raises StorageError when a part is missing.
     """
     if not parts or (size is None and not partition_by):
         return list(parts)
@@ -81,7 +81,7 @@ def _joined(folder: PartFolder, partition_by: tuple[str, ...], parts: Sequence[P
         content = folder_at(folder.location).content(part.name)
         if content is None or hashlib.sha256(content).hexdigest() != part.sha256:
             raise StorageError(
-                f"{folder.location}/{part.name}: the part is gone or damaged; run the same command again."
+                f"{folder.location}/{part.name}: the part is missing or damaged; run the same command again."
             )
         table = pq.read_table(pa.BufferReader(content))
         for partition, rows in _split(table, partition_by):
@@ -95,20 +95,21 @@ def _joined(folder: PartFolder, partition_by: tuple[str, ...], parts: Sequence[P
 
 
 def _split(table: pa.Table, partition_by: Sequence[str]) -> Iterator[tuple[Partition, pa.Table]]:
-    """The rows of each partition, in their order, without the columns of the partition."""
+    """Yield the rows of each partition, in their order, without the partition columns."""
     if not partition_by:
         yield (), table
         return
     keys = table.select(list(partition_by)).append_column("", pa.array(range(table.num_rows), pa.int64()))
     found = keys.group_by(list(partition_by), use_threads=False).aggregate([("", "list")])
     rest = table.drop_columns(list(partition_by))
-    for values in found.to_pylist():  # by row number: no comparison finds NaN, and one finds both zeros
+    # By row number, because no comparison finds NaN, and a comparison with zero finds both zeros.
+    for values in found.to_pylist():
         rows = values.pop("_list")
         yield tuple((name, partition_text(value)) for name, value in values.items()), rest.take(pa.array(rows))
 
 
 def partition_text(value: Any) -> str | None:
-    """A partition's value as text, as the log of a Delta table has it."""
+    """Return a partition's value as text, as the log of a Delta table has it."""
     if value is None:
         return None
     if isinstance(value, bool):

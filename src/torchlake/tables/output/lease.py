@@ -87,7 +87,7 @@ def acquire(staging: Path, lease_s: float, *, name: str | None = None) -> Lease:
 
 
 def next_lease(current: dict[str, Any], lease_s: float) -> dict[str, Any]:
-    """The lease of this process after the `current` one, which may be empty."""
+    """Return the lease of this process after the `current` one, which may be empty."""
     now = time.time()
     return {
         "epoch": int(current.get("epoch", 0)) + 1,
@@ -103,7 +103,7 @@ def next_lease(current: dict[str, Any], lease_s: float) -> dict[str, Any]:
 
 
 def held_by(current: dict[str, Any], name: str) -> Locked:
-    """The error for an output with an active writer."""
+    """Return the error for an output with an active writer."""
     return Locked(
         f"{name}: being written by {describe_holder(current)}. Wait for it, or stop it; finished work is kept."
     )
@@ -195,7 +195,7 @@ def _is_live(staging: Path, lease: dict[str, Any]) -> bool:
 
 
 def is_running(lease: dict[str, Any]) -> bool:
-    """Whether the process that wrote a lease on this machine still runs."""
+    """Return whether the process that wrote a lease on this machine still runs."""
     try:
         process = psutil.Process(lease["pid"])
         return bool(abs(process.create_time() - lease["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE)
@@ -206,14 +206,14 @@ def is_running(lease: dict[str, Any]) -> bool:
 
 
 def _age_s(staging: Path) -> float:
-    """Seconds since the lease was written, by the clock of its storage: machines' clocks may differ by hours."""
+    """Return the seconds since the lease was written, by its storage's clock: machines' clocks may differ by hours."""
     lock = staging / "lock"
     os.utime(lock)
     return max(0.0, os.stat(lock).st_mtime - os.stat(staging / "lease.json").st_mtime)
 
 
 def machine_id() -> str:
-    """The scope in which a process id is unique: this boot of this kernel, this process namespace."""
+    """Return the scope in which a process id is unique: this boot of this kernel, this process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -222,7 +222,7 @@ def machine_id() -> str:
 
 
 def describe_holder(lease: dict[str, Any]) -> str:
-    """The process that holds a lease, and since when."""
+    """Return the process that holds a lease, and since when."""
     if not lease:
         return "another process"
     since = datetime.fromtimestamp(lease["started"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -230,7 +230,7 @@ def describe_holder(lease: dict[str, Any]) -> str:
 
 
 def _read(staging: Path) -> dict[str, Any]:
-    """The lease; empty if there is none, or a damaged one (a live writer would have renewed it)."""
+    """Return the lease; empty if there is none, or a damaged one (a live writer would have renewed it)."""
     try:
         value = atomic_io.read_json(staging / "lease.json")
     except DataError:

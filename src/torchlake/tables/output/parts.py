@@ -1,9 +1,10 @@
 """A part is one chunk's result: a Parquet file whose name is a hash of everything that determines its rows.
 
-So every attempt at a chunk, by a retry, a speculative copy or a late worker, writes to the same name.
+So every attempt at a chunk (a retry, a speculative copy, a late worker) writes to the same name.
 
-For tables whose log has statistics of each file, they are computed while a chunk's rows are in memory, so that a commit
-reads no part; Delta's are in the section "Per-file Statistics" of its specification (delta-io/delta, PROTOCOL.md).
+Where a table's log has statistics of each file, they are computed while a chunk's rows are in memory, so that a commit
+reads no part. Delta's are described in the section "Per-file Statistics" of its specification (delta-io/delta,
+PROTOCOL.md).
 """
 
 import datetime
@@ -28,12 +29,12 @@ from torchlake.tables.plan import Chunk, Plan
 from torchlake.tables.storage.folders import folder_at
 
 TEXT_LENGTH = 32
-"Of bounds, which are cut off; one that is higher than all texts with the same beginning ends with LAST."
+"Maximum characters of a bound; an upper bound that was cut off ends with LAST, above all strings that begin like it."
 LAST = chr(0x10FFFF)
 
 
 TABLE = "table"
-"The folder in the staging folder that becomes the output."
+"The folder inside the staging folder that becomes the output."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,34 +48,34 @@ class Part:
     sha256: str
     bytes: int
     statistics: str = ""
-    "Of its columns, as JSON, if its table keeps them; not in the commit record."
+    "Statistics of its columns, as JSON, if the table keeps them; not in the commit record."
     chunks: tuple[int, ...] = ()
-    "Of a file with the rows of several chunks, their numbers."
+    "The numbers of the chunks, for a file with the rows of several."
     members: tuple[str, ...] = ()
     "The names of the parts that such a file was made from."
     partition: tuple[tuple[str, str | None], ...] = ()
-    "Of a file of one partition, the columns and their values as text."
+    "The partition columns and their values as strings, for a file of one partition."
 
     @property
     def all_chunks(self) -> tuple[int, ...]:
-        """The chunks whose rows it has."""
+        """The chunks whose rows are in this file."""
         return self.chunks or (self.chunk,)
 
     def entry(self) -> dict[str, Any]:
-        """The part in a commit record."""
+        """Return the part in a commit record."""
         value = {name: getattr(self, name) for name in self.__slots__ if name != "statistics"}
         return {name: one for name, one in value.items() if one != ()}
 
 
 def part_of_entry(entry: Mapping[str, Any]) -> Part:
-    """The part of an entry in a commit record."""
+    """Return the part of an entry in a commit record."""
     several = {name: tuple(entry[name]) for name in ("chunks", "members") if name in entry}
     partition = tuple((name, value) for name, value in entry.get("partition", ()))
     return Part(**{**entry, **several, "partition": partition})
 
 
 def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
-    """The file name of a chunk's part, "part-00012-<16 hex digits>.parquet".
+    """Return the file name of a chunk's part, "part-00012-<16 hex digits>.parquet".
 
     It depends on the content of the chunk's file, the chunk's range and the fingerprint, but not on the rest of the
     plan: a part stays valid when files are added to the input.
@@ -86,23 +87,24 @@ def part_name(plan: Plan, chunk: Chunk, fingerprint: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PartFolder:
-    """Where the parts of a job are written, and in which form; plain values, so that every engine can send them."""
+    """Where and in which form the parts of a job are written; plain values, so that every engine can send them."""
 
     location: str
     "A path or URL."
     schema: pa.Schema | None = None
-    "Parts are cast to it, where a table has other types than Arrow."
+    "The schema that parts are cast to, where a table's types differ from Arrow's."
     statistics: bool = False
-    "Parts have statistics of their columns, for a table's log."
+    "Whether parts have statistics of their columns, for a table's log."
     below: str = ""
-    """The folder in it, with a slash at the end, that the commit's own parts are in, where a commit keeps parts of
+    """The folder inside `location` for this commit's own parts, ending with a slash, where a commit keeps parts of
     earlier ones. No other commit writes or deletes there, so a late writer cannot delete what a later one lists."""
 
     def write(self, name: str, table: pa.Table, *, chunk: int) -> Part:
-        """Write a chunk's rows durably, with page checksums. Called in workers.
+        """Write a chunk's rows durably, with page checksums. Workers call it.
 
         The first attempt wins, and its part is returned: scores may differ in the last digit on another kind of CPU,
-        and the driver may already know the first part. Raises StorageError when the disk is full or the folder is gone.
+        and the driver may already know the first part. Raises StorageError when the disk is full or the folder was
+        removed.
         """
         if self.schema is not None:
             table = _cast(table, self.schema, f"{self.location}/{name}")
@@ -117,7 +119,7 @@ class PartFolder:
         return self._part(name, chunk, found, stored)
 
     def store(self, name: str, content: bytes, rows: int, *, site: str) -> bytes:
-        """Write a Parquet file of so many rows durably; returns its bytes, or those of a sound file of this name."""
+        """Write a Parquet file of `rows` rows durably; return its bytes, or those of a sound file of this name."""
         folder, own = folder_at(self.location), f"{self.below}{name}"
         while not folder.write_new(own, content, site=site):
             earlier = folder.content(own)
@@ -128,7 +130,7 @@ class PartFolder:
         return content
 
     def find(self, name: str, chunk: int, rows: int) -> Part | None:
-        """The sound part of an earlier attempt, every page verified; None if it is not there or damaged."""
+        """Return the part of an earlier attempt if it is sound, every page verified; None if missing or damaged."""
         content = folder_at(self.location).content(f"{self.below}{name}")
         table = None if content is None else _sound(content, rows)
         return None if table is None or content is None else self._part(name, chunk, table, content)
@@ -146,7 +148,7 @@ class PartFolder:
 
 
 def _sound(content: bytes, rows: int) -> pa.Table | None:
-    """The rows of a Parquet file, every page verified; None if it is damaged or has another number of them."""
+    """Return the rows of a Parquet file, every page verified; None if it is damaged or does not have `rows` rows."""
     try:
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
     except (pa.ArrowException, OSError):
@@ -155,7 +157,7 @@ def _sound(content: bytes, rows: int) -> pa.Table | None:
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema that a Parquet file written with `schema` has when read. Raises TableError if it cannot be written."""
+    """Return the schema of a Parquet file written with `schema`, as it is read. Raises TableError if it cannot be."""
     sink = pa.BufferOutputStream()
     try:
         pq.write_table(pa.Table.from_batches([], schema), sink)  # empty_table() would import pandas
@@ -168,25 +170,25 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def schema_in_words(schema: pa.Schema) -> str:
-    """Column names and types."""
+    """Return the column names and types as text."""
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
 def _cast(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
-    """The rows with other types. Raises TableError for a value that another type cannot hold."""
+    """Return the rows cast to other types. Raises TableError for a value that its new type cannot hold."""
     try:
         return table.cast(schema)
-    except ValueError as error:  # ArrowInvalid is one; a null where there has to be a value is a plain one
+    except ValueError as error:  # ArrowInvalid is a ValueError; a null in a required column raises a plain one
         raise TableError(
-            f"{where}: a value cannot be kept by the table's format: {error}. Leave the column out, or convert it."
+            f"{where}: a value cannot be stored in the table's format: {error}. Leave the column out, or convert it."
         ) from error
 
 
 def delta_statistics(table: pa.Table) -> str:
-    """The statistics of a file with these rows, as JSON.
+    """Return the statistics of a file with these rows, as JSON.
 
-    Every column has both bounds, or none has any: delta-rs takes a bound that is missing beside others for null, and a
-    filter then finds no row of the file (`DeltaTable.to_pyarrow_dataset`). Nested columns have none.
+    Either every column has both bounds, or none has any: if some columns have bounds, delta-rs takes a missing one for
+    null, and a filter then finds no row of the file (`DeltaTable.to_pyarrow_dataset`). Nested columns have none.
     """
     low: dict[str, Any] = {}
     high: dict[str, Any] = {}
@@ -204,7 +206,7 @@ def delta_statistics(table: pa.Table) -> str:
 
 
 def joined_statistics(several: Sequence[str]) -> str:
-    """The statistics of all rows, from those of their parts: they have bounds if every part has them."""
+    """Return the statistics of all rows, from those of their parts: they have bounds if every part has them."""
     parts = [json.loads(one, parse_float=Decimal) for one in several]
     nulls: dict[str, int] = {}
     low: dict[str, Any] = {}
@@ -228,8 +230,10 @@ def _statistics(
 
 
 def _json(values: Mapping[str, Any]) -> str:
-    """As JSON: decimals with all of their digits and no exponent, text without escapes, which delta-rs reads wrongly
-    for characters that take two of them."""
+    """Return the values as JSON: decimals with all digits and no exponent, and strings without escapes.
+
+    delta-rs misreads a character that takes two escapes (a surrogate pair).
+    """
     entries = (
         f"{json.dumps(name, ensure_ascii=False)}: "
         + (f"{value:f}" if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False))
@@ -239,13 +243,13 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:
-    """The lowest and highest value as a log has them; None for one that it cannot have."""
+    """Return the lowest and highest value as a log stores them; None for a value that it cannot store."""
     kind = column.type
     if pa.types.is_floating(kind):
         if pc.any(pc.is_nan(column)).as_py():
             return None, None
         found = pc.min_max(column).as_py()
-        # Zero has two signs, and some readers order them.
+        # Some readers order -0.0 before 0.0, so the bounds include both.
         low, high = found["min"] or -0.0, found["max"] or 0.0
         return low if math.isfinite(low) else None, high if math.isfinite(high) else None
     if pa.types.is_timestamp(kind) or pa.types.is_date32(kind):
@@ -269,7 +273,7 @@ def _bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:
 
 
 def _cut(text: str) -> str | None:
-    """A text that is not lower, of about TEXT_LENGTH characters; None if there is none."""
+    """Return a string of about TEXT_LENGTH characters that is not lower; None if no string is."""
     if len(text) <= TEXT_LENGTH:
         return text
     return None if text[TEXT_LENGTH] == LAST else text[:TEXT_LENGTH] + LAST
@@ -283,7 +287,7 @@ def _date(days: int, *, lowest: bool) -> str | None:
 
 
 def _time(microseconds: int, *, lowest: bool, zone: str) -> str | None:
-    """Logs have milliseconds: the lowest time is rounded down, the highest up."""
+    """Round the lowest time down and the highest up, to the milliseconds that logs have."""
     milliseconds = microseconds // 1000 if lowest else -(-microseconds // 1000)
     try:
         found = datetime.datetime(1970, 1, 1) + datetime.timedelta(milliseconds=milliseconds)

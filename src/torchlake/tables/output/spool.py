@@ -1,8 +1,8 @@
-"""Frames and streams that are scored into an output are stored beside it until the job ends.
+"""Store frames and streams that are scored into an output beside it, until the job ends.
 
 The folder `.NAME.input` beside the output has its own lease: one process at a time stores rows there. It is removed
-when the job ends, also by an error, and left by a kill; the same rows then make the same file, so that the job resumes.
-Cost: one copy of the rows on disk.
+when the job ends, even with an error. A process that is killed leaves it; the same rows then make the same file, so
+that the job resumes. Cost: one copy of the rows on disk.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ LEASE_S = 60.0
 
 @contextmanager
 def spooled(source: Any, output: Path) -> Iterator[Any]:
-    """`source` with a path in place of each frame in memory and each stream, alone or in a list.
+    """Yield `source` with a path in place of each frame in memory and each stream, alone or in a list.
 
     The files are input.parquet, or input-0.parquet and so on in a list; row ids have these names. Raises TableError
     when a stream fails, Locked when another process stores the rows of this output, StorageError when the disk is full.

@@ -32,12 +32,12 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def staging_of(out: Path) -> Path:
-    """The staging folder of an output."""
+    """Return the staging folder of an output."""
     return out.with_name(f".{out.name}.staging")
 
 
 def fence(staging: Path) -> Path:
-    """Rename the table so that late workers cannot write to it; returns the new path."""
+    """Rename the table so that late workers cannot write to it; return the new path."""
     fenced = staging / FENCED
     os.rename(staging / TABLE, fenced)
     failpoint("commit.fence")
@@ -62,7 +62,7 @@ def publish(staging: Path, out: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; returns False where that is not supported."""
+    """Exchange two folders in one step; return False where that is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -93,7 +93,7 @@ def reopen(staging: Path) -> None:
 
 
 def clear_job(staging: Path) -> None:
-    """Remove the job, but not lock and lease. The plan goes first: without it the rest is orphaned."""
+    """Remove the job, but not lock and lease. The plan goes first, because without it the rest counts as orphaned."""
     atomic_io.remove([staging / name for name in (PLAN, TABLE, FENCED, OLD, ATTEMPT_LOG)])
 
 
@@ -118,7 +118,7 @@ def remove_leased(folder: Path, lease: Lease) -> None:
 
 
 def vacuum(folder: Path) -> None:
-    """Remove folders that `remove_staging` renamed and did not remove, because it was interrupted."""
+    """Remove folders that an interrupted `remove_staging` renamed but did not remove."""
     prefix = f"{folder.name}."
     if folder.parent.is_dir():
         atomic_io.remove(

@@ -1,8 +1,8 @@
 """Give a condition the types of a table's columns: its values become Arrow scalars that compare exactly.
 
-An integer column is compared with integers and decimals, never by way of a double; a float column by its own type;
-dates and times with ISO 8601 text, in UTC if the column has a time zone and the text has none. Columns of CSV files are
-text: one that is compared with a number is read as numbers.
+An integer column is compared with integers and decimals, never through a double; a float column in its own type; dates
+and times with ISO 8601 strings, in UTC if the column has a time zone and the string has none. Columns of CSV files are
+strings: one that is compared with a number is read as numbers.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ MAX_DIGITS = 38
 def bind(
     condition: Condition, schema: pa.Schema, text: str, *, untyped: bool = False, partial: bool = False
 ) -> Condition:
-    """The condition for columns of these types. `untyped`: text columns hold numbers too, as in CSV files. `partial`:
-    conditions on other columns stay as they are.
+    """Return the condition for columns of these types.
 
-    Raises TableError for a missing column, with the nearest names, and for a value that does not compare with its
-    column; both show the place in `text`.
+    `untyped`: string columns hold numbers too, as in CSV files. `partial`: conditions on other columns stay as they
+    are. Raises TableError for a missing column, with the nearest names, and for a value that cannot be compared with
+    its column; both show the place in `text`.
     """
     if isinstance(condition, Both | Either):
         parts = (bind(one, schema, text, untyped=untyped, partial=partial) for one in condition.parts)
@@ -55,7 +55,7 @@ def bind(
         return condition
     if isinstance(condition, Like):
         if not _is_text(kind):
-            raise TableError(mistake(text, column.at, f"{column.name!r} is {kind}; like is for text."))
+            raise TableError(mistake(text, column.at, f"{column.name!r} is {kind}; 'like' works only on strings."))
         return condition
     values = condition.values if isinstance(condition, OneOf) else (condition.value,)
     column = replace(column, numeric=untyped and _is_text(kind) and all(map(_is_number, values)))
@@ -72,7 +72,7 @@ def _missing(name: str, names: Sequence[str]) -> str:
 
 
 def _scalar(column: Column, value: Any, kind: pa.DataType, text: str) -> pa.Scalar:
-    """The value as a scalar that compares with the column. Raises TableError if there is none."""
+    """Return the value as a scalar to compare with the column. Raises TableError if that is not possible."""
     try:
         if column.numeric:
             return _number(value, pa.int64())
@@ -85,21 +85,23 @@ def _scalar(column: Column, value: Any, kind: pa.DataType, text: str) -> pa.Scal
         if isinstance(value, str) and _is_time(kind):
             return _time(value, kind)
     except (pa.ArrowException, OverflowError) as error:
-        raise TableError(
-            mistake(text, column.at, f"{column.name!r} is {kind}, and {_shown(value)} is none ({error}).")
-        ) from error
-    raise TableError(mistake(text, column.at, f"{column.name!r} is {kind}, {_advice(value, kind)}"))
+        raise TableError(mistake(text, column.at, f"{_incomparable(column, value, kind)}: {error}.")) from error
+    raise TableError(mistake(text, column.at, f"{_incomparable(column, value, kind)}.{_advice(value, kind)}"))
+
+
+def _incomparable(column: Column, value: Any, kind: pa.DataType) -> str:
+    return f"{_shown(value)} cannot be compared with the {kind} column {column.name!r}"
 
 
 def _advice(value: Any, kind: pa.DataType) -> str:
     shown = _shown(value)
     if _is_text(kind):
-        return f"which does not compare with {shown}; write it in single quotes, '{shown}'."
+        return f" Write it in single quotes, '{shown}'."
     if _is_time(kind):
-        return f"which does not compare with {shown}; write '2024-01-31' or '2024-01-31 12:00:00'."
+        return " Write '2024-01-31' or '2024-01-31 12:00:00'."
     if pa.types.is_boolean(kind) or _is_numeric(kind):
-        return f"which does not compare with {shown}."
-    return f"which does not compare with {shown}; only 'is null' and 'is not null' apply to it."
+        return ""
+    return " Only 'is null' and 'is not null' work with this column."
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""What a condition can be for the rows of a file or row group, from the smallest and largest value of each column.
+"""Find what a condition can be for the rows of a file or row group, from the smallest and largest value of each column.
 
-Each answer is three flags for a range of rows: some row may make the condition true, false, null. A missing statistic
-allows everything, so rows are never left out by mistake. NaN is in no statistic, and it makes != true and all other
-comparisons false, so a float column always allows that.
+The result is three flags for each range of rows: some row may make the condition true, false, null. A missing statistic
+allows everything, so rows are never left out by mistake. Statistics do not include NaN, which makes != true and all
+other comparisons false, so a float column always allows that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from torchlake.tables.selection.rows import COMPARE
 
 Flags = npt.NDArray[np.bool_]
 UNKNOWN = -1
-"A number of nulls or rows that is not known."
+"Stands for an unknown number of nulls or rows."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class Bounds:
     """Statistics of one column in N ranges of rows."""
 
     lowest: pa.Array
-    "(N,) lower bounds of the values that are neither null nor NaN; null where it is not known."
+    "(N,) lower bounds of the values that are neither null nor NaN; null where unknown."
     highest: pa.Array
     "(N,) upper bounds."
     nulls: npt.NDArray[np.int64]
-    "(N,) UNKNOWN where it is not known."
+    "(N,) number of nulls; UNKNOWN where unknown."
     rows: npt.NDArray[np.int64]
     "(N,) likewise."
 
@@ -46,14 +46,14 @@ class Outcomes(NamedTuple):
 
 
 def constant_bounds(values: Sequence[str | None], kind: pa.DataType) -> Bounds:
-    """Of a column with one value in all rows of each of N files, given as text that Arrow casts."""
+    """Return the bounds of a column that has one value in all rows of each of N files, given as strings to cast."""
     found = pa.array(values, pa.string()).cast(kind)
     null = np.array([value is None for value in values], dtype=np.int64)
     return Bounds(lowest=found, highest=found, nulls=null, rows=np.ones(len(values), np.int64))
 
 
 def outcomes(condition: Condition, bounds: Mapping[str, Bounds], count: int) -> Outcomes:
-    """What the condition, bound to the table's types, may be in each of `count` ranges."""
+    """Return what the condition, bound to the table's types, may be in each of `count` ranges."""
     if isinstance(condition, Not):
         part = outcomes(condition.part, bounds, count)
         return Outcomes(part.false, part.true, part.null)
@@ -73,7 +73,7 @@ def outcomes(condition: Condition, bounds: Mapping[str, Bounds], count: int) -> 
 
 
 def _of_values(condition: Comparison | OneOf | Like, bounds: Bounds, count: int) -> Outcomes:
-    """What the condition may be for rows that are not null."""
+    """Return what the condition may be for rows that are not null."""
     every, none = np.ones(count, bool), np.zeros(count, bool)
     try:
         if isinstance(condition, Comparison):
@@ -81,7 +81,7 @@ def _of_values(condition: Comparison | OneOf | Like, bounds: Bounds, count: int)
         if isinstance(condition, Like):
             return Outcomes(_prefixed(condition.pattern, bounds), every, none)
         return reduce(_either, (_compared("=", value, bounds) for value in condition.values))
-    except pa.ArrowException:  # types that do not compare
+    except pa.ArrowException:  # types that cannot be compared
         return Outcomes(every, every, none)
 
 
@@ -102,14 +102,14 @@ def _compared(operator: str, value: pa.Scalar, bounds: Bounds) -> Outcomes:
 
 
 def _not_nan(bounds: pa.Array) -> pa.Array:
-    """Null for NaN, which some writers use as a bound."""
+    """Replace NaN, which some writers use as a bound, by null."""
     if not pa.types.is_floating(bounds.type):
         return bounds
     return pc.if_else(pc.is_nan(bounds), pa.scalar(None, bounds.type), bounds)
 
 
 def _prefixed(pattern: str, bounds: Bounds) -> Flags:
-    """Whether a value may begin with the pattern's characters before its first wildcard."""
+    """Return whether a value may begin with the pattern's characters before its first wildcard."""
     ends = [place for place in map(pattern.find, "%_\\") if place >= 0]
     prefix = pattern[: min(ends, default=len(pattern))]
     starts: Any = pc.or_(pc.less_equal(bounds.lowest, prefix), pc.starts_with(bounds.lowest, prefix))
@@ -117,7 +117,7 @@ def _prefixed(pattern: str, bounds: Bounds) -> Flags:
 
 
 def _allowed(found: pa.Array) -> Flags:
-    """(N,) bool; what is not known is allowed."""
+    """Return (N,) bool; unknown values are allowed."""
     return np.asarray(pc.fill_null(found, True).to_numpy(zero_copy_only=False), dtype=bool)
 
 

@@ -1,4 +1,4 @@
-"""Conditions on rows, as trees. A condition is true, false or null for a row; null wherever its column is (SQL)."""
+"""Conditions on rows, as trees. A condition is true, false or null for a row; null if its column is null, as in SQL."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Column:
     at: int
     "Its position in the text, for messages."
     numeric: bool = False
-    "A column of text that is read as numbers; set by `bind`."
+    "Whether a string column is read as numbers; set by `bind`."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Comparison:
     column: Column
     operator: Operator
     value: Any
-    "int, Decimal, bool or str; after `bind` an Arrow scalar that compares with the column."
+    "int, Decimal, bool or str; after `bind` an Arrow scalar that can be compared with the column."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ Condition: TypeAlias = Comparison | OneOf | IsNull | Like | Not | Both | Either
 
 
 def columns_of(condition: Condition) -> tuple[str, ...]:
-    """The names of the columns, each once, in the order of the text."""
+    """Return the names of the columns, each once, in the order of the text."""
     return tuple(dict.fromkeys(column.name for column in _columns(condition)))
 
 

@@ -5,10 +5,10 @@
            column = value                   also != <> < <= > >=, or value = column
            column [not] in (value, ...)     column [not] between value and value
            column is [not] null             column [not] like 'text%'
-    value  3, -0.5, 1e3, 'text' (a quote in it is doubled), true, false
+    value  3, -0.5, 1e3, 'text' (a quote inside is doubled), true, false
     column a name, or "any name" or `any name` in quotes
 
-Words are read in any case; names are not changed. An error shows its place in the text.
+Keywords may have any case; names keep theirs. An error shows its place in the text.
 """
 
 import re
@@ -31,7 +31,7 @@ from torchlake.tables.selection.conditions import (
 )
 
 MAX_DEPTH = 100
-"Of parentheses and `not`."
+"Maximum nesting of parentheses and `not`."
 WORDS = frozenset({"and", "or", "not", "in", "is", "null", "like", "between", "true", "false"})
 FLIPPED: dict[str, Operator] = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _TOKENS = re.compile(
@@ -46,13 +46,13 @@ _TOKENS = re.compile(
 
 class Token(NamedTuple):
     kind: str
-    "number, text, name, end, or the word or sign itself."
+    "number, text, name, end, or the keyword or sign itself."
     value: str
     at: int
 
 
 def parse(text: str) -> Condition:
-    """The condition that `text` is. Raises UsageError showing the place of a mistake."""
+    """Return the condition in `text`. Raises UsageError showing the place of a mistake."""
     parser = _Parser(text)
     condition = parser.any_of()
     parser.take("end", "and, or, or the end")
@@ -60,7 +60,7 @@ def parse(text: str) -> Condition:
 
 
 def mistake(text: str, at: int, problem: str) -> str:
-    """A message with the text, and a mark below the place of the problem."""
+    """Return a message with the text and a mark below the place of the problem."""
     line = re.sub(r"\s", " ", text)
     return f"where, character {at + 1}: {problem}\n  {line}\n  {' ' * at}^"
 
@@ -73,8 +73,8 @@ def _tokens(text: str) -> list[Token]:
             continue
         match = _TOKENS.match(text, at)
         if match is None:
-            unclosed = {"'": "the text in quotes does not end", '"': "the name in quotes does not end"}
-            problem = unclosed.get(text[at], f"{text[at]!r} is not part of a condition")
+            unclosed = {"'": "the closing quote of a string is missing", '"': "the closing quote of a name is missing"}
+            problem = unclosed.get(text[at], f"{text[at]!r} cannot be used in a condition")
             raise UsageError(mistake(text, at, f"{problem}."))
         kind, value = cast(str, match.lastgroup), match[0]
         if kind in ("text", "quoted"):
@@ -87,7 +87,7 @@ def _tokens(text: str) -> list[Token]:
 
 
 class _Parser:
-    """Reads tokens from left to right; each method reads one rule of the grammar."""
+    """A parser that reads tokens from left to right; each method reads one rule of the grammar."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -99,7 +99,7 @@ class _Parser:
         return self.tokens[self.place]
 
     def skip(self, *kinds: str) -> bool:
-        """Whether the next tokens are of these kinds; they are taken then."""
+        """Take the next tokens if they are of these kinds; return whether they are."""
         same = [token.kind for token in self.tokens[self.place : self.place + len(kinds)]] == [*kinds]
         self.place += len(kinds) * same
         return same
@@ -112,8 +112,8 @@ class _Parser:
 
     def unexpected(self, expected: str) -> UsageError:
         token = self.next
-        given = "the text ends" if token.kind == "end" else f"{token.value!r} was given"
-        hint = " One = compares." if token.kind == "=" and self.tokens[self.place - 1].kind == "=" else ""
+        given = "the condition ends" if token.kind == "end" else f"got {token.value!r}"
+        hint = " Compare with a single =." if token.kind == "=" and self.tokens[self.place - 1].kind == "=" else ""
         return UsageError(mistake(self.text, token.at, f"expected {expected}, but {given}.{hint}"))
 
     def any_of(self) -> Condition:
@@ -196,13 +196,13 @@ class _Parser:
     def value(self) -> Any:
         token = self.next
         if token.kind == "null":
-            problem = "a comparison with null is never true; write 'is null' or 'is not null'."
+            problem = "a comparison with null is never true. Write 'is null' or 'is not null'."
             raise UsageError(mistake(self.text, token.at, problem))
         if token.kind == "name":
-            problem = f"expected a value, but {token.value!r} was given; texts are in single quotes, '{token.value}'."
+            problem = f"expected a value, but got {token.value!r}. Write a string in single quotes, '{token.value}'."
             raise UsageError(mistake(self.text, token.at, problem))
         if token.kind not in ("number", "text", "true", "false"):
-            raise self.unexpected("a number, a text in single quotes, true or false")
+            raise self.unexpected("a number, a string in single quotes, true or false")
         self.place += 1
         if token.kind in ("true", "false"):
             return token.kind == "true"

@@ -1,4 +1,4 @@
-"""For which rows a condition is true, false or null. Cost: a pass of Arrow's kernels per comparison."""
+"""Find for which rows a condition is true, false or null. Cost: one pass of an Arrow kernel per comparison."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -21,9 +21,9 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def evaluate(condition: Condition, table: pa.Table) -> pa.ChunkedArray:
-    """(N,) bool, null where SQL says null. `condition` is bound to the table's types.
+    """Return (N,) bool, null where SQL gives null. `condition` is bound to the table's types.
 
-    Raises DataError when a text that has to be a number is none, or a decimal cannot be compared without loss.
+    Raises DataError when a string that has to be a number is not one, or a decimal cannot be compared without loss.
     """
     try:
         return _evaluate(condition, table)
@@ -58,7 +58,7 @@ def _values(column: Column, table: pa.Table) -> pa.ChunkedArray:
 
 
 def _numbers(name: str, texts: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Texts as integers, else doubles; an empty one is null."""
+    """Convert strings to integers, or else to doubles; an empty string becomes null."""
     trimmed = pc.utf8_trim_whitespace(texts)
     filled = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, trimmed.type), trimmed)
     for kind in (pa.int64(), pa.float64()):
@@ -66,4 +66,6 @@ def _numbers(name: str, texts: pa.ChunkedArray) -> pa.ChunkedArray:
             return filled.cast(kind)
         except pa.ArrowInvalid as error:
             reason = error
-    raise DataError(f"where: the column {name!r} is compared with a number, but not all of its texts are ({reason}).")
+    raise DataError(
+        f"where: the column {name!r} is compared with a number, but not all of its strings are numbers ({reason})."
+    )

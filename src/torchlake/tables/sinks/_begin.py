@@ -1,7 +1,7 @@
-"""The beginning of a write to a table: what is there already, what an interrupted write left, and what is to be done.
+"""Begin a write to a table: find what is there already, what an interrupted write left, and what remains to be done.
 
-A job whose commit is made is complete. The interrupted write of the same job is continued: its plan is stored, and its
-sound parts are kept. Of a folder in an object store, parts of the earlier commit are kept too.
+A job whose commit was made is complete. The interrupted write of the same job continues: its plan is stored, and its
+sound parts are kept. For a folder in an object store, parts of the earlier commit are kept as well.
 """
 
 import json
@@ -25,23 +25,23 @@ from torchlake.tables.storage.folders import folder_at
 
 
 def commit_id(job: JobSpec, basis: str = "") -> str:
-    """The id of a job's commit: the same for the same rows. `basis` distinguishes repeated overwrites."""
+    """Return the id of a job's commit: the same for the same rows. `basis` distinguishes repeated overwrites."""
     return atomic_io.fingerprint([job.plan.id, job.fingerprint, *([basis] if basis else [])])[:32]
 
 
 class Earlier(NamedTuple):
-    """What is known of an earlier write to an output."""
+    """What is known about an earlier write to an output."""
 
     fingerprint: Mapping[str, Any]
     "Its settings; empty if there was none."
     inputs: Sequence[InputFile]
-    "Its files: `plan_chunks` reuses the sha256 of unchanged ones."
+    "Its input files: `plan_chunks` reuses the sha256 of unchanged ones."
     positions: Mapping[str, int] = {}
-    "Of an interrupted write, how far it reads its sources."
+    "How far it reads its sources, if the write was interrupted."
 
 
 def earlier_write(target: Target) -> Earlier:
-    """The interrupted write to a target, or torchlake's last commit there."""
+    """Return the interrupted write to a target, or torchlake's last commit there."""
     if not target.root:
         return Earlier({}, ())
     stored = state_of(target.root).read_plan()
@@ -57,7 +57,7 @@ def earlier_write(target: Target) -> Earlier:
 
 @contextmanager
 def table_transaction(target: Target, options: SinkOptions, request: WriteRequest) -> Iterator[TableWrite]:
-    """Write the result of a plan to a target: as `write_transaction` does for a local folder.
+    """Write the result of a plan to a target, as `write_transaction` does for a local folder.
 
     Raises before any work: OutputError (the target does not take such rows, or holds others), FingerprintError (an
     interrupted write belongs to another job), Locked (another writer is active).
@@ -107,7 +107,7 @@ def _write(target: Target, options: SinkOptions, request: WriteRequest, *, id: s
 
 
 def _finished(target: Target, snapshot: Any, options: SinkOptions, job: JobSpec) -> dict[str, Any] | None:
-    """The record of this job's commit if nothing is left to do."""
+    """Return the record of this job's commit if nothing is left to do."""
     names = [commit_id(job)] if options.mode != "overwrite" else []
     for name in dict.fromkeys([*names, target.latest(snapshot)]):
         record = read_record(target, name) if name is not None and target.has(snapshot, name) else None
@@ -119,12 +119,12 @@ def _finished(target: Target, snapshot: Any, options: SinkOptions, job: JobSpec)
 
 
 class _Resumed(NamedTuple):
-    """How a job goes on."""
+    """How a job continues."""
 
     job: JobSpec
-    "With the chunks of the interrupted write or earlier commit that it continues."
+    "The job with the chunks of the interrupted write or earlier commit that it continues."
     id: str
-    "Of its commit."
+    "The id of its commit."
     discarded: tuple[str, ...] = ()
 
 
@@ -164,7 +164,7 @@ def _resumed(
 
 
 def _published(target: Target, snapshot: Any) -> JobSpec | None:
-    """The job of a folder's commit."""
+    """Return the job of a folder's commit."""
     for name in target.commits(snapshot):
         record = read_record(target, name)
         plan = read_record(target, name, plan=True)

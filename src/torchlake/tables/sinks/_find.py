@@ -1,4 +1,4 @@
-"""Which sink an output is of, and writing to it."""
+"""Find the sink for an output, and write through it."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -26,14 +26,14 @@ Write = WriteTransaction | TableWrite
 
 
 def output_text(output: str | Path) -> str:
-    """An output as text: a path, a URL or the name of a table. A `Path` of a URL has lost a slash."""
+    """Return an output as text: a path, a URL or the name of a table. A `Path` of a URL has lost a slash."""
     return local_path(URL_AS_PATH.sub(r"\1://", os.fspath(output)))
 
 
 def sink_of(output: str | Path, format: str | None = None) -> ModuleType:
-    """The sink that an output is of, in the format that is asked for, or that of what is there.
+    """Return the sink for an output, in the requested format, else the format of what exists there.
 
-    Raises UsageError for what no sink writes.
+    Raises UsageError if no sink can write to it.
     """
     text = output_text(output)
     kinds = [plugins.load("sinks", name) for name in _order()]
@@ -47,7 +47,7 @@ def sink_of(output: str | Path, format: str | None = None) -> ModuleType:
 
 
 def _order() -> list[str]:
-    """The plug-ins, the local folder last: it takes every path."""
+    """Return the plug-ins, with the local folder last because it accepts every path."""
     return sorted(plugins.names("sinks"), key=lambda name: (name in ("folder", "object_folder"), name))
 
 
@@ -63,7 +63,7 @@ class Output:
 
     @property
     def place(self) -> Path:
-        """A local path that stands for the output: rows that are stored first are put beside it."""
+        """A local path that stands for the output: input that must be stored first is stored beside it."""
         if self.target is None:
             return local_output(self.text)
         root = self.target.root
@@ -71,7 +71,7 @@ class Output:
 
     @property
     def shared_folder(self) -> Path | None:
-        """A folder that the processes of an engine reach; None for an output that is not in a local folder (yet)."""
+        """A folder that an engine's processes can reach; None for an output that is not in a local folder (yet)."""
         if self.target is not None and (not self.target.root or is_url(self.target.root)):
             return None
         folder = self.place.parent
@@ -84,13 +84,13 @@ class Output:
         return self.place if self.target is None else self.target.shown
 
     def earlier(self) -> Earlier:
-        """What is known of the interrupted write, or of the output itself."""
+        """Return what is known about the interrupted write, or about the output itself."""
         if self.target is None:
             return Earlier(recorded_fingerprint(self.text), planned_inputs(self.text))
         return earlier_write(self.target)
 
     def latest_record(self) -> dict[str, Any]:
-        """The record of torchlake's last commit to a table; empty if there is none."""
+        """Return the record of torchlake's last commit to a table; empty if there is none."""
         assert self.target is not None, "of a table"
         name = self.target.latest(self.target.snapshot())
         return {} if name is None else read_record(self.target, name) or {}
@@ -106,7 +106,7 @@ class Output:
                 yield table
 
     def refuse_input(self, files: Sequence[str]) -> None:
-        """Raise UsageError if an input file lies in the output, which would replace it or add to it."""
+        """Raise UsageError if an input file is inside the output, which would replace it or add to it."""
         root = str(self.place) if self.target is None else self.target.root
         if not root:
             return
@@ -120,9 +120,9 @@ class Output:
 
 
 def output_of(output: str | Path, options: SinkOptions | None = None) -> Output:
-    """An output of any kind.
+    """Return an output of any kind.
 
-    Raises UsageError for what no sink writes, MissingExtra when its library is not installed, OutputError and
+    Raises UsageError if no sink can write to it, MissingExtra when its library is not installed, OutputError and
     StorageError when it cannot be opened.
     """
     options = options or SinkOptions()

@@ -1,4 +1,4 @@
-"""The entries of an Iceberg table's manifests: made from parts without reading them, and listed from a snapshot.
+"""The entries of an Iceberg table's manifests: make them from parts without reading these, or list a snapshot's.
 
 A part's statistics become an entry's counts and bounds, and its partition the entry's partition, so a commit's cost
 does not depend on the storage of the parts. pyiceberg's `add_files` opens each file, and reads partitions from it.
@@ -24,7 +24,7 @@ _ENOUGH_DIGITS = Context(prec=76)
 
 
 def data_file(table: Any, path: str, part: Part) -> Any:
-    """The entry of a part at `path`, for a table with its columns."""
+    """Return the entry of a part at `path`, for a table with its columns."""
     from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 
     schema, found = table.schema(), json.loads(part.statistics, parse_float=Decimal)
@@ -45,7 +45,7 @@ def data_file(table: Any, path: str, part: Part) -> Any:
 
 
 def _bounds(schema: Any, values: Mapping[str, Any]) -> dict[int, bytes]:
-    """The bounds of columns, by field id."""
+    """Return the bounds of columns, by field id."""
     from pyiceberg.conversions import to_bytes
 
     known = [field for field in schema.fields if field.name in values]
@@ -53,7 +53,7 @@ def _bounds(schema: Any, values: Mapping[str, Any]) -> dict[int, bytes]:
 
 
 def _partition(table: Any, texts: Mapping[str, str | None]) -> Any:
-    """The values of an entry's partition, as manifests have them."""
+    """Return the values of an entry's partition, as manifests have them."""
     from pyiceberg.partitioning import partition_record_value
     from pyiceberg.typedef import Record
 
@@ -66,7 +66,7 @@ def _partition(table: Any, texts: Mapping[str, str | None]) -> Any:
 
 
 def _parsed(kind: Any, value: Any) -> Any:
-    """A value of statistics, or the text of a partition, as Python has it."""
+    """Return a value of statistics, or of a partition's text, as a Python value."""
     from pyiceberg import types
 
     if isinstance(kind, types.DateType):
@@ -85,26 +85,26 @@ def _parsed(kind: Any, value: Any) -> Any:
 
 
 def is_identity(field: Any) -> bool:
-    """Whether a partition field has the values of its column."""
+    """Return whether a partition field has the values of its column."""
     from pyiceberg.transforms import IdentityTransform
 
     return isinstance(field.transform, IdentityTransform)
 
 
 def live_files(table: Any) -> Iterator[Any]:
-    """The data files of the current snapshot, as entries."""
+    """Yield the data files of the current snapshot, as entries."""
     for manifest in _manifests(table, "DATA"):
         for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
             yield entry.data_file
 
 
 def has_rows(table: Any) -> bool:
-    """Whether the current snapshot has data files; reads no manifest."""
+    """Return whether the current snapshot has data files, without reading manifests."""
     return any(one.has_added_files() or one.has_existing_files() for one in _manifests(table, "DATA"))
 
 
 def has_deletes(table: Any) -> bool:
-    """Whether the current snapshot has files that delete rows of data files."""
+    """Return whether the current snapshot has files that delete rows of data files."""
     return any(one.has_added_files() or one.has_existing_files() for one in _manifests(table, "DELETES"))
 
 
@@ -117,7 +117,7 @@ def _manifests(table: Any, content: str) -> Iterator[Any]:
 
 
 def was_rolled_back(table: Any, snapshots: list[Any]) -> bool:
-    """Whether it is certain that none of these snapshots is in the history of the current one."""
+    """Return whether it is certain that none of these snapshots is in the history of the current one."""
     from pyiceberg.table.snapshots import ancestors_of
 
     if not snapshots:
@@ -133,13 +133,13 @@ def was_rolled_back(table: Any, snapshots: list[Any]) -> bool:
 
 
 def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
-    """The files of the current snapshot. Raises OutputError if rows cannot be replaced in them."""
+    """Return the files of the current snapshot. Raises OutputError if rows cannot be replaced in them."""
     kinds = schema_to_arrow(table)
     others = {one.spec_id for one in live_files(table)} - {table.metadata.default_spec_id}
     problem = "files of earlier partitions" if others else _unlike_its_files(table)
     if problem:
         raise OutputError(
-            f"{shown}: the table has {problem}, so rows cannot be replaced in it. Have it compacted first "
+            f"{shown}: the table has {problem}, so rows cannot be replaced in it. Compact it first "
             "(rewrite_data_files)."
         )
     return [
@@ -154,7 +154,7 @@ def replaceable_files(table: Any, shown: str) -> list[LiveFile]:
 
 
 def dataset(table: Any, shown: str) -> Any:
-    """The rows of the current snapshot as a pyarrow dataset. Raises OutputError for rows that only Iceberg can find."""
+    """Return the current snapshot's rows as a pyarrow dataset. Raises OutputError if only Iceberg can find them."""
     import pyarrow.dataset as ds
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
@@ -179,14 +179,14 @@ def dataset(table: Any, shown: str) -> Any:
 
 
 def schema_to_arrow(table: Any, *, ids: bool = False) -> pa.Schema:
-    """The table's columns, with strings and lists as parts have them; with `ids`, and their field ids."""
+    """Return the table's columns with strings and lists as parts have them and, if `ids`, with their field ids."""
     from pyiceberg.io.pyarrow import schema_to_pyarrow
 
     return pa.schema([short(one) for one in schema_to_pyarrow(table.schema(), include_field_ids=ids)])
 
 
 def _partition_values(table: Any, file: Any, schema: pa.Schema) -> Iterator[tuple[str, Any]]:
-    """The columns that have one value in all rows of a file, with it."""
+    """Yield the columns that have one value in all rows of a file, with that value."""
     for place, field in enumerate(table.specs()[file.spec_id].fields):
         if is_identity(field):
             name, value = table.schema().find_column_name(field.source_id), file.partition[place]
@@ -197,7 +197,7 @@ def _partition_values(table: Any, file: Any, schema: pa.Schema) -> Iterator[tupl
 
 
 def _unlike_its_files(table: Any) -> str:
-    """What a reader of the files alone would not know; empty if there is nothing."""
+    """Return what a reader of the files alone would miss; empty if nothing."""
     if has_deletes(table):
         return "deleted rows"
     now = {field.name: field for field in table.schema().fields}
@@ -205,7 +205,7 @@ def _unlike_its_files(table: Any) -> str:
         for field in schema.fields:
             same = now.get(field.name)
             if same is not None and (same.field_id != field.field_id or same.field_type != field.field_type):
-                return f"an earlier column {field.name!r} of another kind"
+                return f"an earlier column {field.name!r} of another type"
             if same is None and any(field.field_id == one.field_id for one in now.values()):
                 return f"a column that was named {field.name!r}"
     return ""

@@ -1,4 +1,4 @@
-"""Changes of an Iceberg table through its catalog, each tried once; and the partitions that can be written."""
+"""Change an Iceberg table through its catalog, trying each change once; check which partitions can be written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ CODE = "write.py-location-provider.impl"
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One try to change a table."""
+    """One attempt to change a table."""
 
     written: Any = None
     "The snapshot that it would add."
 
 
 def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
-    """An attempt, and its pyiceberg transaction on top of `table`, which is as it was loaded.
+    """Return an attempt and its pyiceberg transaction, on top of `table` as it was loaded.
 
-    pyiceberg repeats a refused transaction on a newer snapshot and, when it gives up, deletes its manifests; but a
-    refusal may be the answer to a request that a client or proxy sent twice, the first time with success. Here, a
-    refusal is Conflict and any unclear answer CommitUnknown, which pyiceberg passes on.
+    pyiceberg repeats a refused transaction on a newer snapshot and, when it gives up, deletes its manifests. But a
+    refusal may be the answer to a request that a client or proxy sent twice, the first time with success. So a refusal
+    becomes Conflict here, and any unclear answer CommitUnknown; pyiceberg passes both on.
     """
     from pyiceberg import exceptions
     from pyiceberg.catalog.noop import NoopCatalog
@@ -49,8 +49,10 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
             except exceptions.CommitFailedException as error:
                 raise Conflict(first_line(error)) from error
             except denied as error:
-                raise StorageError(f"{'.'.join(table.name())}: the catalog refuses: {first_line(error)}.") from error
-            except Exception as error:  # of many libraries; the request may have been processed
+                raise StorageError(
+                    f"{'.'.join(table.name())}: the catalog refused the change: {first_line(error)}."
+                ) from error
+            except Exception as error:  # from many libraries; the request may have been processed
                 raise CommitUnknown(first_line(error)) from error
 
     once = Table(
@@ -65,7 +67,7 @@ def single_attempt(catalog: Any, table: Any) -> tuple[Attempt, Any]:
 
 
 def create_table(catalog: Any, name: TableName, schema: pa.Schema, partition_by: Sequence[str]) -> None:
-    """Create an empty table. Raises Conflict if there is one."""
+    """Create an empty table. Raises Conflict if it exists."""
     from pyiceberg import exceptions
     from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids
     from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
@@ -86,7 +88,7 @@ def create_table(catalog: Any, name: TableName, schema: pa.Schema, partition_by:
         catalog.create_table(name.table, columns, partition_spec=PartitionSpec(*fields))
     except exceptions.TableAlreadyExistsError as error:
         raise Conflict(first_line(error)) from error
-    except Exception as error:  # of many libraries
+    except Exception as error:  # from many libraries
         warehouse = str(catalog.properties.get("warehouse", ""))
         advice = access_advice(warehouse, str(error)) or "Create it with another tool, or give another output."
         raise OutputError(
@@ -95,7 +97,7 @@ def create_table(catalog: Any, name: TableName, schema: pa.Schema, partition_by:
 
 
 def add_columns(catalog: Any, table: Any, columns: pa.Schema) -> None:
-    """Add columns to a table. Raises Conflict if it was changed meanwhile."""
+    """Add columns to a table. Raises Conflict if it changed meanwhile."""
     _, transaction = single_attempt(catalog, table)
     with transaction.update_schema() as update:
         update.union_by_name(columns)
@@ -103,7 +105,7 @@ def add_columns(catalog: Any, table: Any, columns: pa.Schema) -> None:
 
 
 def checked_spec(shown: str, table: Any) -> tuple[str, ...]:
-    """The columns that a table is partitioned by. Raises OutputError for partitions that are computed from them."""
+    """Return the columns that a table is partitioned by. Raises OutputError for partitions computed from columns."""
     from pyiceberg.transforms import VoidTransform
 
     fields = [field for field in table.spec().fields if not isinstance(field.transform, VoidTransform)]
@@ -125,6 +127,6 @@ def check_features(shown: str, table: Any) -> None:
         )
     if CODE in table.properties:
         raise OutputError(
-            f"{shown}: names code that pyiceberg would run ({CODE} = {redacted(table.properties[CODE])}), which is "
-            "refused. Remove the property."
+            f"{shown}: refused, because a table property names code that pyiceberg would run ({CODE} = "
+            f"{redacted(table.properties[CODE])}). Remove the property."
         )

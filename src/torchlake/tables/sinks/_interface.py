@@ -1,4 +1,4 @@
-"""What a sink gives: a target to which the files of a job are committed, all at once and once only.
+"""What a sink provides: a target to which the files of a job are committed, all at once and exactly once.
 
 A sink is a file in this package, with these functions:
 
@@ -8,7 +8,7 @@ A sink is a file in this package, with these functions:
 
 The engines' workers write the parts themselves, into a folder of the target that no reader lists. `_write.py` does the
 rest in the same way for every target: plan and lease first, then parts, then one commit. A commit has an id, made from
-the plan and the settings; a target commits an id once, and refuses a commit on anything but its newest version.
+the plan and the settings. A target commits an id only once, and only on top of its newest version.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,20 +31,20 @@ STATE = "_torchlake"
 
 @dataclass(frozen=True, kw_only=True)
 class SinkOptions:
-    """How rows get into the output. None of it changes a row."""
+    """How rows are written to the output. No option changes a row."""
 
     format: str | None = None
-    "None: that of the table that is there, else Parquet."
+    "None: the format of the existing table, else Parquet."
     mode: Mode = "create"
     partition_by: tuple[str, ...] = ()
     add_columns: bool = False
-    "Columns that the table lacks are added to it."
+    "Whether columns that the table lacks are added to it."
     target_file_size: int | None = None
     "Bytes; the rows of several chunks are written to one file. None: a file for each chunk."
 
 
 def sink_options(given: Mapping[str, Any]) -> SinkOptions:
-    """The options among the arguments of a function. Raises UsageError for a value out of range."""
+    """Return the options among the arguments of a function. Raises UsageError for a value out of range."""
     values = {name: value for name, value in given.items() if value is not None}
     columns, size = values.get("partition_by", ()), values.get("target_file_size")
     if isinstance(columns, str):
@@ -53,11 +53,11 @@ def sink_options(given: Mapping[str, Any]) -> SinkOptions:
         size = int(size_in_bytes(size, "target_file_size"))
     options = SinkOptions(**{**values, "partition_by": tuple(columns), "target_file_size": size})
     if options.mode not in MODES:
-        raise UsageError(f"mode is one of {', '.join(MODES)}; {options.mode!r} was given.")
+        raise UsageError(f"mode: expected one of {', '.join(MODES)}, got {options.mode!r}.")
     if options.format not in (None, *FORMATS):
-        raise UsageError(f"format is one of {', '.join(FORMATS)}; {options.format!r} was given.")
+        raise UsageError(f"format: expected one of {', '.join(FORMATS)}, got {options.format!r}.")
     if size is not None and size < 1:
-        raise UsageError(f"target_file_size has to be 1 byte or more; {size} was given.")
+        raise UsageError(f"target_file_size: expected 1 byte or more, got {size}.")
     return options
 
 
@@ -68,16 +68,16 @@ class Change:
     id: str
     files: Sequence[Part]
     schema: pa.Schema
-    "Of the rows, with partition columns."
+    "The schema of the rows, with partition columns."
     mode: Mode
     record: Mapping[str, Any]
     "The commit record."
     removed: Sequence[str] = ()
     "Files of the table whose rows are replaced, as the table names them (replace-where)."
     kept: Sequence[Part] = ()
-    "New files with those rows of the removed ones that stay."
+    "New files with the rows of the removed files that stay."
     positions: Mapping[str, int] = field(default_factory=dict)
-    "By name, how far a source was read; they only grow."
+    "How far each source was read, by name; positions only grow."
     discarded: Sequence[str] = ()
     "The ids of interrupted writes that this one replaces."
 
@@ -86,7 +86,7 @@ class Snapshot(Protocol):
     """A target at one version."""
 
     version: str
-    "Empty before the first commit."
+    "The version's name; empty before the first commit."
 
 
 class Target(Protocol):
@@ -101,45 +101,48 @@ class Target(Protocol):
     "Whether parts of an earlier commit are kept by a later one (a folder), or rows are only added (a table)."
 
     def snapshot(self) -> Any:
-        """The newest version, read again at each call."""
+        """Return the newest version, read again at each call."""
 
     def prepare(self, schema: pa.Schema) -> None:
-        """Create what has to be there before the first part of such rows is written; `check` has passed."""
+        """Create what must exist before the first part is written; `check` has passed."""
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """Where the workers of this commit write their parts."""
+        """Return where the workers of this commit write their parts."""
 
     def check(self, snapshot: Any, schema: pa.Schema, key: str | None) -> None:
         """Raise OutputError or UsageError if rows of this schema cannot be written in the given mode."""
 
     def has(self, snapshot: Any, commit: str) -> bool:
-        """Whether this commit was made."""
+        """Return whether this commit was made."""
 
     def latest(self, snapshot: Any) -> str | None:
-        """The id of torchlake's last commit, if the target says so."""
+        """Return the id of torchlake's last commit, if the target names it."""
 
     def commits(self, snapshot: Any) -> list[str]:
-        """The ids of the commits that were made and whose records are kept."""
+        """Return the ids of the commits that were made and whose records are kept."""
 
     def is_whole(self, snapshot: Any, record: Mapping[str, Any]) -> bool:
-        """Whether the rows of a recorded commit are all of the target's rows."""
+        """Return whether the rows of a recorded commit are all of the target's rows."""
 
     def live(self, snapshot: Any, record: Mapping[str, Any]) -> set[str]:
-        """The names of the parts of a recorded commit that are rows of the target now."""
+        """Return the names of the parts of a recorded commit that are rows of the target now."""
 
     def live_files(self, snapshot: Any) -> Sequence[LiveFile]:
-        """The files of a table. Raises OutputError if rows cannot be replaced in it."""
+        """Return the files of a table. Raises OutputError if rows cannot be replaced in it."""
 
     def position(self, snapshot: Any, name: str) -> int | None:
-        """How far a source was read; None before the first time."""
+        """Return how far a source was read; None if it never was."""
 
     def commit(self, snapshot: Any, change: Change) -> None:
-        """Make the change on this version. Raises Conflict for a newer one, CommitUnknown without a clear answer."""
+        """Make the change on top of this version.
+
+        Raises Conflict if there is a newer version, CommitUnknown without a clear answer.
+        """
 
 
 class Conflict(Exception):
-    """Another writer has committed since the snapshot: look again."""
+    """Another writer has committed since the snapshot: read the target again."""
 
 
 class CommitUnknown(Exception):
-    """The storage gave no clear answer: the commit may have been made. Look again."""
+    """The storage gave no clear answer, so the commit may have been made: read the target again."""

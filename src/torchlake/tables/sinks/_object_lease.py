@@ -1,9 +1,10 @@
 """One writer at a time in an object store: a lease, changed only by conditional writes.
 
-As `output/lease.py` on a file system: the object names the writer and has a random token; a thread renews it. A lease
-whose process is dead (same machine), or that was not renewed in time by the store's own clock, is taken over. A writer
-that was suspended meanwhile finds another token. The commit itself is conditional too, so the lease is what saves two
-writers from computing the same rows, not what keeps rows from being doubled. Cost: a request per quarter of a lease.
+It works like `output/lease.py` on a file system: the object names the writer and has a random token; a thread renews
+it. A lease whose process is dead (same machine), or that was not renewed in time by the store's own clock, is taken
+over. A writer that was suspended meanwhile finds another token. The commit itself is conditional too, so the lease only
+saves two writers from computing the same rows; it is not what prevents duplicate rows. Cost: a request per quarter of a
+lease.
 """
 
 import json
@@ -47,7 +48,7 @@ class ObjectLease:
             self._write({"released": True})
 
     def renew(self) -> bool:
-        """Renew it once; False if another writer has taken over."""
+        """Renew the lease once; return False if another writer has taken over."""
         return self._write({"renewed": time.time()})
 
     def _renew(self) -> None:
@@ -57,7 +58,7 @@ class ObjectLease:
                     return
 
     def _write(self, fields: dict[str, Any]) -> bool:
-        """Change the lease; False if it is another writer's."""
+        """Change the lease; return False if it is another writer's."""
         with self._lock:
             while True:
                 value = {**self._mine, **fields, "nonce": secrets.token_hex(4)}
@@ -99,7 +100,7 @@ def _is_live(state: ObjectFolder, found: Found, lease: dict[str, Any]) -> bool:
 
 
 def _parsed(found: Found | None) -> dict[str, Any]:
-    """The lease; empty if there is none or it is damaged."""
+    """Return the lease; empty if there is none or it is damaged."""
     try:
         value = json.loads(found.content) if found is not None else {}
     except ValueError:

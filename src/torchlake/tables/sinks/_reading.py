@@ -1,4 +1,4 @@
-"""What is committed to an output: its records, for `verify`, and its rows, for `open`."""
+"""Read what is committed to an output: its records, for `verify`, and its rows, for `open`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ class Committed:
 
     record: dict[str, Any]
     plan: dict[str, Any]
-    "As JSON."
+    "The commit record, as JSON."
     folder: str
-    "The path or URL that the parts in the record are in."
+    "The path or URL where the parts in the record are."
     live: frozenset[str] | None
-    "Of a table, the names of its parts that are rows now; None if all of them must be, and nothing else."
+    "Names of the parts that a table still has; None if the output must have all parts and nothing else."
 
 
 class CommittedRows(NamedTuple):
@@ -32,7 +32,7 @@ class CommittedRows(NamedTuple):
 
 
 def committed(output: str | Path) -> CommittedRows:
-    """What torchlake committed to an output. Raises TableError when that is nothing."""
+    """Return what torchlake committed to an output. Raises TableError when there is nothing."""
     place = output_of(output)
     if place.target is None:
         folder = output_path(output)
@@ -51,14 +51,14 @@ def committed(output: str | Path) -> CommittedRows:
             parts = target.part_folder(name, recorded_arrow_schema(record)).location
             found.append(Committed(record=record, plan=plan, folder=parts, live=live))
         else:
-            notes.append(f"commit {name[:16]}: none of its files is in the table any more.")
+            notes.append(f"commit {name[:16]}: the table no longer has any of its files.")
     if not found and not notes:
-        raise TableError(f"{output}: torchlake has committed nothing there, or its records were deleted.")
+        raise TableError(f"{output}: has no commit of torchlake, or its records were deleted.")
     return CommittedRows(found, notes)
 
 
 def open(output: str | Path) -> Any:
-    """The committed rows of an output as a `pyarrow.dataset.Dataset`, and no others.
+    """Return the committed rows of an output as a `pyarrow.dataset.Dataset`, and no others.
 
         tl.open("scored/").to_table(filter=pc.field("label") == "good")
 

@@ -1,8 +1,8 @@
-"""The records of a target's commits: what was written, from which input, by which model; and the plan of each.
+"""The records of a target's commits: what was written, from which input, by which model; and each commit's plan.
 
     _torchlake/commits/<id>.json   _torchlake/commits/<id>.plan.json
 
-They are written before the commit, which names them by its id; a record without a commit means nothing.
+They are written before the commit, which names them by its id; a record without a commit has no meaning.
 """
 
 import json
@@ -24,7 +24,7 @@ def write_record(target: Target, commit: str, record: Mapping[str, Any], plan: M
 
 
 def read_record(target: Target, commit: str, *, plan: bool = False) -> dict[str, Any] | None:
-    """The record of a commit, or its plan; None if it is gone. Raises DataError when it is damaged."""
+    """Return the record of a commit, or its plan; None if it is missing. Raises DataError when it is damaged."""
     name = f"{FOLDER}/{commit}{'.plan' if plan else ''}.json"
     content = folder_at(target.root).content(name)
     if content is None:
@@ -37,6 +37,6 @@ def read_record(target: Target, commit: str, *, plan: bool = False) -> dict[str,
 
 
 def stored_commits(root: str) -> list[str]:
-    """The ids of all records at a target; a record without a commit is among them."""
+    """Return the ids of all records at a target, including records without a commit."""
     names = (name.rpartition("/")[2] for name in folder_at(root).sizes(FOLDER))
     return sorted(name.partition(".")[0] for name in names if name.endswith(".plan.json"))

@@ -1,7 +1,7 @@
-"""Rows of a table that are replaced by key: each file that has some is written again without them.
+"""Replace rows of a table by key: each file that has some of them is written again without them.
 
-The new files, the rows that replace the old ones and the removal of the old files are one commit. Cost: the key column
-of every file, and one read and write of the files that have replaced rows; the keys that are replaced are in memory.
+One commit adds the new files and the replacing rows, and removes the old files. Cost: the key column of every file, and
+one read and write of the files that have replaced rows; memory for the replaced keys.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ class LiveFile:
     """A file of a table."""
 
     path: str
-    "As the table names it."
+    "The name that the table uses."
     file: str
-    "A path or URL."
+    "Its path or URL."
     bytes: int
     partition: tuple[tuple[str, str | None], ...] = ()
 
 
 def keys_in(folder: PartFolder, parts: Iterable[Part], key: str) -> pa.ChunkedArray:
-    """The key column of parts."""
+    """Return the key column of parts."""
     columns = []
     for part in parts:
         with open_parquet(f"{folder.location}/{part.name}") as parquet:
@@ -44,7 +44,7 @@ def keys_in(folder: PartFolder, parts: Iterable[Part], key: str) -> pa.ChunkedAr
 def without_keys(
     files: Sequence[LiveFile], key: str, values: pa.Array, folder: PartFolder, spread: Spread
 ) -> tuple[list[str], list[Part]]:
-    """The paths of the files that have rows with one of the values, and new files with their other rows."""
+    """Return the paths of the files that have rows with one of the values, and new files with the other rows."""
     work = partial(_rewritten, key, values, folder)
     removed, kept = [], []
     results = spread(work, files, size=sum(one.bytes for one in files), name="replace rows")
@@ -55,10 +55,10 @@ def without_keys(
 
 
 def _rewritten(key: str, values: pa.Array, folder: PartFolder, one: LiveFile) -> tuple[bool, Part | None]:
-    """Whether a file has such rows, and the file without them, unless it has no others."""
+    """Return whether a file has such rows, and a file with its other rows if it has any."""
     with open_parquet(one.file) as parquet:
         if key not in parquet.schema_arrow.names:
-            raise OutputError(f"{one.file}: has no column {key!r}, by which rows are replaced. Give another key.")
+            raise OutputError(f"{one.file}: has no column {key!r}, the key of the rows to replace. Give another key.")
         column = parquet.read(columns=[key])[key]
         found = pc.is_in(column, value_set=values.cast(column.type))
         if not pc.any(found).as_py():
@@ -71,7 +71,7 @@ def _rewritten(key: str, values: pa.Array, folder: PartFolder, one: LiveFile) ->
     content = sink.getvalue().to_pybytes()
     digest = hashlib.sha256(content).hexdigest()
     name = f"kept-{fingerprint([one.path, digest])[:16]}.parquet"
-    folder.store(name, content, rows.num_rows, site="kept")  # its bytes: the name is a hash of them
+    folder.store(name, content, rows.num_rows, site="kept")  # the name is a hash of the content
     part = Part(
         name=f"{folder.below}{name}",
         chunk=-1,

@@ -1,4 +1,4 @@
-"""Which columns a table can hold: types that its format lacks are cast or refused, and rows have to fit its columns."""
+"""The columns that a table can hold: cast or refuse types that its format lacks, and check that rows fit the table."""
 
 from collections.abc import Callable
 
@@ -20,12 +20,12 @@ _WIDER = {
 
 
 def delta_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema with types that Delta has and that hold every value. Raises TableError for other types."""
+    """Return the schema in types of Delta that hold every value. Raises TableError if a column has no such type."""
     return pa.schema([field.with_type(_stored(field.name, field.type)).remove_metadata() for field in schema])
 
 
 def iceberg_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema with types that Iceberg has and that hold every value. Raises TableError for other types."""
+    """Return the schema in types of Iceberg that hold every value. Raises TableError if a column has no such type."""
     narrow = {pa.int8(): pa.int32(), pa.int16(): pa.int32()}
 
     def stored(name: str, kind: pa.DataType) -> pa.DataType:
@@ -68,17 +68,19 @@ def _stored(
 
 
 def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: bool) -> None:
-    """Raise OutputError unless rows can be added to a table: the same columns and types, or some it lacks if asked."""
+    """Raise OutputError unless the rows have the table's columns and types; `add_columns` allows additional columns."""
     problems = []
     for field in rows:
         if field.name not in table.names:
             if not add_columns:
                 problems.append(f"it has no column {field.name!r} ({field.type})")
         elif not plain(table.field(field.name).type).equals(plain(field.type)):
-            problems.append(f"its column {field.name!r} is {table.field(field.name).type}, the rows have {field.type}")
+            problems.append(
+                f"its column {field.name!r} is {table.field(field.name).type}, but the rows have {field.type}"
+            )
     for field in table:
         if field.name not in rows.names and not field.nullable:
-            problems.append(f"its column {field.name!r} must have values, and the rows have no such column")
+            problems.append(f"its column {field.name!r} is required, but the rows do not have it")
     if problems:
         advice = "; add_columns adds the missing ones" if not add_columns and "no column" in problems[0] else ""
         raise OutputError(
@@ -88,7 +90,7 @@ def check_fit(where: str, rows: pa.Schema, table: pa.Schema, *, add_columns: boo
 
 
 def short(field: pa.Field) -> pa.Field:
-    """The field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
+    """Return the field with strings, binary values and lists of 32-bit offsets, as they are in parts."""
     kind = field.type
     if pa.types.is_large_string(kind):
         kind = pa.string()
@@ -104,7 +106,7 @@ def short(field: pa.Field) -> pa.Field:
 
 
 def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
-    """The rows' schema with the types of the table where those hold every value: float to double, int to long."""
+    """Return the rows' schema with the table's types where these hold every value: float to double, int to long."""
 
     def fits(kind: pa.DataType, there: pa.DataType) -> bool:
         decimals = pa.types.is_decimal128(kind) and pa.types.is_decimal128(there) and kind.scale == there.scale
@@ -118,7 +120,7 @@ def widened(rows: pa.Schema, table: pa.Schema) -> pa.Schema:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """A type without what readers of a table may choose: names and nullability of list items, large offsets."""
+    """Return a type without what differs between readers: names and nullability of list items, large offsets."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return pa.list_(pa.field("item", plain(kind.value_type)))
     if pa.types.is_struct(kind):

@@ -1,8 +1,8 @@
 """The state of a job beside its target: the writer's lease, the stored plan, and a folder for the logs of attempts.
 
-Of a local target it is the folder `.NAME.staging`, as for a Parquet folder. Of a target in an object store, lease and
-plan are objects below `_torchlake/staging`, and attempts are logged in a temporary folder of each machine: a chunk that
-kills its process is tried again by the same task, so its log is there.
+For a local target it is the folder `.NAME.staging`, as for a Parquet folder. For a target in an object store, lease and
+plan are objects below `_torchlake/staging`, and attempts are logged in a temporary folder of each machine: the same
+task retries a chunk that kills its process, so it finds the log there.
 """
 
 import getpass
@@ -28,16 +28,16 @@ class JobState(Protocol):
     """The state of one target's job."""
 
     folder: Path
-    "On this machine; logs of attempts are in its folder `journal`."
+    "A folder on this machine; logs of attempts are in its folder `journal`."
 
     def acquire(self, lease_s: float, name: str) -> None:
         """Become the only writer. Raises Locked naming the active one, OutputError when nothing can be written."""
 
     def exclusive(self) -> Any:
-        """A context in which this writer may commit. Raises LeaseLost if another one has taken over."""
+        """Return a context in which this writer may commit. Raises LeaseLost if another one has taken over."""
 
     def read_plan(self) -> dict[str, Any] | None:
-        """The plan of an interrupted job."""
+        """Return the plan of an interrupted job."""
 
     def write_plan(self, value: dict[str, Any]) -> None:
         """Store the plan, before any part is written."""
@@ -53,7 +53,7 @@ class JobState(Protocol):
 
 
 class LocalState:
-    """In the folder `.NAME.staging` beside the target."""
+    """State in the folder `.NAME.staging` beside the target."""
 
     def __init__(self, root: Path) -> None:
         self.folder = staging.staging_of(root)
@@ -97,7 +97,7 @@ class LocalState:
 
 
 class StoredState:
-    """In objects below the target."""
+    """State in objects below the target."""
 
     def __init__(self, root: str) -> None:
         self._objects = ObjectFolder(f"{root.rstrip('/')}/{STATE}/staging")
@@ -136,7 +136,7 @@ class StoredState:
             lease.release()
 
     def finish(self) -> None:
-        """The lease goes last: without it another writer may begin."""
+        """End the lease and remove everything; the lease goes last, because without it another writer may begin."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
             self._objects.delete([staging.PLAN])
@@ -145,12 +145,12 @@ class StoredState:
 
 
 def temporary_folder(name: str) -> Path:
-    """A folder of this machine and user for what belongs to an output that is not on it."""
+    """Return a folder of this user on this machine, for the files of an output that is not on this machine."""
     return Path(tempfile.gettempdir()) / f"torchlake-{getpass.getuser()}" / atomic_io.fingerprint(name)[:16]
 
 
 def state_of(root: str) -> JobState:
-    """The state of the job whose target is at this path or URL."""
+    """Return the state of the job whose target is at this path or URL."""
     if is_url(root):
         return StoredState(root)
     path = Path(root)

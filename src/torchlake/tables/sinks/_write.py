@@ -1,11 +1,11 @@
-"""Exactly once into a target that is no local folder: a table with a log, or a folder in an object store.
+"""Write exactly once to a target that is not a local folder: a table with a log, or a folder in an object store.
 
     plan first -> parts, in a folder that no reader lists -> record -> one conditional commit
 
-The commit has an id, made from the plan and the settings. A target commits an id once and only on top of its newest
-version, so a retry after a lost answer, a second writer and one that was suspended find the commit made, or are
-refused. After each refusal this module looks again: at the lease, whether the commit is made, and what else has
-changed. Cost: one object per part and a few for each commit; a job that is resumed reads its parts once.
+The commit has an id, made from the plan and the settings. A target commits an id only once, and only on top of its
+newest version, so a retry after a lost answer, a second writer and a writer that was suspended either find that the
+commit was made, or are refused. After each refusal this module checks the lease again, whether the commit was made, and
+what else has changed. Cost: one object per part and a few for each commit; a job that is resumed reads its parts once.
 """
 
 import random
@@ -37,24 +37,24 @@ from torchlake.tables.storage.objects import access_advice
 from torchlake.tables.storage.spread import Spread, in_process
 
 ATTEMPTS, UNKNOWN = 60, 5
-"At a commit: all of them, as others commit in between, and those without a clear answer."
+"Attempts to commit: in all, because others commit in between; and those that got no clear answer."
 PAUSE_S = 0.5
-"At most, between two attempts."
+"Maximum pause between two attempts."
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteRequest:
-    """What is to be written: a plan and everything else that determines its rows."""
+    """What to write: a plan and everything else that determines its rows."""
 
     plan: Plan
     fingerprint: Mapping[str, Any]
     schema: pa.Schema
-    "Of the output."
+    "The schema of the output."
     key: str | None = None
     deleted_keys: pa.Array | None = None
-    "Values of the key whose rows are removed, besides those that are replaced."
+    "Keys whose rows are removed, besides those that are replaced."
     positions: Mapping[str, int] = field(default_factory=dict)
-    "How far each source was read, kept with the rows."
+    "How far each source was read; stored with the rows."
     quarantined: Sequence[tuple[str, str]] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     allowed: AllowedChanges = field(default_factory=AllowedChanges)
@@ -88,7 +88,7 @@ class TableWrite:
 
     @property
     def staging(self) -> Path:
-        """A folder of this machine for the logs of attempts."""
+        """A folder on this machine for the logs of attempts."""
         return self.state.folder
 
     @property
@@ -102,10 +102,10 @@ class TableWrite:
         return self.parts.location
 
     def commit(self, parts: Sequence[Part], provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the rows of `parts`, one for each chunk of the plan, visible; returns the commit record.
+        """Make the rows of `parts`, one for each chunk of the plan, visible; return the commit record.
 
         Raises LeaseLost when another writer has taken over, FingerprintError when an input file changed meanwhile,
-        OutputError when the target changed so that it no longer takes the rows, StorageError when it cannot be reached.
+        OutputError when the target has changed and no longer accepts the rows, StorageError when it cannot be reached.
         """
         parts = sorted(parts, key=lambda part: part.chunk)
         check_parts(self.plan, parts)
@@ -147,7 +147,7 @@ class TableWrite:
         self.state.release()
 
     def _commit(self, change: Change) -> None:
-        """Try until the commit is made. Each attempt looks at the newest version, with the lease checked after that."""
+        """Try until the commit is made. Each attempt reads the newest version, and checks the lease after that."""
         problem: Exception | None = None
         attempt = unknown = 0
         while attempt < ATTEMPTS and unknown < UNKNOWN:
@@ -176,7 +176,7 @@ class TableWrite:
         raise StorageError(f"{said} Run the same command again: finished work is kept.") from problem
 
     def _replacing(self, snapshot: Any, change: Change) -> Change:
-        """The change with the files of this version that have replaced rows, if rows are replaced."""
+        """Return the change; for replace-where, with the files of this version that have replaced rows."""
         key, deleted = self.request.key, self.request.deleted_keys
         if change.mode != "replace-where":
             return change
@@ -190,13 +190,13 @@ class TableWrite:
 
 
 def check_positions(target: Target, snapshot: Any, options: SinkOptions, positions: Mapping[str, int]) -> None:
-    """Raise FingerprintError if another writer has already added as much of a source; an overwrite starts again."""
+    """Raise FingerprintError if another writer has already added as much of a source; an overwrite starts over."""
     if options.mode == "overwrite":
         return
     for name, position in positions.items():
         reached = target.position(snapshot, name)
         if reached is not None and reached >= position:
             raise FingerprintError(
-                f"{target.shown}: the source was scored up to version {reached} by another job meanwhile, this one "
-                f"goes up to {position}. Run the same command again: it does what is new."
+                f"{target.shown}: meanwhile another job scored the source up to version {reached}; this job ends at "
+                f"{position}. Run the same command again: it scores only what is new."
             )

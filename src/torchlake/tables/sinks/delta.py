@@ -1,9 +1,9 @@
 """Delta tables: the parts are files of the table, and one entry of its log makes them visible.
 
 Parts are uploaded into a folder of the table that the log does not list. The commit adds them all in one transaction
-with an application id, which the log keeps and Delta's own conflict check guards: a second transaction with the id is
-refused. A transaction is only made on top of the newest version (no retries inside the library), because a library that
-retries an overwrite by itself leaves rows in the table that another writer added meanwhile. Cost: one log entry.
+with an application id that the log keeps; Delta's own conflict check refuses a second transaction with the same id. A
+transaction is only made on top of the newest version, without retries inside the library: if the library retried an
+overwrite by itself, rows that another writer added meanwhile would stay in the table. Cost: one log entry.
 """
 
 import os
@@ -32,18 +32,18 @@ APP = "torchlake"
 KEPT_COMMITS = "torchlake.commit"
 "The field of a log entry that names the commit."
 HISTORY = 20
-"Entries of the log in which torchlake's last commit is looked for: others are maintenance."
+"Number of log entries that are searched for torchlake's last commit; entries of maintenance may come after it."
 _REFUSED = {
     "checkConstraints": "has constraints, which Delta writers have to check on every row",
     "generatedColumns": "has generated columns",
     "identityColumns": "has identity columns",
     "columnMapping": "maps the names of its columns",
-    "icebergCompatV1": "has to stay readable as an Iceberg table",
-    "icebergCompatV2": "has to stay readable as an Iceberg table",
+    "icebergCompatV1": "must stay readable as an Iceberg table",
+    "icebergCompatV2": "must stay readable as an Iceberg table",
     "rowTracking": "tracks its rows",
     "clustering": "is clustered",
 }
-"Writer features that a new file would have to respect."
+"Writer features that a new file would have to follow."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class DeltaSnapshot:
 
     @property
     def version(self) -> str:
-        """Its number; empty if there is no table, or it never had a row."""
+        """The version's number; empty if there is no table, or it never had a row."""
         return "" if self.table is None else str(self.table.version())
 
 
@@ -69,7 +69,7 @@ class DeltaTarget:
     reusable: bool = False
 
     def snapshot(self) -> DeltaSnapshot:
-        """The newest version."""
+        """Return the newest version."""
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError, TableNotFoundError
 
@@ -81,16 +81,16 @@ class DeltaTarget:
             raise storage_failure(self.shown, f"the Delta table cannot be opened: {error}") from error
 
     def prepare(self, schema: pa.Schema) -> None:
-        """Nothing: a table is created at its first commit."""
+        """Do nothing: a table is created at its first commit."""
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """A folder of this commit, in the table."""
+        """Return a folder of this commit, in the table."""
         return PartFolder(
             location=f"{self.root.rstrip('/')}/{APP}-{commit[:16]}", schema=delta_schema(schema), statistics=True
         )
 
     def check(self, snapshot: DeltaSnapshot, schema: pa.Schema, key: str | None) -> None:
-        """Raise OutputError if the table holds rows that are not to be replaced, or has other columns."""
+        """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
         schema = delta_schema(schema)
         for name in self.partition_by:
             if name not in schema.names:
@@ -124,38 +124,38 @@ class DeltaTarget:
             check_fit(self.shown, schema, pa.schema(table.schema().to_arrow()), add_columns=self.options.add_columns)
 
     def has(self, snapshot: DeltaSnapshot, commit: str) -> bool:
-        """Whether the log has the transaction of this commit."""
+        """Return whether the log has the transaction of this commit."""
         return snapshot.table is not None and snapshot.table.transaction_version(f"{APP}-{commit}") is not None
 
     def latest(self, snapshot: DeltaSnapshot) -> str | None:
-        """The commit that the log's last entries name."""
+        """Return the commit that the last entries of the log name."""
         entries = [] if snapshot.table is None else snapshot.table.history(HISTORY)
         return next((str(one[KEPT_COMMITS]) for one in entries if KEPT_COMMITS in one), None)
 
     def commits(self, snapshot: DeltaSnapshot) -> list[str]:
-        """The commits whose records are kept."""
+        """Return the commits whose records are kept."""
         return [one for one in stored_commits(self.root) if self.has(snapshot, one)]
 
     def is_whole(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> bool:
-        """Whether the table's files are those of this commit."""
+        """Return whether the table's files are those of this commit."""
         files = {f"{APP}-{record['commit'][:16]}/{part['name']}" for part in record["parts"]}
         return snapshot.table is not None and files == set(_paths(snapshot.table))
 
     def live(self, snapshot: DeltaSnapshot, record: Mapping[str, Any]) -> set[str]:
-        """The parts that the log still lists."""
+        """Return the parts that the log still lists."""
         folder = f"{APP}-{record['commit'][:16]}/"
         paths = _paths(snapshot.table) if snapshot.table is not None else []
         return {path.removeprefix(folder) for path in paths if path.startswith(folder)}
 
     def live_files(self, snapshot: DeltaSnapshot) -> list[LiveFile]:
-        """The files of this version. Raises OutputError for deletion vectors, which a removal would have to name."""
+        """Return the files of this version. Raises OutputError for deletion vectors, which a removal must name."""
         if snapshot.table is None or not snapshot.table.file_uris():
             return []
         if "deletionVectors" in (snapshot.table.protocol().reader_features or ()) and len(
             pa.table(snapshot.table.deletion_vectors())
         ):
             raise OutputError(
-                f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Have them applied "
+                f"{self.shown}: has files with deletion vectors, in which rows cannot be replaced. Apply the vectors "
                 "first (REORG TABLE ... APPLY (PURGE))."
             )
         found = []
@@ -167,7 +167,7 @@ class DeltaTarget:
         return found
 
     def position(self, snapshot: DeltaSnapshot, name: str) -> int | None:
-        """The version of the transaction that keeps a position."""
+        """Return the position, which is stored as the version of a transaction with this name."""
         if snapshot.table is None:
             return None
         found: int | None = snapshot.table.transaction_version(name)
@@ -243,14 +243,14 @@ class DeltaTarget:
 
 
 def recognizes(output: str, format: str | None) -> bool:
-    """Whether `output` is a folder with a `_delta_log`, or one is asked for."""
+    """Return whether `output` is a folder with a `_delta_log`, or `format` asks for one."""
     if format is not None or (is_url(output) and output.partition("://")[0] not in EXTRAS):
         return format == "delta"
     return source.recognizes(output)
 
 
 def open_target(output: str, options: SinkOptions) -> DeltaTarget:
-    """The table at a path or URL, which need not exist yet."""
+    """Return the table at a path or URL, which need not exist yet."""
     try:
         from deltalake import DeltaTable
     except ImportError as error:
@@ -276,7 +276,7 @@ def open_target(output: str, options: SinkOptions) -> DeltaTarget:
 
 
 def open_dataset(output: str) -> Any:
-    """The table's current rows as a pyarrow dataset. Raises StorageError when it cannot be read."""
+    """Return the table's current rows as a pyarrow dataset. Raises StorageError when it cannot be read."""
     from deltalake.exceptions import DeltaError
 
     target = open_target(output, SinkOptions(format="delta"))
@@ -293,7 +293,7 @@ def open_dataset(output: str) -> Any:
 
 
 def _without_statistics(table: Any) -> Any:
-    """delta-rs' dataset, without its filters by statistics: it takes missing ones for null, and rows would be lost."""
+    """Return delta-rs' dataset without its filters by statistics, which take missing ones for null and lose rows."""
     import pyarrow.dataset as ds
 
     dataset = table.to_pyarrow_dataset()
@@ -312,7 +312,7 @@ def _without_statistics(table: Any) -> Any:
 
 
 def _refuse_other_files(root: Path) -> None:
-    """Raise OutputError for a folder with other files: those of an interrupted first write are ours."""
+    """Raise OutputError for a folder with files other than those of an interrupted first write."""
     others = [one.name for one in root.iterdir() if not one.name.startswith(("_torchlake", f"{APP}-", "_delta_log"))]
     if others:
         raise OutputError(

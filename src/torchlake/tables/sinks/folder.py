@@ -14,13 +14,13 @@ from torchlake.tables.storage.urls import is_url
 
 
 def recognizes(output: str, format: str | None) -> bool:
-    """Whether `output` is a local path."""
+    """Return whether `output` is a local path."""
     return format in (None, "parquet") and not is_url(output)
 
 
 @contextmanager
 def begin(output: str, options: SinkOptions, request: WriteRequest) -> Iterator[WriteTransaction]:
-    """Write to a folder; see `write_transaction`. Raises UsageError for what a folder cannot do."""
+    """Write to a folder; see `write_transaction`. Raises UsageError for options that a folder does not support."""
     if options.mode in ("append", "replace-where"):
         raise UsageError(
             f"{output}: a Parquet folder is written as a whole, so mode {options.mode} is for Delta and Iceberg "
@@ -45,7 +45,7 @@ def begin(output: str, options: SinkOptions, request: WriteRequest) -> Iterator[
 
 
 def open_dataset(output: str) -> Any:
-    """The committed rows as a pyarrow dataset. Raises TableError when it is no finished output."""
+    """Return the committed rows as a pyarrow dataset. Raises TableError when it is not a finished output."""
     import pyarrow as pa
     import pyarrow.dataset as ds
 

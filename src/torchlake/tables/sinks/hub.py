@@ -3,8 +3,8 @@
     data/<commit>/*.parquet                              the rows
     .torchlake/commit.json   .torchlake/plan.json        the record; `datasets` and the viewer ignore the folder
 
-Parts wait in a folder of this machine, $HF_HOME/torchlake, which workers on others have to share. The commit names its
-parent, so the Hub refuses it if another one was made since; the record in the repository says whether it was made.
+Parts wait in a folder of this machine, $HF_HOME/torchlake, which workers on other machines must share. The commit names
+its parent, so the Hub refuses it if another one was made since; the record in the repository shows whether it was made.
 """
 
 import json
@@ -38,9 +38,9 @@ class HubSnapshot:
     """A revision of the repository."""
 
     version: str
-    "Of git."
+    "The git revision."
     sizes: Mapping[str, int]
-    "Of the files below the folder, by their names in it."
+    "Sizes of the files below the folder, by their names in it."
     record: dict[str, Any] | None
 
 
@@ -50,17 +50,17 @@ class HubTarget:
 
     shown: str
     root: str
-    "On this machine."
+    "The folder on this machine."
     repo: str
     revision: str
     folder: str
-    "Empty, or with a slash at its end."
+    "The folder in the repository: empty, or ending with a slash."
     options: SinkOptions
     partition_by: tuple[str, ...] = ()
     reusable: bool = False
 
     def snapshot(self) -> HubSnapshot:
-        """The newest version; its record and plan are stored on this machine."""
+        """Return the newest version; its record and plan are stored on this machine."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import EntryNotFoundError
         from huggingface_hub.hf_api import RepoFile
@@ -86,11 +86,11 @@ class HubTarget:
         return HubSnapshot(version=version, sizes=sizes, record=record)
 
     def prepare(self, schema: pa.Schema) -> None:
-        """Create the folder of this machine."""
+        """Create the folder on this machine."""
         Path(self.root).mkdir(parents=True, exist_ok=True)
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """A folder of this commit."""
+        """Return a folder of this commit."""
         return PartFolder(location=f"{self.root}/{self.folder}data/{commit[:16]}")
 
     def check(self, snapshot: HubSnapshot, schema: pa.Schema, key: str | None) -> None:
@@ -102,23 +102,23 @@ class HubTarget:
             )
 
     def has(self, snapshot: HubSnapshot, commit: str) -> bool:
-        """Whether the record is of this commit."""
+        """Return whether the record is of this commit."""
         return self.latest(snapshot) == commit
 
     def latest(self, snapshot: HubSnapshot) -> str | None:
-        """The commit of the record."""
+        """Return the commit of the record."""
         return None if snapshot.record is None else str(snapshot.record["commit"])
 
     def commits(self, snapshot: HubSnapshot) -> list[str]:
-        """The commit of the record alone: earlier ones were replaced."""
+        """Return the commit of the record alone: earlier ones were replaced."""
         return [name for name in (self.latest(snapshot),) if name is not None]
 
     def is_whole(self, snapshot: HubSnapshot, record: Mapping[str, Any]) -> bool:
-        """Whether the rows are those of the record, each file with its size."""
+        """Return whether the rows are those of the record, each file with its size."""
         return {name: snapshot.sizes[name] for name in _rows(snapshot)} == _recorded(record)
 
     def live(self, snapshot: HubSnapshot, record: Mapping[str, Any]) -> set[str]:
-        """The parts that are there, each one downloaded."""
+        """Return the parts that are there, each one downloaded."""
         from huggingface_hub import hf_hub_download
 
         found = set()
@@ -133,11 +133,11 @@ class HubTarget:
         return found
 
     def live_files(self, snapshot: HubSnapshot) -> list[LiveFile]:
-        """Not called: a dataset is written as a whole."""
+        """Raise UsageError: a dataset is written as a whole."""
         raise UsageError(f"{self.shown}: rows of a dataset on the Hub cannot be replaced.")
 
     def position(self, snapshot: HubSnapshot, name: str) -> int | None:
-        """The position in the record."""
+        """Return the position in the record."""
         found: int | None = (snapshot.record or {}).get("positions", {}).get(name)
         return found
 
@@ -170,12 +170,14 @@ class HubTarget:
             if status in (409, 412):
                 raise Conflict(_first_line(error)) from error
             if status in REFUSED:
-                raise StorageError(f"{self.shown}: the Hub refuses the commit: {_first_line(error)}.") from error
+                raise StorageError(f"{self.shown}: the Hub refused the commit: {_first_line(error)}.") from error
             raise CommitUnknown(_first_line(error)) from error
         except Exception as error:  # of the HTTP library
             raise CommitUnknown(_first_line(error)) from error
         if not set(files) <= set(self.snapshot().sizes):
-            raise OutputError(f"{self.shown}: the Hub left out files of the commit. Does a .gitignore name them?")
+            raise OutputError(
+                f"{self.shown}: the Hub left out files of the commit. Check whether a .gitignore matches them."
+            )
         shutil.rmtree(parts, ignore_errors=True)
 
     def _content(self, name: str, version: str) -> bytes:
@@ -195,7 +197,7 @@ class HubTarget:
             raise
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise OutputError(
-                f"{self.shown}: the Hub has no such dataset or branch, or HF_TOKEN may not read it. Create it: "
+                f"{self.shown}: the Hub has no such dataset or branch, or HF_TOKEN has no access. Create it: "
                 f"hf repos create {self.repo} --repo-type dataset"
             ) from error
         except Exception as error:  # of the HTTP library
@@ -206,18 +208,18 @@ class HubTarget:
 
 
 def recognizes(output: str, format: str | None) -> bool:
-    """Whether `output` is a URL of the Hub."""
+    """Return whether `output` is a URL of the Hub."""
     return format in (None, "parquet") and output.startswith("hf://")
 
 
 def open_target(output: str, options: SinkOptions) -> HubTarget:
-    """The dataset at a URL, which has to exist. Raises UsageError for what a dataset on the Hub cannot do."""
+    """Return the dataset at a URL, which must exist. Raises UsageError for options that the Hub does not support."""
     from huggingface_hub import constants
 
     match = _NAME.fullmatch(output.rstrip("/"))
     if match is None:
         raise UsageError(
-            f"{redacted(output)}: write a dataset as hf://datasets/OWNER/NAME, with /FOLDER after it or none."
+            f"{redacted(output)}: write a dataset as hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME/FOLDER."
         )
     if options.mode in ("append", "replace-where"):
         raise UsageError(
@@ -238,7 +240,7 @@ def open_target(output: str, options: SinkOptions) -> HubTarget:
 
 
 def open_dataset(output: str) -> Any:
-    """The committed rows as a pyarrow dataset. Raises OutputError when nothing is committed."""
+    """Return the committed rows as a pyarrow dataset. Raises OutputError when nothing is committed."""
     import pyarrow.dataset as ds
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
@@ -247,7 +249,7 @@ def open_dataset(output: str) -> Any:
     target = open_target(output, SinkOptions())
     snapshot = target.snapshot()
     if snapshot.record is None:
-        raise OutputError(f"{output}: nothing is committed there.")
+        raise OutputError(f"{output}: has no committed rows yet.")
     filesystem, top = filesystem_of(f"hf://datasets/{target.repo}@{snapshot.version}")
     files = [f"{top}/{target.folder}{name}" for name in _recorded(snapshot.record)]
     handler = PyFileSystem(FSSpecHandler(filesystem))
@@ -255,12 +257,12 @@ def open_dataset(output: str) -> Any:
 
 
 def _rows(snapshot: HubSnapshot) -> list[str]:
-    """The files with rows."""
+    """Return the files with rows."""
     return sorted(name for name in snapshot.sizes if name.endswith(".parquet"))
 
 
 def _recorded(record: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a record's files, by their names in the repository."""
+    """Return the sizes of a record's files, by their names in the repository."""
     return {f"data/{record['commit'][:16]}/{part['name']}": part["bytes"] for part in record["parts"]}
 
 

@@ -6,8 +6,8 @@ own, `_torchlake/commits/<id>.<table>.made`, so the number of properties stays t
 their snapshots expire. A transaction is tried once, on top of the snapshot that was looked at: pyiceberg's own retry
 adds the files of a commit that another process made meanwhile a second time.
 
-A table that does not exist is created, empty, when the job begins: only the catalog knows where its files belong, and
-field ids, which every part has, are the table's. Missing columns are added at that time too.
+A table that does not exist is created, empty, when the job begins, because only the catalog knows where its files
+belong, and every part has the table's field ids. Missing columns are added at that time too.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class IcebergTarget:
     name: TableName
     options: SinkOptions
     table: Any
-    "As it was when the job began; None if there was none."
+    "The table as it was when the job began; None if there was none."
     reusable: bool = False
 
     @property
@@ -78,11 +78,11 @@ class IcebergTarget:
 
     @property
     def partition_by(self) -> tuple[str, ...]:
-        """The columns of the table's partitions, else those that are asked for."""
+        """The partition columns of the table, else the requested ones."""
         return self.options.partition_by if self.table is None else checked_spec(self.shown, self.table)
 
     def snapshot(self) -> IcebergSnapshot:
-        """The newest version."""
+        """Return the newest version."""
         from pyiceberg.exceptions import NoSuchTableError
 
         try:
@@ -116,14 +116,14 @@ class IcebergTarget:
         raise StorageError(f"{self.shown}: the table cannot be prepared: {problem}. Run the same command again.")
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """A folder of this commit and this table, below the table's data."""
+        """Return a folder of this commit and this table, below the table's data."""
         known = files.schema_to_arrow(self.table, ids=True)
         fields = [known.field(one.name) if one.name in known.names else one for one in _stored(schema)]
         location = local_path(_data_folder(self.table, commit))
         return PartFolder(location=location, schema=pa.schema(fields), statistics=True)
 
     def check(self, snapshot: IcebergSnapshot, schema: pa.Schema, key: str | None) -> None:
-        """Raise OutputError if the table holds rows that are not to be replaced, or has other columns."""
+        """Raise OutputError if the table has rows that the mode does not replace, or has other columns."""
         rows, table = _stored(schema), snapshot.table
         if table is not None:
             check_features(self.shown, table)
@@ -155,7 +155,7 @@ class IcebergTarget:
         check_fit(self.shown, widened(rows, there), there, add_columns=self.options.add_columns)
 
     def has(self, snapshot: IcebergSnapshot, commit: str) -> bool:
-        """Whether the table or an object beside it says so, and the snapshot was not rolled back."""
+        """Return whether the table or an object beside it names the commit, and no rollback removed its snapshot."""
         table = snapshot.table
         if table is None:
             return False
@@ -164,24 +164,24 @@ class IcebergTarget:
         return not files.was_rolled_back(table, [one for one in table.snapshots() if _commit_of(one) == commit])
 
     def latest(self, snapshot: IcebergSnapshot) -> str | None:
-        """The commit that the property names."""
+        """Return the commit that the property names."""
         found: str | None = None if snapshot.table is None else snapshot.table.properties.get(COMMIT)
         return found
 
     def commits(self, snapshot: IcebergSnapshot) -> list[str]:
-        """The commits whose records are kept."""
+        """Return the commits whose records are kept."""
         root = "" if snapshot.table is None else _root(snapshot.table)
         return [one for one in stored_commits(root) if self.has(snapshot, one)] if root else []
 
     def is_whole(self, snapshot: IcebergSnapshot, record: Mapping[str, Any]) -> bool:
-        """Whether the table's files are those of this commit, and no row of them was deleted."""
+        """Return whether the table's files are those of this commit, without deleted rows."""
         table = snapshot.table
         folder = _data_folder(table, record["commit"])
         paths = {one.file_path for one in files.live_files(table)}
         return paths == {f"{folder}/{part['name']}" for part in record["parts"]} and not files.has_deletes(table)
 
     def live(self, snapshot: IcebergSnapshot, record: Mapping[str, Any]) -> set[str]:
-        """The parts that the current snapshot still lists."""
+        """Return the parts that the current snapshot still lists."""
         if snapshot.table is None:
             return set()
         folder = _data_folder(snapshot.table, record["commit"])
@@ -189,16 +189,16 @@ class IcebergTarget:
         return {part["name"] for part in record["parts"] if f"{folder}/{part['name']}" in paths}
 
     def live_files(self, snapshot: IcebergSnapshot) -> list[LiveFile]:
-        """The files of this snapshot. Raises OutputError if they are not all that a reader needs."""
+        """Return the files of this snapshot. Raises OutputError if a reader needs more than the files."""
         return [] if snapshot.table is None else files.replaceable_files(snapshot.table, self.shown)
 
     def position(self, snapshot: IcebergSnapshot, name: str) -> int | None:
-        """The number in the property of this name."""
+        """Return the number in the property of this name."""
         text = None if snapshot.table is None else snapshot.table.properties.get(f"{POSITION}{name}")
         return None if text is None else int(text)
 
     def commit(self, snapshot: IcebergSnapshot, change: Change) -> None:
-        """Make one snapshot on top of this one."""
+        """Make one snapshot on top of this one; see the module's docstring."""
         table = snapshot.table
         if table is None or table.metadata.table_uuid != self.table.metadata.table_uuid:
             raise OutputError(f"{self.shown}: the table was dropped during the job. Run the same command again.")
@@ -224,7 +224,7 @@ class IcebergTarget:
                 raise
 
     def _discard(self, attempt: Attempt) -> None:
-        """Delete the manifests of a commit that was refused, once it is certain that it was not made and cannot be."""
+        """Delete the manifests of a refused commit once it is certain that it was not made and cannot be made later."""
         written, table = attempt.written, self.snapshot().table
         if written is None or table is None or table.metadata.current_snapshot_id == written.parent_snapshot_id:
             return
@@ -237,17 +237,17 @@ class IcebergTarget:
 
 
 def recognizes(output: str, format: str | None) -> bool:
-    """Whether `output` is the name of an Iceberg table."""
+    """Return whether `output` is the name of an Iceberg table."""
     return format in (None, "iceberg") and (output.startswith("iceberg:") or parse_name(output) is not None)
 
 
 def open_target(output: str, options: SinkOptions) -> IcebergTarget:
-    """The table of this name, which need not exist yet. Its namespace has to.
+    """Return the table of this name, which need not exist yet; its namespace must.
 
-    Raises UsageError for what is no table's name, TableError when the catalog cannot be read.
+    Raises UsageError if it is not the name of a table, TableError when the catalog cannot be read.
     """
     name = parse_name(output)
-    assert name is not None, "called for what is recognized"
+    assert name is not None, "called only for recognized names"
     if not name.catalog:
         raise UsageError(f"{output}: a metadata file cannot be written to; give iceberg:catalog.namespace.table.")
     if name.ref is not None:
@@ -265,10 +265,10 @@ def open_target(output: str, options: SinkOptions) -> IcebergTarget:
 
 
 def open_dataset(output: str) -> Any:
-    """The current rows as a pyarrow dataset. Raises OutputError without a table, and for one that Arrow cannot read."""
+    """Return the current rows as a pyarrow dataset. Raises OutputError if there is no table or Arrow cannot read it."""
     target = open_target(output, SinkOptions())
     if target.table is None:
-        raise OutputError(f"{output}: there is no such table yet.")
+        raise OutputError(f"{output}: the table does not exist yet.")
     return files.dataset(target.table, target.shown)
 
 
@@ -281,12 +281,12 @@ def _root(table: Any) -> str:
 
 
 def _mark(table: Any, commit: str) -> str:
-    """The name of the object that says that a commit was made; another table at the same location has other names."""
+    """Return the name of the object that shows that a commit was made; it differs for another table at the location."""
     return f"{FOLDER}/{commit}.{table.metadata.table_uuid}.made"
 
 
 def _data_folder(table: Any, commit: str) -> str:
-    """The folder of a commit's files, as the table's metadata names it. Field ids in them are of this very table."""
+    """Return the folder of a commit's files, as the metadata names it. It is this table's own, because of field ids."""
     data = table.properties.get("write.data.path") or f"{table.location().rstrip('/')}/data"
     name = atomic_io.fingerprint([commit, str(table.metadata.table_uuid)])[:16]
     return f"{data.rstrip('/')}/torchlake-{name}"

@@ -1,16 +1,15 @@
-"""Parquet folders in an object store: parts below a name that no reader lists, and one conditional put that counts.
+"""Parquet folders in an object store: parts below a name that no reader lists, and one conditional put that commits.
 
     URL/_torchlake/parts/<commit>/*.parquet     never replaced
-    URL/_torchlake/commit.json                  the commit record; it alone says which parts are rows of the output
+    URL/_torchlake/commit.json                  the commit record; it alone determines which parts are in the output
 
 An object store has no rename, so a reader goes through the record: `torchlake.open`, `predict`, `verify`. The record is
 created only if there is none, or replaced only if it is the one that this writer has read.
 
-No request of an object store deletes on a condition. So the parts of a commit are in a folder of its own, its id is
-never used again (it depends on the commit before), and a writer deletes only after its commit, and only in the folders
-of commits that cannot be made any more: its own, the one that it replaced and the interrupted one that it discarded.
-A writer that was suspended before it deletes cannot hit what its successors list. Cost: one request per part, and a few
-per commit.
+Object stores have no conditional delete. So the parts of a commit are in its own folder, its id is never used again (it
+depends on the commit before), and a writer deletes only after its commit, and only in the folders of commits that can
+no longer be made: its own, the one that it replaced and the interrupted one that it discarded. If a writer is suspended
+before it deletes, it cannot remove what its successors list. Cost: one request per part, and a few per commit.
 """
 
 import json
@@ -44,7 +43,7 @@ class FolderSnapshot:
 
     @property
     def version(self) -> str:
-        """The id of its commit; empty before the first one."""
+        """The id of the commit; empty before the first one."""
         record = self.record
         return "" if record is None else str(record["commit"])
 
@@ -61,7 +60,7 @@ class FolderTarget:
     objects: ObjectFolder = field(repr=False)
 
     def snapshot(self) -> FolderSnapshot:
-        """The newest version."""
+        """Return the newest version."""
         found = self.objects.read(COMMIT)
         try:
             value = None if found is None else json.loads(found.content)
@@ -72,10 +71,10 @@ class FolderTarget:
         return FolderSnapshot(found=found)
 
     def prepare(self, schema: pa.Schema) -> None:
-        """Nothing: an object store has no folders."""
+        """Do nothing: an object store has no folders."""
 
     def part_folder(self, commit: str, schema: pa.Schema) -> PartFolder:
-        """The folder of all parts, with that of this commit in it."""
+        """Return the folder of all parts, with that of this commit in it."""
         return PartFolder(location=f"{self.root}/{PARTS}", below=f"{commit[:16]}/")
 
     def check(self, snapshot: FolderSnapshot, schema: pa.Schema, key: str | None) -> None:
@@ -86,38 +85,38 @@ class FolderTarget:
             )
 
     def has(self, snapshot: FolderSnapshot, commit: str) -> bool:
-        """Whether the record is of this commit."""
+        """Return whether the record is of this commit."""
         return snapshot.version == commit
 
     def latest(self, snapshot: FolderSnapshot) -> str | None:
-        """The commit of the record."""
+        """Return the commit of the record."""
         return snapshot.version or None
 
     def commits(self, snapshot: FolderSnapshot) -> list[str]:
-        """The commit of the record alone: earlier ones were replaced."""
+        """Return the commit of the record alone: earlier ones were replaced."""
         return [snapshot.version] if snapshot.version else []
 
     def is_whole(self, snapshot: FolderSnapshot, record: Mapping[str, Any]) -> bool:
-        """Whether every part is there with its size."""
+        """Return whether every part is there with its size."""
         sizes = folder_at(f"{self.root}/{PARTS}").sizes()
         return all(sizes.get(part["name"]) == part["bytes"] for part in record["parts"])
 
     def live(self, snapshot: FolderSnapshot, record: Mapping[str, Any]) -> set[str]:
-        """All parts of the record."""
+        """Return all parts of the record."""
         return {part["name"] for part in record["parts"]}
 
     def live_files(self, snapshot: FolderSnapshot) -> list[LiveFile]:
-        """Not called: a folder is written as a whole."""
+        """Raise UsageError: a folder is written as a whole."""
         raise UsageError(f"{self.shown}: rows of a Parquet folder cannot be replaced.")
 
     def position(self, snapshot: FolderSnapshot, name: str) -> int | None:
-        """The position in the record."""
+        """Return the position in the record."""
         record = snapshot.record or {}
         found: int | None = record.get("positions", {}).get(name)
         return found
 
     def commit(self, snapshot: FolderSnapshot, change: Change) -> None:
-        """Create or replace the record, if it is still the one of the snapshot; then delete what it does not list."""
+        """Create the record, or replace it if it is still that of the snapshot; then delete what it does not list."""
         positions = {"positions": dict(change.positions)} if change.positions else {}
         content = json.dumps({**change.record, **positions}, indent=1).encode()
         if snapshot.found is None:
@@ -129,7 +128,7 @@ class FolderTarget:
         self._clean(change, snapshot.record)
 
     def _clean(self, change: Change, replaced: Mapping[str, Any] | None) -> None:
-        """Delete what this commit made useless."""
+        """Delete what this commit made obsolete."""
         before = [*([] if replaced is None else [str(replaced["commit"])]), *change.discarded]
         listed = {part.name for part in change.files}
         ended = {f"{name[:16]}/" for name in (change.id, *before)}
@@ -143,16 +142,16 @@ class FolderTarget:
 
 
 def recognizes(output: str, format: str | None) -> bool:
-    """Whether `output` is a URL of an object store."""
+    """Return whether `output` is a URL of an object store."""
     return format in (None, "parquet") and is_url(output) and not output.startswith("hf://")
 
 
 def open_target(output: str, options: SinkOptions) -> FolderTarget:
-    """The folder at a URL, which need not exist yet. Raises UsageError for what a folder cannot do."""
+    """Return the folder at a URL, which need not exist yet. Raises UsageError for options that it does not support."""
     if output.partition("://")[0] not in EXTRAS or "::" in output:
         raise UsageError(
-            f"{redacted(output)}: cannot be written to. An output is a local path, a URL of {', '.join(EXTRAS)}, a Hub "
-            "dataset or the name of an Iceberg table."
+            f"{redacted(output)}: cannot be written to. Give a local path, a URL of {', '.join(EXTRAS)}, a Hub dataset "
+            "or the name of an Iceberg table."
         )
     if options.mode in ("append", "replace-where"):
         raise UsageError(
@@ -166,7 +165,7 @@ def open_target(output: str, options: SinkOptions) -> FolderTarget:
 
 
 def open_dataset(output: str) -> Any:
-    """The committed rows as a pyarrow dataset. Raises OutputError when nothing is committed."""
+    """Return the committed rows as a pyarrow dataset. Raises OutputError when nothing is committed."""
     import pyarrow.dataset as ds
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
@@ -175,7 +174,7 @@ def open_dataset(output: str) -> Any:
     target = open_target(output, SinkOptions())
     record = target.snapshot().record
     if record is None:
-        raise OutputError(f"{output}: nothing is committed there.")
+        raise OutputError(f"{output}: has no committed rows yet.")
     filesystem, path = filesystem_of(f"{target.root}/{PARTS}")
     files = [f"{path}/{part['name']}" for part in record["parts"]]
     schema, handler = recorded_arrow_schema(record), FSSpecHandler(filesystem)

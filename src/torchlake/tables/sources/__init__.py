@@ -1,4 +1,4 @@
-"""Where tables come from: one file for each kind of source. `_interface.py` says what a source gives.
+"""Where tables come from: one file for each kind of source. `_interface.py` describes what a source provides.
 
 In: a path, a glob, a URL or a frame. Out: the files that hold the rows, in order, and what was read.
 Read `_interface.py` first, then `files.py`.

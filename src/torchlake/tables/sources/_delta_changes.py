@@ -1,7 +1,7 @@
-"""What the versions of a Delta table changed: files that were added, or rows by key from its change data feed.
+"""Find what the versions of a Delta table changed: files that were added, or rows by key from its change data feed.
 
-The log has one JSON file for each version, whose actions say whether they change rows (`dataChange`); a compaction does
-not. A file that was added and compacted since is read as it was added. Cost: one small file per version.
+The log has one JSON file for each version, whose actions state whether they change rows (`dataChange`); a compaction
+does not. A file that was added and has been compacted since is read as it was added. Cost: one small file per version.
 """
 
 import json
@@ -25,11 +25,11 @@ class Added(NamedTuple):
     files: list[dict[str, Any]]
     "Their `add` actions, in the order of the log."
     changed: str
-    "Why they are not all that happened: a version that changed or removed rows. Empty if they are."
+    "The version that also changed or removed rows; empty if the added files are all that happened."
 
 
 def added_files(table: str, since: int, version: int) -> Added:
-    """The files that the versions after `since` up to `version` added. Raises TableError when their log is gone."""
+    """Return the files that versions after `since` added, up to `version`. Raises TableError if a log is missing."""
     found: dict[str, dict[str, Any]] = {}
     changed = ""
     for number in range(since + 1, version + 1):
@@ -57,32 +57,32 @@ def _actions(table: str, number: int) -> Iterator[dict[str, Any]]:
             content = source.read()
     except Unavailable as error:
         raise TableError(
-            f"{table}: the log of version {number} is gone, so what is new since cannot be known ({error}). Score the "
-            "whole table again (mode overwrite)."
+            f"{table}: the log of version {number} was removed, so new rows cannot be found ({error}). Score the whole "
+            "table again (mode overwrite)."
         ) from error
     yield from (json.loads(line) for line in content.splitlines() if line.strip())
 
 
 def changed_rows(delta_table: Any, since: int, version: int, key: str) -> ChangedRows | None:
-    """What the versions after `since` did to the rows, by key; None if the table has no change data feed.
+    """Return what the versions after `since` did to the rows, by key; None if the table has no change data feed.
 
-    Rows of one version with the same key count as an update: the inserted one stays. Cost: the changes in memory.
+    Rows of one version with the same key count as an update: the inserted one is kept. Cost: the changes in memory.
     Raises TableError when the feed cannot be read.
     """
     if delta_table.metadata().configuration.get("delta.enableChangeDataFeed") != "true":
         return None
     try:
         feed = pa.table(delta_table.load_cdf(starting_version=since + 1, ending_version=version).read_all())
-    except Exception as error:  # deltalake's, or of the storage
+    except Exception as error:  # from deltalake or the storage
         raise TableError(
             f"{delta_table.table_uri}: the change data feed after version {since} cannot be read: "
             f"{str(error).splitlines()[0]}. Score the whole table again (mode overwrite)."
         ) from error
-    # deltalake gives views, for which Arrow lacks functions.
+    # deltalake returns string views, for which Arrow lacks functions.
     views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
     feed = feed.cast(pa.schema([field.with_type(views.get(field.type, field.type)) for field in feed.schema]))
     if key not in feed.column_names:
-        raise TableError(f"{delta_table.table_uri}: has no column {key!r}; name its key.")
+        raise TableError(f"{delta_table.table_uri}: has no column {key!r}. Give a column of the table as the key.")
     feed = feed.filter(pc.not_equal(feed["_change_type"], "update_preimage"))
     present = pc.not_equal(feed["_change_type"], "delete")
     order = pa.table({"version": feed["_commit_version"], "present": present.cast(pa.int8())})

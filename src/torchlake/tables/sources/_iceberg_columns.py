@@ -1,8 +1,8 @@
-"""The columns of an Iceberg table in its Parquet files: found by field id, or by name in files that have no ids.
+"""The columns of an Iceberg table in its Parquet files, by field id, or by name in files without ids.
 
-Files that another program wrote and `add_files` added have no ids; the table's name mapping then says which column of
-the file is which. A column that a file lacks has the value that the file is partitioned by, else the column's default
-for older rows, else it is null.
+Files that another program wrote and `add_files` added have no ids; the table's name mapping then assigns the file's
+columns. A column that a file lacks has the value that the file is partitioned by, else the column's default for older
+rows, else it is null.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,15 @@ class Columns:
 
     table: str
     arrow: pa.Schema
-    "Each field with its id, also those inside of nested columns."
+    "Each field with its id, including those inside nested columns."
     defaults: Mapping[str, str | None]
-    "The values of columns in files that were written before the column was added; of others null."
+    "The value of a column in files that were written before it was added; columns that are not listed are null there."
     mapping: Mapping[str, int]
-    "The ids of the columns in files without ids, by name."
+    "The id of each column in files without ids, by name."
 
     @classmethod
     def of(cls, table: str, schema: Any, mapping: Any) -> "Columns":
-        """The columns of a pyiceberg schema. Raises TableError for types that Arrow does not have."""
+        """Return the columns of a pyiceberg schema. Raises TableError for types that Arrow does not have."""
         try:
             arrow = schema.as_arrow()
         except (NotImplementedError, ValueError, TypeError) as error:
@@ -51,7 +51,7 @@ class Columns:
         return pa.schema([pa.field(one.name, _without_ids(one.type)) for one in self.arrow])
 
     def partition_values(self, file: Any, spec: Any) -> dict[str, str | None]:
-        """The columns whose values a file is partitioned by as they are; the file may lack them."""
+        """Return the columns by whose own values a file is partitioned; the file may lack them."""
         names = {_id(one): one.name for one in self.arrow}
         values = {}
         for place, field in enumerate(spec.fields):
@@ -67,10 +67,10 @@ class Columns:
         return values
 
     def view(self, file: SourceFile, stored: pa.Schema, columns: Sequence[str]) -> View:
-        """How `columns` (all, if empty) are read from a file; `stored` is its schema, with the ids.
+        """Return how `columns` (all, if empty) are read from a file; `stored` is its schema, with the ids.
 
         Raises TableError for a file without ids in a table without a name mapping, and for nested columns whose fields
-        have changed since.
+        have changed since the file was written.
         """
         ids = {_id(one): one for one in stored}
         has_ids = set(ids) != {None}
@@ -94,7 +94,7 @@ class Columns:
             ):
                 raise TableError(
                     f"{file.file}: the fields of the nested column {column.name!r} have changed since the file was "
-                    "written, which is not read. Rewrite the file, for example by Spark's rewrite_data_files."
+                    "written, which is not supported. Rewrite the file, for example by Spark's rewrite_data_files."
                 )
         return View(constants=constants, names=names)
 
@@ -113,7 +113,7 @@ def _children(kind: pa.DataType) -> list[pa.Field]:
 
 
 def _fields(kind: pa.DataType, *, ids: bool) -> list[Any]:
-    """The ids and names of the fields inside of a type, at every depth; names count in structs only."""
+    """Return the ids and names of the fields inside a type, at every depth; only structs have names."""
     names = pa.types.is_struct(kind)
     return [
         (_id(one) if ids else None, one.name if names else "", _fields(one.type, ids=ids)) for one in _children(kind)
@@ -121,7 +121,7 @@ def _fields(kind: pa.DataType, *, ids: bool) -> list[Any]:
 
 
 def _without_ids(kind: pa.DataType) -> pa.DataType:
-    """The type with 32-bit offsets, as Parquet files have it, and without the ids of fields."""
+    """Return the type with 32-bit offsets, as in Parquet files, and without field ids."""
     if pa.types.is_large_string(kind):
         return pa.string()
     if pa.types.is_large_binary(kind):

@@ -1,9 +1,9 @@
-"""What tables with a log share: their loose files are refused, and values that their log has are kept as text.
+"""What tables with a log share: their loose files are refused, and values in their log become strings.
 
-Without the log of a Delta, Iceberg or Hudi table its files include deleted rows.
+Without its log, the files of a Delta, Iceberg or Hudi table include deleted rows.
 
 A table is recognized by its log, in the folder of a file or any folder above it, whether the input is a folder, a
-partition, a glob, a folder of tables, a link or a URL. Files that are named one by one are read.
+partition, a glob, a folder of tables, a link or a URL. Files that the user names one by one are read.
 """
 
 import fnmatch
@@ -30,7 +30,7 @@ _ADVICE = {
 
 
 def constant_text(where: str, column: str, value: pa.Scalar) -> str | None:
-    """A value from a table's log as a string that Arrow casts back. Raises TableError for types that have none."""
+    """Return a value from a table's log as a string that Arrow casts back. Raises TableError if no string does."""
     if not value.is_valid:
         return None
     try:
@@ -39,13 +39,15 @@ def constant_text(where: str, column: str, value: pa.Scalar) -> str | None:
             return str(text)
     except pa.ArrowException as error:
         raise TableError(
-            f"{where}: the column {column!r} is {value.type}, and a value of that type in the table's log is not read."
+            f"{where}: the column {column!r} is {value.type}; values of that type in the table's log are not supported."
         ) from error
-    raise TableError(f"{where}: the value {value} of the column {column!r} in the table's log is not read exactly.")
+    raise TableError(
+        f"{where}: the value {value} of the column {column!r} in the table's log cannot be read without loss."
+    )
 
 
 def refuse_lakehouse_tables(listed: Sequence[str]) -> None:
-    """Raise TableError when a file that was found in a folder or by a glob lies in such a table."""
+    """Raise TableError when a file that was found in a folder or by a glob is part of such a table."""
     files = {*listed}
     files |= {os.path.realpath(file) for file in files if not is_url(file) and os.path.islink(file)}
     folders: set[str] = set()
@@ -62,13 +64,13 @@ def refuse_lakehouse_tables(listed: Sequence[str]) -> None:
     for folder, kind in kinds:
         if kind is not None:
             raise TableError(
-                f"{folder}: a table in {kind} format; read as loose files it includes deleted rows. Give the "
+                f"{folder}: is a table in {kind} format; read as loose files it includes deleted rows. Give the "
                 f"files of one version, {_ADVICE[kind]}."
             )
 
 
 def _with_parents(folder: str) -> Iterator[str]:
-    """The folder and its parents; of a URL up to its bucket."""
+    """Yield the folder and its parents; for a URL, up to its bucket."""
     scheme, separator, folder = folder.rpartition("://")
     while folder.strip("/"):
         yield f"{scheme}{separator}{folder}"
@@ -87,7 +89,7 @@ def _kind_here(folder: str) -> str | None:
 
 def _kind_at(url: str) -> str | None:
     filesystem, path = filesystem_of(url)
-    with suppress(Unavailable), storage_errors(url):  # without permission to list, nothing can be recognized
+    with suppress(Unavailable), storage_errors(url):  # without permission to list, no table can be recognized
         for log, kind in _LOGS.items():
             if filesystem.isdir(f"{path}/{log}"):
                 return kind

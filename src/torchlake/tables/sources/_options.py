@@ -1,4 +1,4 @@
-"""How a stored table is read: the arguments that every function for one accepts."""
+"""How a stored table is read: the arguments that every function on stored tables accepts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,7 +10,7 @@ from torchlake.tables.selection.options import Selection
 
 
 class FilterArguments(TypedDict, total=False):
-    """The arguments of a function that draws a sample by itself."""
+    """The arguments of a function that draws its own sample."""
 
     where: str | None
     limit: int | None
@@ -43,13 +43,13 @@ class ReadOptions:
         """Raise UsageError if there is any option: a frame selects its own rows."""
         if self.asked:
             given = ", ".join(self.asked)
-            raise UsageError(f"{given}: for stored tables; select the rows of a frame with its own methods.")
+            raise UsageError(f"{given}: only for stored tables; select the rows of a frame with its own methods.")
 
 
 def read_options(given: Mapping[str, Any]) -> ReadOptions:
-    """The options among these arguments of a function.
+    """Return the options among these arguments of a function.
 
-    Raises TypeError for another argument, as a function does, and UsageError for a value out of range.
+    Raises TypeError for an unknown argument, as a function does, and UsageError for a value out of range.
     """
     unknown = sorted(given.keys() - READ_ARGUMENTS)
     if unknown:
@@ -60,9 +60,9 @@ def read_options(given: Mapping[str, Any]) -> ReadOptions:
 
 
 def dialect(given: Mapping[str, str | None]) -> Dialect:
-    """The dialect with these values. Raises UsageError for another key, or a value that cannot be used."""
+    """Return the dialect with these values. Raises UsageError for an unknown key or an invalid value."""
     known = {one.name for one in fields(Dialect)}
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise UsageError(f"csv: there is no option {unknown[0]!r}; there are {', '.join(sorted(known))}.")
+        raise UsageError(f"csv: there is no option {unknown[0]!r}. Options: {', '.join(sorted(known))}.")
     return Dialect(**{name: value for name, value in given.items() if value is not None})

@@ -1,6 +1,6 @@
 """Columns in the names of folders, as Hive, Spark and pyarrow write them: `year=2024/month=01/part-0.parquet`.
 
-A table has them if every file lies in folders with the same names before the "=", in the same order. The column is
+A table has them if every file is in folders with the same names before the "=", in the same order. The column is
 int32 if every value is an integer, else a string; `__HIVE_DEFAULT_PARTITION__` is null.
 """
 
@@ -16,7 +16,7 @@ NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 def partitions_of(names: Sequence[str]) -> tuple[pa.Schema, list[dict[str, str | None]]]:
-    """The columns in the files' names, which are relative to the table's folder, and each file's values as text."""
+    """Return the columns in the files' names, relative to the table's folder, and each file's values as strings."""
     values = [_values(name) for name in names]
     keys = [tuple(name for name, _ in pairs) for pairs in values]
     if len({*keys}) != 1 or len({*keys[0]}) != len(keys[0]):

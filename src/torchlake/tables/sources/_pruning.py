@@ -1,4 +1,4 @@
-"""Leave out files that have no wanted row, by the statistics of a table's log and the values of its partitions."""
+"""Leave out files without any requested row, by the statistics of a table's log and the values of its partitions."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,13 +11,13 @@ from torchlake.tables.selection.conditions import Condition
 from torchlake.tables.sources._interface import SourceTable
 
 UNREAD = "unread_files"
-"In place of a reason: files whose rows are not counted."
+"Stands in place of a reason for files whose rows are not counted."
 
 
 def possible_files(source: SourceTable, asked: Condition | None, where: str) -> tuple[SourceTable, Counter[str]]:
-    """The table without files that have no row for which the condition is true; their rows by reason, or `UNREAD`.
+    """Return the table without files in which the condition is true for no row, and their rows by reason, or `UNREAD`.
 
-    One file stays, for the columns of the table.
+    At least one file stays, for the columns of the table.
     """
     left_out: Counter[str] = Counter()
     known = source.schema if source.schema is not None else source.partitions

@@ -4,8 +4,8 @@ The log lists the Parquet files of a version, their partition values and deletio
 it. Each file is then read like any other, without its deleted rows. Files of a Delta table never change, so a version
 that was opened stays readable until a vacuum removes its files.
 
-Read: partition columns, deletion vectors, column mapping, columns that were added later, widened integers and floats.
-A table that needs another reader feature is refused by its name.
+Supported: partition columns, deletion vectors, column mapping, columns that were added later, widened integers and
+floats. A table that needs another reader feature is refused, with the feature's name.
 """
 
 import os
@@ -32,39 +32,39 @@ FEATURES = frozenset(
     {"columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview", "v2Checkpoint",
      "vacuumProtocolCheck"}
 )  # fmt: skip
-"Reader features that need nothing, or are read here."
+"Reader features that need no work, or are supported here."
 _PHYSICAL = "delta.columnMapping.physicalName"
 
 
 class DeltaPath(NamedTuple):
-    """A Delta table's folder as an absolute path or URL, and the version that was asked for (None: the current)."""
+    """A Delta table's folder as an absolute path or URL, and the requested version (None: the current one)."""
 
     table: str
     version: int | None
     since: int | None = None
-    "Only the files that were added after this version are asked for."
+    "If set, only the files that were added after this version are requested."
 
 
 def recognizes(source: Any) -> bool:
-    """Whether a path or URL, without its version, is a folder with a `_delta_log`."""
+    """Return whether a path or URL, without its version, is a folder with a `_delta_log`."""
     return isinstance(source, str | Path) and _parse(source) is not None
 
 
 def pin(source: str | Path) -> str | Path:
-    """The table as `table@v12`: the version that was asked for, or the current one."""
+    """Return the table as `table@v12`: the requested version, or the current one."""
     found = _parse(source)
-    assert found is not None, "pin is called for what is recognized"
+    assert found is not None, "pin is called only for recognized sources"
     return source if found.version is not None else f"{found.table}@v{_load(found).version()}"
 
 
 def open_source(source: str | Path) -> SourceTable:
-    """The files of the table's version.
+    """Return the files of the table's version.
 
-    Raises TableError for a version that is not there and for reader features that are not supported, MissingExtra when
-    deltalake is not installed.
+    Raises TableError for a version that does not exist and for unsupported reader features, MissingExtra when deltalake
+    is not installed.
     """
     found = _parse(source)
-    assert found is not None, "open_source is called for what is recognized"
+    assert found is not None, "open_source is called only for recognized sources"
     table = _load(found)
     version = table.version()
     where = f"{found.table}@v{version}"
@@ -99,14 +99,14 @@ def open_source(source: str | Path) -> SourceTable:
 
 
 def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> SourceTable:
-    """The files that were added after a version. Raises TableError if other rows changed too."""
-    assert found.since is not None, "called for a range of versions"
+    """Return the files that were added after a version. Raises TableError if existing rows changed too."""
+    assert found.since is not None, "called only for a range of versions"
     version, where = table.version(), f"{found.table}@v{found.since}..v{found.version}"
     added = added_files(found.table, found.since, version)
     if added.changed:
         raise TableError(
-            f"{where}: {added.changed}, so the files that were added are not all that is new. With a change data feed "
-            "and a key, changed rows are followed by it; else score the whole table again (mode overwrite)."
+            f"{where}: {added.changed}, so the added files are not all that is new. Turn on the table's change data "
+            "feed and give a key to follow changed rows, or score the whole table again (mode overwrite)."
         )
     logical = {name: one for one, name in physical.items()}
     schema = pa.schema(table.schema().to_arrow())
@@ -126,7 +126,7 @@ def _open_added(found: DeltaPath, table: Any, physical: dict[str, str]) -> Sourc
 
 
 def follow(source: str | Path) -> Followed | None:
-    """The table as something that is followed from version to version; None if a version was asked for."""
+    """Return the table to be followed from version to version; None if a version was requested."""
     found = _parse(source)
     assert found is not None, "called for what is recognized"
     if found.version is not None:
@@ -174,12 +174,12 @@ def _has_log(path: str) -> bool:
         with storage_errors(path):
             filesystem, folder = filesystem_of(path)
             return bool(filesystem.isdir(f"{folder.rstrip('/')}/{LOG}"))
-    except Unavailable:  # reported when its files are listed
+    except Unavailable:  # this is reported when its files are listed
         return False
 
 
 def _load(found: DeltaPath) -> Any:
-    """The deltalake table. Raises TableError when it cannot be read."""
+    """Return the deltalake table. Raises TableError when it cannot be read."""
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -194,12 +194,12 @@ def _load(found: DeltaPath) -> Any:
         shown = found.table if found.version is None else f"{found.table}@v{found.version}"
         hint = ""
         if found.version is not None:
-            hint = f" Is there a version {found.version}? Its log may also have been cleaned up."
+            hint = f" Check that version {found.version} exists; its log may have been cleaned up."
         raise TableError(f"{shown}: the Delta table cannot be read: {str(error).splitlines()[0]}.{hint}") from error
 
 
 def _checked_names(table: Any, where: str) -> dict[str, str]:
-    """The files' names of the columns, by the table's. Raises TableError for a feature that is not read here."""
+    """Return the names of the columns in the files, by those in the table. Raises TableError if not supported."""
     unknown = sorted({*(table.protocol().reader_features or ())} - FEATURES)
     if "variantType" in unknown and not any("variant" in str(one.type) for one in table.schema().fields):
         unknown.remove("variantType")  # delta-rs lists it in tables without such a column
@@ -221,7 +221,7 @@ def _checked_names(table: Any, where: str) -> dict[str, str]:
 
 
 def _bounds(actions: pa.StructArray, logical: dict[str, str]) -> dict[str, Bounds]:
-    """The log's statistics of each file, by column. The log has milliseconds only, of a highest time cut off."""
+    """Return the log's statistics of each file, by column. Logs have milliseconds: the highest time is cut off."""
     if actions.type.get_field_index("min") < 0 or actions.type.get_field_index("max") < 0:
         return {}
     rows, low, high = (actions.field(name) for name in ("num_records", "min", "max"))
@@ -248,7 +248,7 @@ def _counts(found: pa.Array) -> np.ndarray:
 
 
 def _deleted_rows(table: Any) -> dict[str, bytes]:
-    """A bitmap of the deleted rows, by the file's path in the log."""
+    """Return a bitmap of the deleted rows, by the file's path in the log."""
     if "deletionVectors" not in (table.protocol().reader_features or ()):
         return {}
     root = table.table_uri if table.table_uri.endswith("/") else f"{table.table_uri}/"
@@ -256,6 +256,6 @@ def _deleted_rows(table: Any) -> dict[str, bytes]:
     found = {}
     for path, kept in zip(vectors["filepath"], vectors["selection_vector"], strict=True):
         bits = ~np.asarray(kept.values.to_numpy(zero_copy_only=False), dtype=bool)
-        # These URLs encode the path once more than the log does.
+        # These URLs encode the path one more time than the log does.
         found[unquote(unquote(path.as_py().removeprefix(root)))] = np.packbits(bits, bitorder="little").tobytes()
     return found

@@ -1,8 +1,8 @@
 """Loose files: local paths, folders, globs and fsspec URLs.
 
-A file has two names: its path or URL, and its name relative to the folder that the user gave, which stays the same when
-the folder moves and is used in row ids. In folders and globs, links are followed and each file counts once; names that
-begin with "_" or "." are ignored, as by Spark and Hive.
+A file has two names: its path or URL, and its name relative to the folder that the user gave. The latter stays the same
+when the folder moves, and is used in row ids. In folders and globs, links are followed and each file counts once; names
+that begin with "_" or "." are ignored, as in Spark and Hive.
 """
 
 import glob
@@ -35,19 +35,19 @@ StoredTable = str | Path | Sequence[str | Path]
 
 class InputPath(NamedTuple):
     name: str
-    "Relative to the folder that was given."
+    "Path relative to the folder that was given."
     file: str
     "An absolute path or a URL."
     listed: bool = True
-    "Found in a folder or by a glob; False for a file that was named directly."
+    "Whether it was found in a folder or by a glob; False for a file that was named directly."
     place: int = 0
-    "Of the input in the list that was given."
+    "Position of its input in the list that was given."
 
 
 def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
-    """The files of each input in the order given, sorted by name; in folders and globs only those that are `wanted`.
+    """Return the files of each input in the given order, sorted by name; in folders and globs only `wanted` ones.
 
-    Raises TableError when there is none, or a file is named twice.
+    Raises TableError when there are none, or a file is named twice.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     if not sources:
@@ -57,7 +57,7 @@ def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
         base, files, listed = _expand(local_path(os.fspath(one)), wanted)
         bases.append(base)
         found += [(file, listed, place) for file in files]
-    # A single listing has each file once.
+    # A single listing has each file only once.
     counts = Counter(_real(file) for file, *_ in found) if len(sources) > 1 else Counter()
     twice = next((file for file, count in counts.items() if count > 1), None)
     if twice is not None:
@@ -68,15 +68,15 @@ def find(source: StoredTable, wanted: Callable[[str], bool]) -> list[InputPath]:
 
 
 def open_source(source: StoredTable) -> SourceTable:
-    """The files of `source`, those of each input in the order of their names; the names of folders may hold columns.
+    """Return the files of `source`, those of each input sorted by name; names of folders may hold columns.
 
-    Raises TableError when there is none, a file is named twice, or a listed one lies in a table with a log.
+    Raises TableError when there are none, a file is named twice, or a listed one is part of a table with a log.
     """
     return joined(open_each([source] if isinstance(source, str | Path) else source))
 
 
 def open_each(sources: Sequence[str | Path]) -> list[SourceTable]:
-    """A table for each input; names of files are relative to the folder that contains all inputs, so they differ.
+    """Return a table for each input; files' names are relative to the folder that contains all inputs, so they differ.
 
     Raises TableError as `open_source`.
     """
@@ -92,18 +92,18 @@ def open_each(sources: Sequence[str | Path]) -> list[SourceTable]:
 
 
 def joined(tables: Iterable[SourceTable]) -> SourceTable:
-    """The files of several of the tables that one call of `open_each` returned."""
+    """Return the files of several of the tables that one call of `open_each` returned."""
     several = list(tables)
     return replace(several[0], files=tuple(file for table in several for file in table.files))
 
 
 def describe(source: StoredTable) -> str:
-    """`source` as the user wrote it."""
+    """Return `source` as the user wrote it."""
     return os.fspath(source) if isinstance(source, str | os.PathLike) else ", ".join(os.fspath(one) for one in source)
 
 
 def local_path(source: str) -> str:
-    """The path in a `file:` URL; anything else unchanged."""
+    """Return the path in a `file:` URL; anything else unchanged."""
     match = re.match(r"file:(?://(?:localhost)?)?(?=/)", source)
     if match is None:
         return source
@@ -112,7 +112,7 @@ def local_path(source: str) -> str:
 
 
 def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str], bool]:
-    """The folder that names are relative to, the files, and whether they were listed rather than named directly."""
+    """Return the folder that names are relative to, the files, and whether they were listed, not named directly."""
     if is_url(source):
         return _expand_url(source, wanted)
     path = os.path.abspath(os.path.expanduser(source))
@@ -130,7 +130,7 @@ def _expand(source: str, wanted: Callable[[str], bool]) -> tuple[str, list[str],
 
 
 def _check_readable(folder: str, source: str) -> None:
-    """Raise Unavailable if the folder exists and cannot be listed, for example without permission."""
+    """Raise Unavailable if the folder exists but cannot be listed, for example without permission."""
     try:
         os.scandir(folder).close()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
@@ -159,21 +159,21 @@ def _expand_url(url: str, wanted: Callable[[str], bool]) -> tuple[str, list[str]
 
 
 def _check_bucket(filesystem: Any, path: str, url: str) -> None:
-    """Raise Unavailable if the bucket or repository cannot be listed: to `find` and `isdir` it is empty."""
+    """Raise Unavailable if the bucket or repository cannot be listed; `find` and `isdir` would report it as empty."""
     depth = 3 if check_url(url) == "hf" else 1
     bucket = "/".join(path.split("/")[:depth])
     try:
         filesystem.ls(bucket)
     except FileNotFoundError as error:
-        secret = f" {secret_repository(url)}" if depth == 3 else ""  # the Hub denies that it is there
-        raise Unavailable(f"{url}: there is no bucket or repository {bucket!r}. Is its name right?{secret}") from error
+        secret = f" {secret_repository(url)}" if depth == 3 else ""  # the Hub hides private repositories
+        raise Unavailable(f"{url}: there is no bucket or repository {bucket!r}. Check its name.{secret}") from error
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """The files below a folder; links to folders are followed, each once. Raises Unavailable without permission."""
+    """Yield the files below a folder; follow links to folders, each once. Raises Unavailable without permission."""
 
     def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # removed meanwhile
+        if not isinstance(error, FileNotFoundError):  # else it was removed meanwhile
             raise unavailable(os.fsdecode(error.filename or folder), error) from error
 
     seen: set[str] = set()
@@ -186,9 +186,9 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _table_files(base: str, files: Iterable[str], wanted: Callable[[str], bool], source: str) -> list[str]:
-    """The files below `base` that are not hidden and are `wanted`, each once, its path rather than a link to it.
+    """Return the files below `base` that are `wanted` and not hidden, each once, by its path rather than a link to it.
 
-    Logs files that are left out. Raises TableError when none are found.
+    Logs the files that are left out. Raises TableError when there are none.
     """
     visible = [
         file for file in files if not any(part[0] in "._" for part in file.removeprefix(base).split("/") if part)
@@ -203,21 +203,21 @@ def _table_files(base: str, files: Iterable[str], wanted: Callable[[str], bool],
         else:
             found[real] = file
     for what, some in (
-        ("by their names they are no table files", left),
+        ("their names are not those of table files", left),
         ("links to files that are read anyway", linked),
     ):
         if some and found:
             log.warning("%s: %d files are not read (%s), for example %s", base, len(some), what, some[0])
     if not found:
         raise TableError(
-            f"{source}: no table files there. Looked for .parquet, .csv, .tsv, .jsonl, .ndjson, .json and .arrow; "
-            "names that begin with '_' or '.' do not count."
+            f"{source}: has no table files (.parquet, .csv, .tsv, .jsonl, .ndjson, .json or .arrow). Names that begin "
+            "with '_' or '.' do not count."
         )
     return list(found.values())
 
 
 def _real(file: str) -> str:
-    """A local path with its links resolved."""
+    """Return a local path with its links resolved."""
     return file if is_url(file) else os.path.realpath(file)
 
 
@@ -241,7 +241,7 @@ def _name_in(base: str, file: str) -> str:
 
 
 def _common(bases: list[str]) -> str:
-    """The deepest folder that contains all of them; the empty string if there is none."""
+    """Return the deepest folder that contains all of them; the empty string if no folder does."""
     schemes = {base.partition("://")[0] if is_url(base) else "" for base in bases}
     if len(schemes) > 1:
         return ""

@@ -1,4 +1,4 @@
-"""Frames in memory: convert pyarrow, pandas and polars frames to Arrow tables and back.
+"""Convert frames in memory (pyarrow, pandas, polars) to Arrow tables and back.
 
 pandas and polars are recognized without importing them: a caller that has such a frame has imported the library.
 """
@@ -13,7 +13,7 @@ from torchlake.tables.sources._interface import SourceTable
 
 
 class Frame(Protocol):
-    """A pyarrow, pandas, polars or Spark frame, or a Ray Dataset: what has columns. Paths do not."""
+    """A pyarrow, pandas, polars or Spark frame, or a Ray Dataset: a source that has columns, unlike a path."""
 
     @property
     def columns(self) -> Any:
@@ -24,30 +24,30 @@ FrameT = TypeVar("FrameT", bound=Frame)
 
 
 def is_frame(value: Any) -> bool:
-    """Whether `value` is a pyarrow Table or RecordBatch, a pandas DataFrame or a polars DataFrame."""
+    """Return whether `value` is a pyarrow Table or RecordBatch, a pandas DataFrame or a polars DataFrame."""
     return isinstance(value, pa.Table | pa.RecordBatch) or _is(value, "pandas") or _is(value, "polars")
 
 
 def recognizes(source: Any) -> bool:
-    """Whether `source` is a frame, in memory or lazy."""
+    """Return whether `source` is a frame, in memory or lazy."""
     return is_frame(source) or engine_of(source) is not None
 
 
 def pin(source: Any) -> Any:
-    """The frame: it has no versions."""
+    """Return the frame: it has no versions."""
     return source
 
 
 def open_source(source: Any) -> SourceTable:
-    """Raises TableError: a frame has no files; the functions that take one read it themselves."""
+    """Raise TableError: a frame has no files; the functions that accept one read it themselves."""
     raise TableError(
-        f"{type(source).__name__}: a frame is given alone, to predict, evaluate, optimize or train. To read it beside "
-        "other tables, save it as Parquet first."
+        f"{type(source).__name__}: predict, evaluate, optimize and train accept a single frame. To read it together "
+        "with other tables, save it as Parquet first."
     )
 
 
 def engine_of(value: Any) -> str | None:
-    """The engine of a lazy frame: "spark" for a Spark DataFrame, "ray" for a Ray Dataset, None for other values."""
+    """Return the engine of a lazy frame: "spark" for a Spark DataFrame, "ray" for a Ray Dataset, else None."""
     for cls in type(value).__mro__:
         if cls.__name__ == "DataFrame" and cls.__module__.startswith("pyspark.sql"):
             return "spark"
@@ -57,7 +57,7 @@ def engine_of(value: Any) -> str | None:
 
 
 def to_arrow(frame: Any) -> pa.Table:
-    """The frame's columns as an Arrow table, without a pandas index (`to_original_frame` restores it).
+    """Return the frame's columns as an Arrow table, without a pandas index (`to_original_frame` restores it).
 
     Raises TableError naming a column that Arrow cannot store, or a duplicate one.
     """
@@ -79,7 +79,7 @@ def to_arrow(frame: Any) -> pa.Table:
 
 
 def to_original_frame(frame: Any, table: pa.Table) -> Any:
-    """`table`, which is `frame` with columns appended, as a frame of the same library.
+    """Return `table`, which is `frame` with columns appended, as a frame of the same library.
 
     A pandas or polars frame keeps its columns and index unchanged, even with types that Arrow does not have; only the
     new columns are taken from `table`.
@@ -101,7 +101,7 @@ def to_original_frame(frame: Any, table: pa.Table) -> Any:
 
 
 def check_names(names: list[str], whose: str) -> None:
-    """Raise TableError for two columns of one name."""
+    """Raise TableError if two columns have the same name."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise TableError(f"{whose} has two columns named {twice!r}; rename one.")

@@ -4,8 +4,8 @@ pyiceberg reads the catalog and the table's metadata. Without a catalog, the pat
 metadata lists the Parquet files of a snapshot and their delete files; each file is read like any other, without its
 deleted rows. Files never change, so a snapshot that was opened stays readable until its files are removed.
 
-Read: position deletes, deletion vectors, identity partitions, columns that were added, renamed, dropped or widened
-(`_iceberg_columns.py`). Equality deletes, files of other formats, and nested columns that changed are refused.
+Supported: position deletes, deletion vectors, identity partitions, columns that were added, renamed, dropped or widened
+(`_iceberg_columns.py`). Equality deletes, files of other formats and changed nested columns are refused.
 """
 
 import os
@@ -25,7 +25,7 @@ from torchlake.tables.sources.files import local_path
 from torchlake.tables.storage.catalogs import TableName, first_line, load_table, parse_name
 
 _NUMBER = re.compile(r"(?P<snapshot>\d+)(?::(?P<schema>\d+))?")
-"A snapshot, and the number of the schema if that is not the one it was written with."
+"A snapshot, and the number of the schema if it is not the one that the snapshot was written with."
 
 
 _RANGE = re.compile(r"(?P<since>\d+)\.\.(?P<snapshot>\d+)")
@@ -42,25 +42,25 @@ class _State(NamedTuple):
 
 
 def recognizes(source: Any) -> bool:
-    """Whether a string names a table of a catalog, or a path a metadata file."""
+    """Return whether a string names a table of a catalog or the path of a metadata file."""
     return isinstance(source, str | Path) and parse_name(os.fspath(source)) is not None
 
 
 def pin(source: str | Path) -> str | Path:
-    """The table with the number of its snapshot, and of its schema if the snapshot was written with another one."""
+    """Return the table with its snapshot's number, and its schema's if the snapshot was written with another."""
     parsed = _parse(source)
     state = _at(parsed)
-    if state.snapshot is None:  # no rows, and no number to give
+    if state.snapshot is None:  # a table without rows has no snapshot to name
         return source
     schema = "" if state.schema.schema_id == state.snapshot.schema_id else f":{state.schema.schema_id}"
     return f"{parsed.name}@{state.snapshot.snapshot_id}{schema}"
 
 
 def open_source(source: str | Path) -> SourceTable:
-    """The files of the table's snapshot.
+    """Return the files of the table's snapshot.
 
-    Raises TableError for a catalog, table or snapshot that is not there and for what is not read, MissingExtra when
-    pyiceberg is not installed.
+    Raises TableError for a catalog, table or snapshot that does not exist and for unsupported features, MissingExtra
+    when pyiceberg is not installed.
     """
     parsed = _parse(source)
     between = _RANGE.fullmatch(parsed.ref or "")
@@ -93,7 +93,7 @@ def open_source(source: str | Path) -> SourceTable:
 
 
 def follow(source: str | Path) -> Followed | None:
-    """The table as something that is followed from snapshot to snapshot; None if a snapshot was asked for.
+    """Return the table to be followed from snapshot to snapshot; None if a snapshot was requested.
 
     Positions are sequence numbers, which grow with every snapshot.
     """
@@ -103,7 +103,9 @@ def follow(source: str | Path) -> Followed | None:
     table = load_table(parsed)
     newest = table.metadata.current_snapshot()
     if table.metadata.format_version < 2:
-        raise TableError(f"{parsed.shown}: snapshots of format version 1 are not numbered; upgrade the table to 2.")
+        raise TableError(
+            f"{parsed.shown}: snapshots of format version 1 have no sequence numbers. Upgrade the table to version 2."
+        )
 
     def snapshot(position: int) -> int:
         return _snapshot_of(parsed, load_table(parsed), position)
@@ -123,18 +125,18 @@ def follow(source: str | Path) -> Followed | None:
 
 
 def _snapshot_of(parsed: TableName, table: Any, position: int) -> int:
-    """The id of the snapshot with a sequence number. Raises TableError when it has expired."""
+    """Return the id of the snapshot with a sequence number. Raises TableError when it has expired."""
     for one in table.metadata.snapshots:
         if one.sequence_number == position:
             return int(one.snapshot_id)
     raise TableError(
-        f"{parsed.shown}: the snapshot with sequence number {position} has expired, so what is new since cannot be "
-        "known. Score the whole table again (mode overwrite)."
+        f"{parsed.shown}: the snapshot with sequence number {position} has expired, so new rows cannot be found. Score "
+        "the whole table again (mode overwrite)."
     )
 
 
 def _added_files(parsed: TableName, table: Any, since: int, snapshot: int) -> tuple[list[Any], str]:
-    """The data files that the snapshots after `since` added, and why they are not all that is new, or nothing."""
+    """Return the data files that the snapshots after `since` added, and why they are not all that is new (or "")."""
     files: list[Any] = []
     changed = ""
     number: int | None = snapshot
@@ -152,18 +154,18 @@ def _added_files(parsed: TableName, table: Any, since: int, snapshot: int) -> tu
             changed = f"snapshot {number} changed or deleted rows ({operation})"
         number = one.parent_snapshot_id
     if number != since:
-        changed = f"snapshot {since} is no ancestor of {snapshot}, or it has expired"
+        changed = f"snapshot {since} is not an ancestor of {snapshot}, or it has expired"
     return files, changed
 
 
 def _open_added(parsed: TableName, since: int, snapshot: int) -> SourceTable:
-    """The files that were added between two snapshots. Raises TableError if other rows changed too."""
+    """Return the files that were added between two snapshots. Raises TableError if existing rows changed too."""
     table = load_table(parsed)
     added, changed = _added_files(parsed, table, since, snapshot)
     if changed:
         raise TableError(
-            f"{parsed.shown}@{since}..{snapshot}: {changed}, so the files that were added are not all that is new. "
-            "Score the whole table again (mode overwrite)."
+            f"{parsed.shown}@{since}..{snapshot}: {changed}, so the added files are not all that is new. Score the "
+            "whole table again (mode overwrite)."
         )
     schema, specs = table.schema(), table.specs()
     columns = Columns.of(parsed.shown, schema, table.name_mapping())
@@ -184,12 +186,12 @@ def _open_added(parsed: TableName, since: int, snapshot: int) -> SourceTable:
 
 def _parse(source: str | Path) -> TableName:
     parsed = parse_name(local_path(os.fspath(source)))
-    assert parsed is not None, "called for what is recognized"
+    assert parsed is not None, "called only for recognized sources"
     return parsed
 
 
 def _at(parsed: TableName) -> _State:
-    """The table at the snapshot, tag or branch. Raises TableError if there is none.
+    """Return the table at the snapshot, tag or branch. Raises TableError if that does not exist.
 
     As Iceberg defines, a branch is read with the table's columns, and a tag or snapshot with those that it was written
     with.
@@ -206,7 +208,7 @@ def _at(parsed: TableName) -> _State:
     if snapshot is None:
         known = ", ".join([*metadata.refs, *(str(one.snapshot_id) for one in metadata.snapshots[-3:])])
         raise TableError(
-            f"{parsed.shown}@{ref}: there is no such snapshot, tag or branch; it may have expired. There are: "
+            f"{parsed.shown}@{ref}: there is no such snapshot, tag or branch; it may have expired. The table has: "
             f"{known or 'none'}."
         )
     wanted = int(number["schema"]) if number and number["schema"] else snapshot.schema_id
@@ -214,19 +216,19 @@ def _at(parsed: TableName) -> _State:
         return _State(table, snapshot, table.schema())
     schema = next((one for one in metadata.schemas if one.schema_id == wanted), None)
     if schema is None:
-        raise TableError(f"{parsed.shown}@{ref}: the table has no schema {wanted} any more.")
+        raise TableError(f"{parsed.shown}@{ref}: the table no longer has schema {wanted}. Leave the schema out.")
     return _State(table, snapshot, schema)
 
 
 def _tasks(table: Any, snapshot: int, name: str) -> list[Any]:
-    """The scan's tasks: data files, each with its delete files. Raises TableError for what is not read."""
+    """Return the scan's tasks: data files, each with its delete files. Raises TableError for unsupported files."""
     try:
         tasks = list(table.scan(snapshot_id=snapshot).plan_files())
     except (ValueError, NotImplementedError) as error:
         if "equality deletes" not in str(error):
             raise TableError(f"{name}@{snapshot}: cannot be planned: {first_line(error)}.") from error
         raise TableError(
-            f"{name}@{snapshot}: has equality deletes, which are not supported. Have them applied by a compaction "
+            f"{name}@{snapshot}: has equality deletes, which are not supported. Compact the table "
             "(rewrite_data_files), and give the new snapshot."
         ) from error
     except OSError as error:
@@ -239,7 +241,7 @@ def _tasks(table: Any, snapshot: int, name: str) -> list[Any]:
 
 
 def _deleted_rows(table: Any, tasks: Iterable[Any]) -> dict[str, bytes]:
-    """A bitmap of the deleted rows, by data file; each delete file is read once."""
+    """Return a bitmap of the deleted rows, by data file; each delete file is read once."""
     read: dict[str, dict[str, np.ndarray]] = {}
     found = {}
     for task in tasks:
@@ -256,7 +258,7 @@ def _deleted_rows(table: Any, tasks: Iterable[Any]) -> dict[str, bytes]:
 
 
 def _read_deletes(io: Any, delete: Any) -> dict[str, np.ndarray]:
-    """The numbers of the rows that a delete file deletes, by data file."""
+    """Return the numbers of the rows that a delete file deletes, by data file."""
     try:
         with io.new_input(delete.file_path).open() as stream:
             content = stream.read()

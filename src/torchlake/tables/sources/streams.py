@@ -1,8 +1,8 @@
-"""Arrow streams and frames as Parquet files: a job reads its rows several times, and in several processes.
+"""Store Arrow streams and frames as Parquet files, because a job reads its rows several times and in several processes.
 
 A stream is anything with `__arrow_c_stream__` (a DuckDB relation, an ADBC result, a pyarrow reader), a lazy frame of
 polars or a dataset of Hugging Face's `datasets`. It is read once, and one row group at a time is in memory. Row groups
-have a fixed number of rows, so that equal rows make an equal file in whatever batches they arrive.
+have a fixed number of rows, so that equal rows make an equal file, in whatever batches they arrive.
 """
 
 import sys
@@ -28,16 +28,16 @@ class Stream(Protocol):
     """Record batches of Arrow, by the Arrow PyCapsule interface."""
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
-        """A capsule with an ArrowArrayStream."""
+        """Return a capsule with an ArrowArrayStream."""
 
 
 Input = StoredTable | Frame | Stream | Sequence[str | Path | Frame | Stream]
-"Whatever can be scored into an output: what is stored, and what is stored first."
+"Input that can be scored into an output: stored tables, and frames and streams that are stored first."
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A stream or frame that was stored."""
+    """A stream or frame that has been stored."""
 
     path: Path
     kind: str
@@ -48,31 +48,31 @@ class Stored:
 
 
 def recognizes(source: Any) -> bool:
-    """Whether `source` is a stream (a lazy frame and a dataset are, a frame in memory is not), or a stored one."""
+    """Return whether `source` is a stream (also a lazy frame or dataset, not a frame in memory), or a stored one."""
     return isinstance(source, Stored) or _is_stream(source)
 
 
 def pin(source: Any) -> Any:
-    """The stream: it has no versions."""
+    """Return the stream: it has no versions."""
     return source
 
 
 def open_source(source: Any) -> SourceTable:
-    """The one file of what was stored. Raises TableError for a stream: the functions that take one store it first."""
+    """Return the one file of a stored stream. Raises TableError for a stream itself, which callers store first."""
     if isinstance(source, Stored):
         file = SourceFile(name=source.path.name, file=str(source.path))
         return SourceTable(files=(file,), identity={"kind": "stream", "of": source.kind})
-    raise TableError(f"{type(source).__name__}: a stream is read only once; save it as Parquet first.")
+    raise TableError(f"{type(source).__name__}: a stream can be read only once; save it as Parquet first.")
 
 
 def is_stored_first(source: Any) -> bool:
-    """Whether `source` is a frame in memory or a stream, or a list with one."""
+    """Return whether `source` is a frame in memory or a stream, or a list with one."""
     several = isinstance(source, Sequence) and not isinstance(source, str)
     return any(is_frame(one) or _is_stream(one) for one in (source if several else [source]))
 
 
 def store(source: Any, path: Path) -> int:
-    """Write the rows of a stream or frame to the Parquet file `path`, durably; returns their number.
+    """Write the rows of a stream or frame to the Parquet file `path`, durably; return their number.
 
     A file with the same content stays as it is. Raises TableError when the stream fails, or has a column that Parquet
     cannot store; then `path` is unchanged.
@@ -109,7 +109,7 @@ def _write(source: Any, path: Path) -> int:
 
 
 def _groups(tables: Iterator[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
-    """The same rows in tables of GROUP_ROWS rows, the last one shorter."""
+    """Yield the same rows in tables of GROUP_ROWS rows, the last one shorter."""
     waiting: list[pa.Table] = []
     rows = 0
     for table in tables:
@@ -126,7 +126,7 @@ def _groups(tables: Iterator[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]
 
 
 def _read(source: Any) -> tuple[pa.Schema, Iterator[pa.Table]]:
-    """The columns of a source and its rows; errors of the library that makes them become TableError."""
+    """Return the columns of a source and its rows; errors of the source's library become TableError."""
     try:
         if is_frame(source):
             table = to_arrow(source)
@@ -139,19 +139,19 @@ def _read(source: Any) -> tuple[pa.Schema, Iterator[pa.Table]]:
         return reader.schema, _tables(reader, source)
     except DataError:
         raise
-    except Exception as error:  # of whatever library
+    except Exception as error:  # from any library
         raise _failed(source, 0, error) from error
 
 
 def _read_lazy(source: Any) -> tuple[pa.Schema, Iterator[pa.Table]]:
     if not hasattr(source, "collect_batches"):
-        raise TableError("A LazyFrame is read in batches from polars 1.34 on: update it, or give frame.collect().")
+        raise TableError("A LazyFrame needs polars 1.34 or newer: update polars, or give frame.collect().")
     schema = source.collect_schema().to_frame().to_arrow().schema
     return schema, (frame.to_arrow() for frame in _guarded(source.collect_batches(chunk_size=GROUP_ROWS), source))
 
 
 def _first_schema(batches: Iterator[pa.Table], source: Any) -> tuple[pa.Schema, Iterator[pa.Table]]:
-    """The columns of the first batch, which a dataset that is streamed may not know before."""
+    """Return the columns of the first batch, which a streamed dataset may not know before."""
     rest = _guarded(batches, source)
     first = next(rest, None)
     if first is None:
@@ -166,7 +166,7 @@ def _tables(reader: pa.RecordBatchReader, source: Any) -> Iterator[pa.Table]:
 
 
 def _guarded(batches: Any, source: Any) -> Iterator[Any]:
-    """The batches; an error of the library that makes them becomes a TableError with the rows before it."""
+    """Yield the batches; an error of the source's library becomes a TableError with the number of rows before it."""
     rows = 0
     iterator = iter(batches)
     while True:
@@ -174,7 +174,7 @@ def _guarded(batches: Any, source: Any) -> Iterator[Any]:
             batch = next(iterator)
         except StopIteration:
             return
-        except Exception as error:  # of whatever library
+        except Exception as error:  # from any library
             raise _failed(source, rows, error) from error
         rows += len(batch)
         yield batch

@@ -21,7 +21,7 @@ def open_binary(file: str) -> BinaryIO:
 
 
 def read_range(file: str, start: int, stop: int) -> bytes:
-    """The bytes from `start` to `stop` of a local file or a URL, by one request; fewer if the file ends.
+    """Return the bytes from `start` to `stop` of a local file or a URL, with one request; fewer if the file ends.
 
     Raises Unavailable when it cannot be read.
     """
@@ -36,10 +36,10 @@ def read_range(file: str, start: int, stop: int) -> bytes:
 
 @contextmanager
 def storage_errors(file: str) -> Iterator[None]:
-    """Errors of the storage of a local file or a URL become Unavailable.
+    """Turn errors of the storage of a local file or a URL into Unavailable.
 
-    fsspec translates some errors to OSError; those about credentials, regions and connections are of its storages'
-    libraries, which have no class in common.
+    fsspec translates some errors to OSError; those about credentials, regions and connections come from the storages'
+    libraries, which have no common class.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def storage_errors(file: str) -> Iterator[None]:
 
 
 def unavailable(file: str, error: Exception) -> Unavailable:
-    """The error for a file that cannot be opened or read; for objects it says where credentials come from."""
+    """Return the error for a file that cannot be opened or read; for objects, it says where credentials come from."""
     said = str(getattr(error, "strerror", None) or error).strip()
     why = said.splitlines()[0] if said else type(error).__name__
     if not is_url(file):

@@ -1,7 +1,7 @@
 """Tables of an Iceberg catalog, by name: `iceberg:catalog.namespace.table`, or the path of a metadata file.
 
-A catalog is configured as for pyiceberg: in `.pyiceberg.yaml`, or by `PYICEBERG_CATALOG__<NAME>__URI` and the other
-variables of its documentation. torchlake reads no credentials itself.
+Catalogs are configured as for pyiceberg: in `.pyiceberg.yaml`, or by `PYICEBERG_CATALOG__<NAME>__URI` and the other
+variables in its documentation. torchlake reads no credentials itself.
 """
 
 import os
@@ -42,13 +42,13 @@ class TableName(NamedTuple):
 
 
 def parse_name(source: str) -> TableName | None:
-    """The table that a string names, None if it is no name of an Iceberg table. Raises TableError for half a name."""
+    """Return the Iceberg table that a string names, or None. Raises TableError for an incomplete name."""
     match = _NAME.fullmatch(source)
     if match is not None:
         return TableName(match["catalog"], match["table"], match["ref"])
     if source.startswith("iceberg:"):
         raise TableError(
-            f"{source}: write a table as iceberg:catalog.namespace.table, with @snapshot after it or none."
+            f"{source}: write a table as iceberg:catalog.namespace.table or iceberg:catalog.namespace.table@snapshot."
         )
     match = _METADATA.fullmatch(source)
     if match is None:
@@ -58,7 +58,7 @@ def parse_name(source: str) -> TableName | None:
 
 
 def load_table(name: TableName) -> Any:
-    """The pyiceberg table. Raises TableError when it cannot be read, MissingExtra when a library is not installed."""
+    """Return the pyiceberg table. Raises TableError when it cannot be read, MissingExtra when a library is missing."""
     if not name.catalog:
         _check_installed(name)
         try:
@@ -71,7 +71,7 @@ def load_table(name: TableName) -> Any:
 
 @contextmanager
 def opened_catalog(name: TableName) -> Iterator[Any]:
-    """The pyiceberg catalog of a table, until the end of the block.
+    """Open the pyiceberg catalog of a table until the end of the block.
 
     Raises TableError when it cannot be opened, MissingExtra when a library is not installed.
     """
@@ -91,7 +91,7 @@ def opened_catalog(name: TableName) -> Iterator[Any]:
 
 @contextmanager
 def catalog_errors(name: TableName) -> Iterator[None]:
-    """Turn errors of a catalog, while it is read, into TableError and MissingExtra."""
+    """Turn errors that occur while a catalog is read into TableError and MissingExtra."""
     _check_installed(name)
     from pyiceberg import exceptions
 
@@ -103,7 +103,7 @@ def catalog_errors(name: TableName) -> Iterator[None]:
         raise TableError(f"{name.shown}: the catalog {name.catalog!r} has no such table.") from error
     except exceptions.NotInstalledError as error:
         raise MissingExtra(f"{name.shown}: {first_line(error)}.") from error
-    except Exception as error:  # a catalog's database, server and configuration have exceptions of many libraries
+    except Exception as error:  # a catalog's database, server and configuration raise exceptions of many libraries
         variable, why = f"PYICEBERG_CATALOG__{name.catalog.upper()}__URI", redacted(first_line(error))
         raise TableError(
             f"{name.shown}: the catalog {name.catalog!r} cannot be read: {why}. Configure it in "
@@ -122,7 +122,7 @@ def _check_installed(name: TableName) -> None:
 
 
 def _ignore_named_code(catalog: Any) -> None:
-    """Keep pyiceberg from importing and running a class that a table's own properties name for its storage."""
+    """Keep pyiceberg from importing and running a storage class that a table's own properties name."""
     load_file_io: Callable[..., Any] = catalog._load_file_io
 
     def load(properties: Mapping[str, str] | None = None, location: str | None = None) -> Any:
@@ -133,13 +133,13 @@ def _ignore_named_code(catalog: Any) -> None:
 
 
 def _s3_properties() -> dict[str, str]:
-    """The address of the S3 storage: pyiceberg does not read the variable that all other clients do."""
+    """Return the address of the S3 storage: pyiceberg does not read the variable that all other clients read."""
     address = s3_address()
     return {"s3.endpoint": address} if address else {}
 
 
 def _read_metadata(location: str) -> Any:
-    """The table of a metadata file. `StaticTable.from_metadata` would run a class that the file names."""
+    """Return the table of a metadata file; unlike `StaticTable.from_metadata`, do not run a class that it names."""
     from pyiceberg.catalog.noop import NoopCatalog
     from pyiceberg.io import load_file_io
     from pyiceberg.serializers import FromInputFile
@@ -156,5 +156,5 @@ def _read_metadata(location: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line without its full stop."""
+    """Return what an error says, in one line without its full stop."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

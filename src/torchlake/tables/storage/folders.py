@@ -15,29 +15,29 @@ class Folder(Protocol):
 
     @property
     def location(self) -> str:
-        """Its absolute path or URL."""
+        """The absolute path or URL."""
 
     def write_new(self, name: str, content: bytes, *, site: str) -> bool:
-        """Write a file durably and at once; False if it exists with another content."""
+        """Write a file durably and atomically; return False if it exists with other content."""
 
     def write(self, name: str, content: bytes, *, site: str) -> None:
-        """Write or replace a file durably and at once."""
+        """Write or replace a file durably and atomically."""
 
     def replace_damaged(self, name: str, damaged: bytes, content: bytes, *, site: str) -> None:
-        """Replace a file's damaged content; what another writer has put there since then stays."""
+        """Replace a file's damaged content, but keep what another writer has written since then."""
 
     def content(self, name: str) -> bytes | None:
-        """A file's bytes, or None if there is none."""
+        """Return a file's bytes, or None if there is none."""
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """The size in bytes of every file below a folder, by its name in this one."""
+        """Return the size in bytes of every file below a folder, by its name relative to this folder."""
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files; those that are gone already are ignored."""
+        """Delete files; ignore those that do not exist."""
 
 
 class LocalFolder:
-    """A folder of this machine, or of a file system that is mounted here."""
+    """A folder on this machine, or on a file system that is mounted here."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +78,7 @@ class LocalFolder:
         atomic_io.remove(self.path / name for name in names)
 
     def _made(self, name: str) -> Path:
-        """The path of a file in a folder that exists; if this folder is gone, writing fails."""
+        """Return the path of a file, creating folders below this one but not this one: without it, writing fails."""
         path = self.path / name
         if "/" in name and self.path.is_dir() and not path.parent.is_dir():
             try:
@@ -89,6 +89,6 @@ class LocalFolder:
 
 
 def folder_at(location: str | Path) -> Folder:
-    """The folder at a path or URL."""
+    """Return the folder at a path or URL."""
     text = os.fspath(location)
     return ObjectFolder(text) if is_url(text) else LocalFolder(Path(text))

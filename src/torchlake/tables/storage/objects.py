@@ -1,8 +1,8 @@
 """Objects written with conditions: created only if missing, or replaced only if unchanged; obstore does the requests.
 
-Two answers of a store are ambiguous. A success whose answer was lost comes back as "exists already", because the client
-repeats the request; and a conflict (409) may mean that nothing was written. So after a refusal the object is read, and
-its content decides. Contents that must differ between writers have a random token in them.
+Two answers of a store are ambiguous. If the answer to a successful request was lost, the client repeats the request and
+gets "exists already"; and a conflict (409) may mean that nothing was written. So after a refusal the object is read,
+and its content decides. Contents that must differ between writers contain a random token.
 """
 
 import re
@@ -17,9 +17,9 @@ from torchlake.failpoints import failpoint
 from torchlake.tables.storage.urls import EXTRAS, check_url, credentials_of, is_url, object_store_options
 
 RETRIES, RETRY_S = 6, 60.0
-"Of a request that the store did not answer or answered with an error of its own; then the job fails."
+"Retries of a request that got no answer or an error of the store itself; then the job fails."
 ATTEMPTS = 5
-"At a conditional write that was refused although the object is as it was."
+"Attempts at a conditional write that was refused although the object did not change."
 
 
 _MISSING = re.compile(r"NoSuchBucket|NO_SUCH_BUCKET")
@@ -28,7 +28,7 @@ _CONFLICT = re.compile(r"status code: 409\b")
 _PERMISSION = re.compile(
     r"ACCESS_DENIED|AccessDenied|Forbidden|Unauthenticated|Unauthorized|[Cc]redential|169\.254\.169\.254"
 )
-"In errors of missing permission; the last one is the address where machines in a cloud find their role."
+"Words in errors about missing permission; the last one is the address where cloud machines get their role."
 _REGION = re.compile(r"\b301 Moved|HTTP status 301|PermanentRedirect|incorrectly configured region")
 _COLORS, _CODE = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"<Code>(\w+)</Code>")
 
@@ -39,11 +39,11 @@ class Found(NamedTuple):
     content: bytes
     version: Mapping[str, str]
     modified: datetime
-    "By the clock of the store."
+    "Modification time by the store's clock."
 
 
 class ObjectFolder:
-    """A folder in an object store, by URL. Methods take names relative to it and raise StorageError."""
+    """A folder in an object store, by URL. Methods take names relative to it, and raise StorageError."""
 
     def __init__(self, url: str) -> None:
         self.location = url.rstrip("/")
@@ -52,7 +52,7 @@ class ObjectFolder:
         return ObjectFolder, (self.location,)
 
     def write_new(self, name: str, content: bytes, *, site: str) -> bool:
-        """Create an object; False if it exists with another content. An equal one counts as written."""
+        """Create an object; return False if it exists with other content. Equal content counts as written."""
         failpoint(f"{site}.write")
         for _ in range(ATTEMPTS):
             try:
@@ -65,12 +65,12 @@ class ObjectFolder:
                     return False
                 break
         else:
-            raise self._failure(name, "its store refused to create it, and it is not there")
+            raise self._failure(name, "its store refused to create it, but it does not exist")
         failpoint(f"{site}.done")
         return True
 
     def replace(self, name: str, content: bytes, version: Mapping[str, str], *, site: str) -> bool:
-        """Replace an object of this version; False if it is another one now, or gone."""
+        """Replace an object of this version; return False if it now has another version, or was removed."""
         failpoint(f"{site}.write")
         for _ in range(ATTEMPTS):
             try:
@@ -85,7 +85,7 @@ class ObjectFolder:
             if found.version != version:
                 return False
         else:
-            raise self._failure(name, "its store refused to replace it, and it is unchanged")
+            raise self._failure(name, "its store refused to replace it, but it did not change")
         failpoint(f"{site}.done")
         return True
 
@@ -96,13 +96,13 @@ class ObjectFolder:
         failpoint(f"{site}.done")
 
     def replace_damaged(self, name: str, damaged: bytes, content: bytes, *, site: str) -> None:
-        """Replace an object's damaged content; what another writer has put there since then stays."""
+        """Replace an object's damaged content, but keep what another writer has written since then."""
         found = self.read(name)
         if found is not None and found.content == damaged:
             self.replace(name, content, found.version, site=site)
 
     def read(self, name: str) -> Found | None:
-        """An object, or None if there is none."""
+        """Return an object, or None if there is none."""
         try:
             got = self._call("get", name)
             content = bytes(got.bytes())
@@ -111,12 +111,12 @@ class ObjectFolder:
         return Found(content, _version(got.meta), got.meta["last_modified"])
 
     def content(self, name: str) -> bytes | None:
-        """An object's bytes, or None if there is none."""
+        """Return an object's bytes, or None if there is none."""
         found = self.read(name)
         return None if found is None else found.content
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """The size in bytes of every object below a folder, by its name in this one."""
+        """Return the size in bytes of every object below a folder, by its name relative to this folder."""
         prefix = "/".join(part for part in (_path(self.location), below.strip("/")) if part)
         store = _store(self.location)
         try:
@@ -127,7 +127,7 @@ class ObjectFolder:
         return {one["path"].removeprefix(top): int(one["size"]) for one in listed}
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; those that are gone already are ignored."""
+        """Delete objects; ignore those that do not exist."""
         wanted = [f"{_path(self.location)}/{name}".lstrip("/") for name in names]
         for first in range(0, len(wanted), 1000):
             self._delete(wanted[first : first + 1000])
@@ -136,7 +136,7 @@ class ObjectFolder:
         store = _store(self.location)
         try:
             store.delete(paths)
-        except FileNotFoundError:  # some stores end a request of several objects at one that is gone
+        except FileNotFoundError:  # some stores stop a request for several objects at one that is missing
             if len(paths) > 1:
                 for path in paths:
                     self._delete([path])
@@ -144,8 +144,8 @@ class ObjectFolder:
             raise self._failure("", error) from error
 
     def _call(self, method: str, name: str, *arguments: Any, **options: Any) -> Any:
-        """A request for one object. Raises FileNotFoundError, _Refused for a failed condition, else StorageError."""
-        store = _store(self.location)  # before obstore is imported: it says which extra is missing
+        """Make a request for one object. Raises FileNotFoundError, _Refused (failed condition) or StorageError."""
+        store = _store(self.location)  # before obstore is imported, because this names the missing extra
         from obstore import exceptions
 
         path = f"{_path(self.location)}/{name}".lstrip("/")
@@ -167,7 +167,7 @@ class ObjectFolder:
 
 
 def storage_failure(url: str, why: Exception | str) -> StorageError:
-    """An error of an object store that says what to do; `why` is the error of a library."""
+    """Return the error of an object store, with advice; `why` is the error of a library."""
     text = _COLORS.sub("", str(why)).partition("Debug source:")[0] or type(why).__name__
     plain, _, answer = text.partition("<?xml")
     cause = ": ".join(line.strip(" \u21b3:.") for line in plain.splitlines() if line.strip(" \u21b3:."))
@@ -181,7 +181,7 @@ def storage_failure(url: str, why: Exception | str) -> StorageError:
 
 
 def access_advice(url: str, text: str) -> str:
-    """What to do about the error of a store that refuses access; empty for other errors, and without a store."""
+    """Return advice for the error of a store that refuses access; empty for other errors and for local paths."""
     if not is_url(url):
         return ""
     if _MISSING.search(text):
@@ -194,7 +194,7 @@ def access_advice(url: str, text: str) -> str:
 
 
 class _Refused(Exception):
-    """The store says that the object exists, or is of another version."""
+    """The store answered that the object exists, or has another version."""
 
 
 def _version(meta: Mapping[str, Any]) -> dict[str, str]:
@@ -202,7 +202,7 @@ def _version(meta: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _path(url: str) -> str:
-    """The part of a URL after its bucket."""
+    """Return the part of a URL after its bucket."""
     return url.partition("://")[2].partition("/")[2].strip("/")
 
 
@@ -214,7 +214,7 @@ def _store(url: str) -> Any:
 
 @lru_cache(maxsize=16)
 def _opened(protocol: str, bucket: str, options: tuple[tuple[str, str], ...]) -> Any:
-    """The obstore store of a bucket. Raises MissingExtra when obstore is not installed."""
+    """Return the obstore store of a bucket. Raises MissingExtra when obstore is not installed."""
     url = f"{protocol}://{bucket}"
     check_url(url, to_write=True)
     try:
@@ -229,7 +229,7 @@ def _opened(protocol: str, bucket: str, options: tuple[tuple[str, str], ...]) ->
     retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
     client: Any = {"allow_http": True} if config.pop("aws_allow_http", "") else None
     if protocol in ("az", "abfs", "abfss") and "@" not in bucket:
-        # fsspec writes the container first, and the account is in the environment; from_url expects it the other way.
+        # In fsspec's URLs the container comes first, and the environment has the account; from_url expects the account.
         return AzureStore(bucket, retry_config=retry)
     known = {"gcs": "gs", "s3a": "s3"}.get(protocol, protocol)
     return from_url(f"{known}://{bucket}", config=config or None, client_options=client, retry_config=retry)

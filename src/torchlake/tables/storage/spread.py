@@ -1,7 +1,7 @@
-"""Apply a function to many items that read much data: in this process, or wherever an engine runs it.
+"""Apply a function to many items that read much data, in this process or in the processes of an engine.
 
-What grows with the bytes or rows of a table goes through here: hashing files, scanning text, checking keys and parts.
-The code above passes an engine's `spread`; without one, work stays in this process.
+All work that grows with the bytes or rows of a table uses this: hashing files, scanning text, checking keys and parts.
+Callers pass an engine's `spread`; without one, the work is done in this process.
 """
 
 import os
@@ -13,26 +13,26 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 THREADS = 8
-"At most; each may hold a part or a million keys in memory."
+"Maximum number of threads; each may hold a part or a million keys in memory."
 REQUESTS = 16
-"Threads that wait for an object store at the same time."
+"Number of threads that wait for an object store at the same time."
 SMALL = 16 << 20
-"Bytes for which threads are not worth starting."
+"Bytes below which threads are not worth starting."
 
 
 class Spread(Protocol):
-    """Yields `function(item)` for each item, in order. Closing the iterator cancels what has not begun."""
+    """A function that yields `function(item)` for each item, in order; closing it cancels what has not begun."""
 
     def __call__(
         self, function: Callable[[T], R], items: Sequence[T], *, size: int, name: str
     ) -> Generator[R, None, None]:
-        """The items read `size` bytes in all; `name` is shown in an engine's user interface."""
+        """Yield the results. All items together read `size` bytes; an engine's user interface shows `name`."""
 
 
 def in_process(
     function: Callable[[T], R], items: Sequence[T], *, size: int, name: str = ""
 ) -> Generator[R, None, None]:
-    """A `Spread` over threads of this process: hashing, decoding and sorting release the GIL."""
+    """Yield a `Spread` over threads of this process: hashing, decoding and sorting release the GIL."""
     threads = min(len(items), THREADS, os.cpu_count() or 1)
     if threads < 2 or size < SMALL:
         yield from map(function, items)
@@ -42,9 +42,9 @@ def in_process(
 
 
 def each_file(function: Callable[[T], R], items: Sequence[T], *, remote: bool) -> Iterator[R]:
-    """`function` of each file, in order: by threads if they are remote, as most of the time is waiting.
+    """Yield `function` of each file, in order, with threads if files are remote and most of the time is waiting.
 
-    Local files take mostly Python's own time, and threads would be four times slower.
+    Local files mostly take Python's own time, and threads would make that four times slower.
     """
     if not remote:
         yield from map(function, items)

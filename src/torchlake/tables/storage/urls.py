@@ -1,7 +1,7 @@
 """URLs: which protocols are allowed, and the fsspec file system of a URL.
 
-fsspec opens a URL only after `check_url`: it has protocols that unpack archives, read through other URLs, render
-templates with environment variables, run a remote shell or send data unencrypted, and it chains them.
+fsspec opens a URL only after `check_url`, because it has protocols that unpack archives, read through other URLs,
+render templates with environment variables, run a remote shell or send data unencrypted, and it can chain them.
 """
 
 import os
@@ -14,11 +14,11 @@ STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hdfs", "memor
 """Protocols of storages with files and access control. Excluded: plain http, also as webhdfs, protocols with a password
 in the URL (ftp, smb), and ssh, which runs programs."""
 READ_ONLY = ("https", "hf")
-"Protocols of public files; never written to."
+"Protocols of public files, which are only read."
 
 _S3, _GCS, _AZURE = ("s3fs", "s3"), ("gcsfs", "gcs"), ("adlfs", "azure")
 EXTRAS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS} | dict.fromkeys(("abfs", "abfss", "az"), _AZURE)
-"By protocol, the library that opens it, and torchlake's extra that installs it."
+"The library that opens each protocol, and torchlake's extra that installs it."
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
     "gcs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the role of the machine",
@@ -28,17 +28,17 @@ _CREDENTIALS = {
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` is an fsspec URL (`file://` URLs are converted to local paths before)."""
+    """Return whether `path` is an fsspec URL (`file://` URLs are converted to local paths before)."""
     return "://" in path
 
 
 def check_url(url: str, *, to_write: bool = False) -> str:
-    """The protocol of a URL. Raises TableError listing the allowed protocols for others."""
+    """Return the protocol of a URL. Raises TableError listing the allowed protocols for others."""
     protocol = url.partition("://")[0]
     shown, allowed = redacted(url), STORES if to_write else STORES + READ_ONLY
     if "::" in url:
         raise TableError(
-            f"{shown}: a URL in another one ('::') is refused: it would be unpacked, copied or redirected. "
+            f"{shown}: a URL inside another one ('::') is refused, because it would be unpacked, copied or redirected. "
             "Name the files themselves; unpack an archive first."
         )
     if protocol not in allowed:
@@ -51,7 +51,7 @@ def check_url(url: str, *, to_write: bool = False) -> str:
 
 
 def missing_library(url: str, error: ImportError) -> str:
-    """A message that names the missing library of a URL's protocol; `error` is fsspec's."""
+    """Return a message that names the missing library of a URL's protocol; `error` is fsspec's."""
     protocol = url.partition("://")[0]
     if protocol not in EXTRAS:
         return str(error)
@@ -60,19 +60,19 @@ def missing_library(url: str, error: ImportError) -> str:
 
 
 def credentials_of(url: str) -> str:
-    """Where the library of a URL's protocol looks for credentials, for messages."""
+    """Return where the library of a URL's protocol looks for credentials, for messages."""
     protocol = url.partition("://")[0]
     extra = EXTRAS[protocol][1] if protocol in EXTRAS else protocol
     return _CREDENTIALS.get(extra, f"fsspec's settings for {protocol}://")
 
 
 def secret_repository(url: str) -> str:
-    """What to do for a repository that its server does not give, for messages."""
-    return f"A private or gated one needs credentials, which come from {credentials_of(url)}."
+    """Return advice about a repository to which the server refuses access, for messages."""
+    return f"A private or gated repository needs credentials, which come from {credentials_of(url)}."
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL and the path in it.
+    """Return the fsspec file system of a URL and the path in it.
 
     Raises TableError as `check_url` does, MissingExtra when the protocol's library is not installed.
     """
@@ -93,10 +93,10 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def object_store_options(url: str) -> dict[str, str] | None:
-    """The options with which Rust's object_store, which delta-rs is built on, finds the storage that fsspec finds.
+    """Return the options with which object_store, the Rust library in delta-rs, finds the storage that fsspec finds.
 
-    None for local paths, and for storages that both find by the same variables. For S3, fsspec has settings of its own,
-    and object_store reads fewer variables and refuses an address without TLS that a variable names.
+    None for local paths, and for storages that both find by the same variables. For S3, fsspec has its own settings;
+    object_store reads fewer variables, and refuses an address without TLS from a variable.
     """
     if not is_url(url) or EXTRAS.get(check_url(url)) != _S3:
         return None
@@ -114,7 +114,7 @@ def object_store_options(url: str) -> dict[str, str] | None:
 
 
 def s3_address() -> str:
-    """The address of the S3 storage that fsspec finds, by its settings or the variables; empty for that of AWS."""
+    """Return the address of the S3 storage that fsspec finds, by its settings or the variables; empty for AWS."""
     from fsspec.config import conf
 
     own = conf.get("s3", {})

@@ -2,8 +2,8 @@
 
 A local file's version is its size, mtime, ctime and inode. Tools cannot set the ctime, so a file that was written to or
 replaced is detected even if its size and mtime were preserved (`cp -p`, `rsync -t`). An object's version is its ETag or
-generation. A different version may have the same rows, if a file was copied back or its permissions changed; then the
-contents are compared, by a sha256. Of a file above 1 GiB that is the sha256 of its blocks' sha256s, so that several
+generation. A different version may have the same rows, if a file was copied back or its permissions changed; then a
+sha256 of the content is compared. For a file above 1 GiB it is the sha256 of its blocks' sha256s, so that several
 processes can hash one file. Cost: one `stat` or one request per check, and a pass over the file if the version differs.
 """
 
@@ -23,23 +23,23 @@ SETTLED_NS = 20_000_000  # two ticks of the kernel's clock for ctime
 SETTLE_ATTEMPTS = 100  # for a file that is being written
 _BLOCK = 1 << 20
 HASHED_BYTES = 1 << 30
-"Of a local file, in one sha256."
+"Maximum bytes of a local file that are hashed by one sha256."
 
 
 class Version(NamedTuple):
     """The version of a file or object; equal versions have equal bytes."""
 
     size: int
-    "In bytes."
+    "Size in bytes."
     mtime_ns: int = 0
     ctime_ns: int = 0
     inode: int = 0
     mark: str = ""
-    "An object's ETag, generation or time; empty for local files, and for web servers without any."
+    "An object's ETag, generation or time; empty for local files, and for web servers that send none."
 
 
 def version_of(file: str) -> Version:
-    """The current version of a local file or a URL. Raises TableError when it cannot be read."""
+    """Return the current version of a local file or a URL. Raises TableError when it cannot be read."""
     with storage_errors(file):
         if not is_url(file):
             status = os.stat(file)
@@ -51,7 +51,7 @@ def version_of(file: str) -> Version:
 
 
 def settled_version_of(file: str) -> Version:
-    """`version_of`, once a local file is two ticks old: a write in the tick of the `stat` would not be detected."""
+    """Return `version_of` once a local file is two ticks old, because a write in the tick of `stat` is not detected."""
     for _ in range(SETTLE_ATTEMPTS):
         version = version_of(file)
         if not 0 <= time.time_ns() - version.ctime_ns < SETTLED_NS:
@@ -61,23 +61,23 @@ def settled_version_of(file: str) -> Version:
 
 
 def content_id(file: str) -> str:
-    """A sha256 that identifies a file's content: of its bytes, or of an object's size and ETag, if it has one."""
+    """Return a sha256 that identifies a file's content: of its bytes, or of an object's size and ETag if it has one."""
     blocks = hashed_blocks(file, version_of(file))
     return joined_id([block_id(block) for block in blocks])
 
 
 def hashed_blocks(file: str, version: Version) -> list[tuple[str, int]]:
-    """What `block_id` hashes of a file: one (file, offset) unless it is a local file above `HASHED_BYTES`."""
+    """Return the (file, offset) pairs that `block_id` hashes: one, except for a local file above `HASHED_BYTES`."""
     return [(file, offset) for offset in range(0, 1 if is_url(file) else max(1, version.size), HASHED_BYTES)]
 
 
 def joined_id(ids: Sequence[str]) -> str:
-    """The `content_id` of a file whose blocks have these ids."""
+    """Return the `content_id` of a file whose blocks have these ids."""
     return ids[0] if len(ids) == 1 else hashlib.sha256("".join(ids).encode()).hexdigest()
 
 
 def block_id(block: tuple[str, int]) -> str:
-    """The sha256 of one of `hashed_blocks`. Raises TableError when it cannot be read."""
+    """Return the sha256 of one of `hashed_blocks`. Raises TableError when it cannot be read."""
     file, offset = block
     with storage_errors(file):
         if not is_url(file):
@@ -104,13 +104,13 @@ def _sha256_of(file: str, offset: int) -> str:
 
 
 class ContentChecker:
-    """Checks that inputs still have their planned content; remembers other versions that had it."""
+    """A check that inputs still have their planned content; it remembers other versions with that content."""
 
     def __init__(self) -> None:
         self._equal: set[tuple[str, Version, str]] = set()
 
     def is_unchanged(self, file: str, planned: Version, sha256: str) -> bool:
-        """Whether the file has the planned content. Raises TableError when it cannot be read."""
+        """Return whether the file has the planned content. Raises TableError when it cannot be read."""
         now = version_of(file)
         if now == planned or (file, now, sha256) in self._equal:
             return True
@@ -120,7 +120,7 @@ class ContentChecker:
         return True
 
     def check(self, file: str, planned: Version, sha256: str, *, may_be_gone: bool = False) -> None:
-        """Raise FingerprintError when the content has changed, or the file is gone, unless `may_be_gone`."""
+        """Raise FingerprintError when the content has changed, or the file was removed (unless `may_be_gone`)."""
         try:
             same, what = self.is_unchanged(file, planned, sha256), "changed while it was being read"
         except TableError as error:
@@ -129,8 +129,8 @@ class ContentChecker:
             same, what = False, f"can no longer be read ({error})"
         if not same:
             raise FingerprintError(
-                f"{file}: {what}, so its rows may be of either version. Nothing of it is published. Run the same "
-                "command again once nothing writes to the input; --accept-new-input then does this file again."
+                f"{file}: {what}, so its rows may be from either version. No row of it was published. Run the same "
+                "command again once nothing writes to the input; --accept-new-input then processes this file again."
             )
 
 
@@ -142,6 +142,6 @@ def _info(url: str) -> dict[str, Any]:
 
 
 def _mark(info: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The first of these fields that is set, in one form, because requests for objects and for folders differ."""
+    """Return the first of these fields that is set, in one form: requests for objects and for folders differ."""
     found = next((info[name] for name in names if info.get(name)), "")
     return str(found.isoformat() if hasattr(found, "isoformat") else found).removeprefix("W/").strip('"')

@@ -1,4 +1,4 @@
-"""What `verify` notes without calling it a fault: inputs that changed, rows that were not asked for, other files."""
+"""What `verify` notes but does not report as a problem: changed inputs, rows that were not requested, other files."""
 
 import os
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from torchlake.tables.storage.versions import ContentChecker
 
 
 def unchanged_inputs(plan: Plan, notes: list[str]) -> frozenset[str]:
-    """The names of the inputs that did not change; adds a note for each that did, is gone or has no checksums."""
+    """Return the names of unchanged inputs; add a note for each that changed, was removed or has no checksums."""
     unchanged = set()
     remote = any(is_url(one.path) for one in plan.inputs)
     for one, same in zip(plan.inputs, each_file(_is_unchanged, plan.inputs, remote=remote), strict=True):
         if same:
             unchanged.add(one.name)
         elif same is None:
-            notes.append(f"{one.path}: the input is gone; its rows cannot be compared.")
+            notes.append(f"{one.path}: the input was removed; its rows cannot be compared.")
         else:
             notes.append(f"{one.path}: the input has changed since the output was committed.")
     bare = sum(one.checksums is False for one in plan.inputs)
@@ -30,7 +30,7 @@ def unchanged_inputs(plan: Plan, notes: list[str]) -> frozenset[str]:
 
 
 def _is_unchanged(one: InputFile) -> bool | None:
-    """Whether a file has the planned content; None if it cannot be read."""
+    """Return whether a file has the planned content; None if it cannot be read."""
     try:
         return ContentChecker().is_unchanged(one.path, one.version, one.sha256)
     except TableError:
@@ -38,7 +38,7 @@ def _is_unchanged(one: InputFile) -> bool | None:
 
 
 def selection_note(plan: Plan) -> str | None:
-    """Which rows of the input were asked for, so that rows in are not taken for all rows; None if all were."""
+    """Return a note about which input rows were requested; None if all were."""
     if not plan.asked:
         return None
     asked = ", ".join(f"{name} {value}" for name, value in plan.asked.items())
@@ -49,7 +49,7 @@ def selection_note(plan: Plan) -> str | None:
 
 
 def other_files(out: Path, names: set[str]) -> Iterator[str]:
-    """The files of a local folder that its record does not list."""
+    """Yield the files of a local folder that its record does not list."""
     for folder, folders, listed in os.walk(out):
         folders[:] = [name for name in folders if Path(folder, name) != out / FOLDER]
         for name in sorted(listed):

@@ -27,12 +27,12 @@ class PartCheck:
     """What the parts of a commit are checked against."""
 
     folder: str
-    "The path or URL that they are in."
+    "The path or URL where the parts are."
     schema: pa.Schema | dict[str, str]
     key: str | None
     row_ids: bool
     unchanged: frozenset[str]
-    "Names of the inputs that did not change: keys are compared with theirs."
+    "Names of the unchanged inputs, with whose keys the parts are compared."
 
 
 @dataclass(kw_only=True)
@@ -43,12 +43,12 @@ class CheckedPart:
     "None if it cannot be read."
     failed: int = 0
     file: str | None = None
-    "Its path or URL; None unless it can be read and has the recorded columns."
+    "The part's path or URL; None unless it can be read and has the recorded columns."
     problems: list[str] = field(default_factory=list)
 
 
 def check_parts(check: PartCheck, parts: Sequence[tuple[dict[str, Any], Sequence[Chunk]]]) -> list[CheckedPart]:
-    """Check neighboring parts, each with its chunks, which are read forward."""
+    """Check adjacent parts, each with its chunks, which are read forward."""
     reader = ChunkReader([] if check.key is None else [check.key])
     try:
         return [_check_part(check, reader, part, chunks) for part, chunks in parts]
@@ -57,7 +57,7 @@ def check_parts(check: PartCheck, parts: Sequence[tuple[dict[str, Any], Sequence
 
 
 def keys_of(key: str, files: Sequence[str]) -> Iterator[Keys]:
-    """The keys of parts; those of failed rows may be null."""
+    """Yield the keys of parts; those of failed rows may be null."""
     for file in files:
         rows = _read(file, [key, "error"])
         failed = _not_null(rows["error"]) if "error" in rows.column_names else ()
@@ -73,7 +73,7 @@ def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chu
             seen.problems.append(f"{name}: missing.")
             return seen
         if digest != part["sha256"]:
-            seen.problems.append(f"{name}: its sha256 is not the one that was committed: damaged, or edited.")
+            seen.problems.append(f"{name}: its sha256 differs from the committed one; it is damaged, or was edited.")
         file = f"{check.folder}/{name}"
         columns, seen.rows, seen.failed = _count_rows(file)
     except UnsafeError as error:
@@ -82,22 +82,22 @@ def _check_part(check: PartCheck, reader: ChunkReader, part: dict[str, Any], chu
     except (pa.ArrowException, OSError, DataError, StorageError) as error:
         seen.problems.append(f"{name}: cannot be read: {error}")
         return seen
-    # A file of one partition has some of the rows of its chunks.
+    # A file of one partition has only some of the rows of its chunks.
     expected = part["rows"] if part.get("partition") else sum(chunk.rows for chunk in chunks)
     if seen.rows != expected:
-        seen.problems.append(f"{name}: {seen.rows:,} rows, the plan has {expected:,}.")
+        seen.problems.append(f"{name}: has {seen.rows:,} rows, but {expected:,} in the plan.")
     if columns.equals(schema) if isinstance(schema, pa.Schema) else as_names(columns) == schema:
         if chunks:
             seen.file = file
             seen.problems += _check_identity(check, reader, file, chunks, some=bool(part.get("partition")))
     else:
         recorded = as_names(schema) if isinstance(schema, pa.Schema) else schema
-        seen.problems.append(f"{name}: its columns are {as_names(columns)}, the record says {recorded}.")
+        seen.problems.append(f"{name}: its columns are {as_names(columns)}, but {recorded} in the record.")
     return seen
 
 
 def _schema_of(schema: pa.Schema | dict[str, str], part: dict[str, Any]) -> pa.Schema | dict[str, str]:
-    """The columns of a part: a file of one partition has no column for it."""
+    """Return the columns of a part; a file of one partition does not have the partition columns."""
     gone = {name for name, _ in part.get("partition", ())}
     if isinstance(schema, pa.Schema):
         return pa.schema([column for column in schema if column.name not in gone])
@@ -105,7 +105,7 @@ def _schema_of(schema: pa.Schema | dict[str, str], part: dict[str, Any]) -> pa.S
 
 
 def _sha256(folder: str, name: str) -> str | None:
-    """The sha256 of a part; None if it is missing. Raises UnsafeError for a name that leads elsewhere."""
+    """Return the sha256 of a part; None if it is missing. Raises UnsafeError for a name outside the output."""
     if is_url(folder):
         if name.startswith("/") or ".." in name.split("/"):
             raise UnsafeError(f"{name!r} leads out of the output; not read.")
@@ -121,7 +121,7 @@ def _sha256(folder: str, name: str) -> str | None:
 
 
 def _count_rows(file: str) -> tuple[pa.Schema, int, int]:
-    """A part's columns, rows and failed rows; every page is read and its checksum verified."""
+    """Return a part's columns, rows and failed rows; every page is read and its checksum verified."""
     rows = failed = 0
     with open_parquet(file) as parquet:
         columns = parquet.schema_arrow.remove_metadata()
@@ -132,14 +132,17 @@ def _count_rows(file: str) -> tuple[pa.Schema, int, int]:
 
 
 def as_names(schema: pa.Schema) -> dict[str, str]:
-    """The names of the types, by column."""
+    """Return the names of the types, by column."""
     return {column.name: str(column.type) for column in schema}
 
 
 def _check_identity(
     check: PartCheck, reader: ChunkReader, file: str, chunks: Sequence[Chunk], *, some: bool
 ) -> list[str]:
-    """Whether a part has the row ids of its chunks, or their keys if the input is unchanged; or `some` of them."""
+    """Return the problem if a part lacks the row ids of its chunks, or their keys if the input is unchanged.
+
+    `some`: the part has only some of them.
+    """
     first, name = chunks[0], os.path.basename(file)
     place = f"{'among ' if some else ''}those of {first.name} from row {first.first_row:,}."
     if check.row_ids:
@@ -160,7 +163,7 @@ def _check_identity(
 
 
 def _are(written: pa.ChunkedArray, expected: pa.ChunkedArray, *, some: bool) -> bool:
-    """Whether a column equals another one or, for `some`, has no value that the other one lacks."""
+    """Return whether a column equals another one or, if `some`, has only values that the other one has."""
     if some:
         return bool(pc.all(pc.is_in(written, value_set=expected.combine_chunks())).as_py() is not False)
     return bool(expected.equals(written))

@@ -1,9 +1,9 @@
-"""`verify` checks a finished output against its commit records and plans: every row once, nothing else.
+"""`verify`: check a finished output against its commit records and plans, so that it has every row once, nothing else.
 
 It checks the sha256 of each part, every page's checksum, rows against the plan, each row id or key, and orphan files.
-Of a table with a log it checks torchlake's own commits, as far as their files are still rows of the table. Cost: one
-read of the output, and two of its key column and one of the input's if there is a key, by threads of this process or on
-an engine. Memory is constant.
+In a table with a log it checks torchlake's own commits, as far as the table still has their files. Cost: one read of
+the output and, with a key, two reads of its key column and one of the input's, by threads of this process or on an
+engine. Memory is constant.
 """
 
 import os
@@ -24,7 +24,7 @@ from torchlake.tables.verification.inputs import other_files, selection_note, un
 from torchlake.tables.verification.parts import PartCheck, check_parts, keys_of
 
 BUNDLE_BYTES = 64 << 20
-"Of parts that are checked together: neighbors, which come from one file of the input."
+"Bytes of adjacent parts that are checked together, because they come from one file of the input."
 
 
 @dataclass(kw_only=True)
@@ -37,9 +37,9 @@ class Verification:
     "Rows whose `error` is not null."
     parts: int = 0
     problems: list[str] = field(default_factory=list)
-    "One sentence each."
+    "One sentence for each problem."
     notes: list[str] = field(default_factory=list)
-    "Not faults: inputs that changed, are gone, or have no page checksums; rows of other writers."
+    "What is not a problem: inputs that changed, were removed, or have no page checksums; rows of other writers."
 
 
 def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
@@ -97,11 +97,11 @@ def _verify_commit(one: Committed, found: Verification, spread: Spread) -> None:
     found.notes += [] if note is None else [note]
     if one.live is None:
         _find_orphan_files(Path(one.folder), {part["name"] for part in record["parts"]}, found)
-    # Row ids in partitions are checked as keys are: the files of a chunk may share none.
+    # Row ids in partitions are checked like keys: files of the same chunk must not share one.
     unique = key or ("row_id" if row_ids and any(part.get("partition") for part in parts) else None)
     if unique is not None:
         items = bundled([path for path, _ in sound], [count for _, count in sound], ITEM_ROWS)
-        # Processes of an engine share a folder: the output, unless that is a table's or in an object store.
+        # The processes of an engine share the output's folder, unless it is a table's or in an object store.
         shared = one.live is None and os.access(one.folder, os.W_OK)
         folder = Path(one.folder) if shared else None
         compare = spread if shared else in_process
@@ -125,22 +125,22 @@ def _total_problems(record: dict[str, Any], plan: Plan, rows: int, failed: int) 
         missing, extra = sorted(set(planned) - set(made))[:3], sorted(set(made) - set(planned))[:3]
         doubled = sorted({one for one, other in pairwise(made) if one == other})[:3]
         problems.append(
-            f"Parts and chunks do not match one to one (missing: {missing}, unplanned: {extra}, doubled: {doubled})."
+            f"Parts and chunks do not match one to one (missing: {missing}, unplanned: {extra}, duplicate: {doubled})."
         )
     if rows != plan.rows:
         problems.append(f"{rows:,} rows out, {plan.rows:,} rows in.")
     if (record["rows"], record["failed"]) != (rows, failed):
         problems.append(
-            f"The record says {record['rows']:,} rows and {record['failed']:,} failed; there are {rows:,} and "
+            f"The record has {record['rows']:,} rows, {record['failed']:,} of them failed; the parts have {rows:,} and "
             f"{failed:,}."
         )
     return problems
 
 
 def _find_orphan_files(out: Path, names: set[str], found: Verification) -> None:
-    """Report files that the record does not list; readers of the folder take the Parquet files for rows."""
+    """Report files that the record does not list; readers of the folder would read Parquet files among them."""
     for path in () if is_url(str(out)) else other_files(out, names):
         if path.endswith(".parquet"):
-            found.problems.append(f"{path}: a Parquet file that the record does not list; readers take it for rows.")
+            found.problems.append(f"{path}: a Parquet file that the record does not list; readers would read its rows.")
         else:
             found.notes.append(f"{path}: a file that the record does not list.")
