@@ -26,12 +26,12 @@ WRONG_PATH = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, e
 
 
 def temporary_path(path: Path) -> Path:
-    """A unique hidden name beside `path`, for a file or folder that is renamed to `path` when complete."""
+    """Return a unique hidden name beside `path`, for a file or folder that is renamed to `path` when complete."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def stale_temporaries(path: Path) -> list[Path]:
-    """Temporary files and folders that killed writers of `path` left behind."""
+    """Return the temporary files and folders that killed writers of `path` left behind."""
     ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
     return [one for one in path.parent.glob(".*.tmp") if ours.fullmatch(one.name)]
 
@@ -45,7 +45,7 @@ def write_bytes(path: Path, content: bytes, *, site: str) -> None:
 
 
 def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
-    """Like `write_bytes`, but returns False and writes nothing if the file exists.
+    """Write as `write_bytes` does, but if the file exists, write nothing and return False.
 
     On a file system without hard links, a file that is created at the same moment is replaced.
     """
@@ -113,7 +113,7 @@ def write_json(path: Path, value: Any, *, site: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`. Raises DataError naming the file when it is missing, damaged or nested too deeply."""
+    """Return the JSON value in `path`. Raises DataError when the file is missing, damaged or nested too deeply."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def set_default_modes(files: Iterable[Path]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a folder, which makes the names in it durable."""
+    """Sync a folder to the disk, which makes the names in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -150,7 +150,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """An error with the path, the cause, the bytes needed and free, and what to do."""
+    """Return an error with the path, the cause, the bytes needed and free, and what to do."""
     again = "run the same command again: finished work is kept."
     if error.errno in WRONG_PATH:
         return StorageError(f"{path}: {error.strerror}. Name another folder, or make this one writable, and {again}")
@@ -164,18 +164,18 @@ def storage_error(error: OSError, path: Path, needed: int | None = None) -> Stor
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal."""
+    """Return the sha256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size_and_sha256(path: Path) -> dict[str, Any]:
-    """A file's entry in a manifest."""
+    """Return a file's entry in a manifest."""
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
-    """Record the size and sha256 of every file under `folder` in its `manifest.json`, written last; returns it."""
+    """Record the size and sha256 of every file under `folder` in its `manifest.json`, written last; return it."""
     files = {
         path.relative_to(folder).as_posix(): size_and_sha256(path)
         for path in sorted(folder.rglob("*"))
@@ -187,19 +187,19 @@ def write_manifest(folder: Path, *, site: str, **fields: Any) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, *, named: str | None = None) -> dict[str, Any]:
-    """The manifest of `folder`, called `named` in messages. Raises DataError when it is missing or damaged."""
+    """Return the manifest of `folder`, called `named` in messages. Raises DataError when it is missing or damaged."""
     manifest = read_json(folder / MANIFEST)
     path = f"{named or folder}/{MANIFEST}"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise DataError(f"{path}: not a manifest")
     for name, expected in manifest["files"].items():
         if not isinstance(expected, dict) or not expected.keys() >= {"bytes", "sha256"}:
-            raise DataError(f"{path}: has no size and sha256 of {name!r}; it is damaged")
+            raise DataError(f"{path}: is damaged: it has no size and sha256 of {name!r}")
     return manifest
 
 
 def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) -> dict[str, Any]:
-    """Check the files of `folder` whose names begin with `kind` against its manifest; returns the manifest.
+    """Check the files of `folder` whose names begin with `kind` against its manifest; return the manifest.
 
     Raises DataError naming the first file that is missing or differs in size or sha256; `folder` is called `named`.
     """
@@ -213,12 +213,12 @@ def check_manifest(folder: Path, *, kind: str = "", named: str | None = None) ->
         if path.stat().st_size != expected["bytes"]:
             raise DataError(f"{shown}: {path.stat().st_size:,} bytes, but {expected['bytes']:,} in {MANIFEST}")
         if sha256_file(path) != expected["sha256"]:
-            raise DataError(f"{shown}: its sha256 is not the one in {MANIFEST}; the file is corrupt or was edited")
+            raise DataError(f"{shown}: its sha256 differs from that in {MANIFEST}; the file is corrupt or was edited")
     return manifest
 
 
 def safe_join(folder: Path, name: str) -> Path:
-    """`folder / name`, refusing names that lead out of the folder. Raises UnsafeError."""
+    """Return `folder / name`. Raises UnsafeError for a name that leads out of the folder."""
     path = folder / name
     if os.path.isabs(name) or ".." in Path(name).parts or not path.resolve().is_relative_to(folder.resolve()):
         raise UnsafeError(f"{folder}: the name {name!r} leads out of the folder; refused")
@@ -226,7 +226,7 @@ def safe_join(folder: Path, name: str) -> Path:
 
 
 def fingerprint(value: Any) -> str:
-    """The sha256 of a value's canonical JSON, in hexadecimal."""
+    """Return the sha256 of a value's canonical JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

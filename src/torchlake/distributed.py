@@ -1,8 +1,8 @@
-"""The ranks of one launch, and the collectives they use besides gradients.
+"""The ranks of one launch, and the collectives that they use besides gradients.
 
 A rank reads the variables that torchrun sets. At world size 1 everything here works without a process group, so the
 training loop has one path. Every wait is limited by `collective_timeout`: when a rank hangs, its peers time out, report
-it and fail, and the launch restarts from the last checkpoint.
+this and fail, and the launch restarts from the last checkpoint.
 """
 
 import gc
@@ -32,21 +32,21 @@ class Group:
     world_size: int
     device: torch.device
     model_ranks: int = 1
-    "Adjacent ranks that compute the same rows, each a part of every layer (tensor parallelism)."
+    "Number of adjacent ranks that compute the same rows, each a part of every layer (tensor parallelism)."
 
     @property
     def data_ranks(self) -> int:
-        """Among how many groups of such ranks the rows of a batch are divided."""
+        """The number of groups of such ranks, among which the rows of a batch are divided."""
         return self.world_size // self.model_ranks
 
     @property
     def data_rank(self) -> int:
-        """The group of this rank: which share of the rows it computes."""
+        """The number of this rank's group, which determines its share of the rows."""
         return self.rank // self.model_ranks
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's results go into sums over all ranks: those of one rank of each group."""
+        """Whether sums over all ranks include this rank's results: they include one rank of each group."""
         return self.rank % self.model_ranks == 0
 
 
@@ -56,8 +56,8 @@ def process_group(
 ) -> Iterator[Group]:
     """Join the ranks of this launch: nccl between GPUs, gloo between CPUs.
 
-    At world size 1 there is a group only if `alone`: what shards a model needs one. `main_memory`: GPUs' ranks also
-    join by gloo, for tensors in main memory. `model_ranks` as in `Group`. Raises UsageError when a machine has
+    At world size 1 there is a group only if `alone`, for strategies that shard a model. `main_memory`: ranks with GPUs
+    also join by gloo, for tensors in main memory. `model_ranks` as in `Group`. Raises UsageError when a machine has
     GPUs, but fewer than ranks.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -86,7 +86,7 @@ def process_group(
 
 
 def all_sum(group: Group, values: Sequence[float], doing: str) -> list[float]:
-    """The sum of each number over all ranks, in float64; every rank passes the same number of values."""
+    """Return the sum of each number over all ranks, in float64; every rank passes the same number of values."""
     if group.world_size == 1:
         return [float(value) for value in values]
     vector = torch.tensor(values, dtype=torch.float64, device=group.device)
@@ -96,7 +96,7 @@ def all_sum(group: Group, values: Sequence[float], doing: str) -> list[float]:
 
 
 def sum_on_device(group: Group, values: torch.Tensor, doing: str) -> torch.Tensor:
-    """The sum of each number over all ranks, left on the device: with nccl no process waits for it."""
+    """Return the sum of each number over all ranks, on the device; with nccl no process waits for it."""
     if group.world_size > 1:
         with explain_lost_peers(group, doing):
             dist.all_reduce(values)
@@ -109,10 +109,10 @@ class Reading:
 
     host: torch.Tensor
     copied: torch.cuda.Event | None
-    "Recorded behind the copy; None: they are there."
+    "Recorded after the copy; None: the numbers have arrived."
 
     def wait(self) -> list[float]:
-        """The numbers, as soon as the device has computed and sent them."""
+        """Wait until the device has computed and sent the numbers, and return them."""
         if self.copied is not None:
             self.copied.synchronize()
         values: list[float] = self.host.tolist()
@@ -131,7 +131,7 @@ def start_reading(values: torch.Tensor) -> Reading:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on the device; a GPU gets it without a wait, from page-locked memory.
+    """Return the array on the device; a copy to a GPU does not wait, because it comes from page-locked memory.
 
     torch's allocator of such memory keeps a buffer until the copy from it is done, and uses it again afterwards.
     """
@@ -140,12 +140,12 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def any_rank(group: Group, flag: bool, doing: str) -> bool:
-    """Whether `flag` is true on any rank; every rank calls it at the same point."""
+    """Return whether `flag` is true on any rank; every rank calls it at the same point."""
     return all_sum(group, [flag], doing)[0] > 0
 
 
 def all_sum_array(group: Group, array: np.ndarray, doing: str) -> np.ndarray:
-    """The sum of a float32 array over all ranks, elementwise."""
+    """Return the sum of a float32 array over all ranks, elementwise."""
     if group.world_size == 1:
         return array
     tensor = torch.from_numpy(array).to(group.device)
@@ -155,7 +155,7 @@ def all_sum_array(group: Group, array: np.ndarray, doing: str) -> np.ndarray:
 
 
 def from_rank_0(group: Group, value: Any, doing: str) -> Any:
-    """Rank 0's `value`, as JSON, on every rank; the others' is ignored."""
+    """Return rank 0's `value`, sent as JSON, on every rank; the other ranks' values are ignored."""
     if group.world_size == 1:
         return value
     sent = json.dumps(value).encode() if group.rank == 0 else b""
@@ -169,7 +169,7 @@ def from_rank_0(group: Group, value: Any, doing: str) -> Any:
 
 
 def barrier(group: Group, doing: str) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has reached this point."""
     all_sum(group, [0.0], doing)
 
 
@@ -190,10 +190,11 @@ def explain_lost_peers(group: Group, doing: str) -> Iterator[None]:
 
 
 def _store(group: Group, timeout: timedelta) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT where the ranks meet; rank 0 listens. One rank alone needs no address.
+    """Return the store at MASTER_ADDR and MASTER_PORT where the ranks meet; a single rank needs no address.
 
-    torchlake's launcher passes rank 0 a socket bound to 127.0.0.1, which keeps the store off the network. Under another
-    launcher the store listens as torch's `env://` does; torchrun has its own store, which survives its restarts.
+    Rank 0 listens. torchlake's launcher passes it a socket bound to 127.0.0.1, which keeps the store off the network.
+    Under another launcher the store listens as torch's `env://` does; torchrun has its own store, which survives its
+    restarts.
     """
     if group.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]

@@ -96,8 +96,7 @@ class StorageError(TorchlakeError):
 
 
 class AccessError(StorageError):
-    """A storage refuses access: no credentials, no permission, no such bucket, or another region. Trying again does
-    not help."""
+    """A storage refuses access, which a retry does not change: credentials, permission, bucket or region."""
 
     exit_code = 73
 
@@ -142,8 +141,8 @@ class Interrupted(TorchlakeError):
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived. Raised by the command line's signal handler, at any line of the main thread.
 
-    It is no Exception, as Ctrl-C is none, so that code which turns a failure into another error or carries on without
-    a result (here and in libraries) does not take the signal for that failure.
+    Like KeyboardInterrupt it is not an Exception, so that code that turns a failure into another error or continues
+    without a result (here and in libraries) does not mistake the signal for that failure.
     """
 
 
@@ -169,7 +168,7 @@ _OUT_OF_MEMORY = (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or an exception in its chain of causes, reports that a machine or device ran out of memory."""
+    """Return whether `error`, or a cause of it, reports that a machine or device ran out of memory."""
     cause: BaseException | None = error
     while cause is not None:
         message = str(cause).lower()

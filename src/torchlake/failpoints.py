@@ -6,7 +6,7 @@ Every durable step calls `failpoint("commit.rename")` or similar. The environmen
 
 `nth` counts from 1 within the process. With TORCHLAKE_FAILPOINT_ONCE=FILE only the first process of those with the same
 FILE acts, so that a replaced worker does not fail again. With TORCHLAKE_FAILPOINT_LOG=FILE every hit is appended to
-FILE, so that a test can list a job's sites first, and then run it once per hit. Unarmed, a failpoint costs two
+FILE, so that a test can first list a job's sites, and then run it once per hit. An unarmed failpoint costs two
 dictionary look-ups.
 """
 
@@ -45,7 +45,7 @@ def failpoint(site: str) -> None:
 
 
 def _is_first() -> bool:
-    """Whether no process acted before; always true without TORCHLAKE_FAILPOINT_ONCE."""
+    """Return whether no process has acted before; always true without TORCHLAKE_FAILPOINT_ONCE."""
     once = os.environ.get("TORCHLAKE_FAILPOINT_ONCE")
     if once is None:
         return True

@@ -1,4 +1,4 @@
-"""Log messages go to standard error, without secrets, at the level of --quiet or --verbose.
+"""Log to standard error, without secrets, at the level of --quiet or --verbose.
 
 Child processes on this machine read the level from the environment; on a cluster, the cluster configures logging.
 """
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from torchlake.config.redaction import redacted
 
 LEVEL = "TORCHLAKE_LOG"
-"Environment variable: lowest level that child processes log to standard error."
+"Environment variable: the lowest level that child processes log to standard error."
 PROGRESS = "TORCHLAKE_PROGRESS"
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats a log line and its traceback without secrets."""
+    """A formatter that removes secrets from log lines and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return str(redacted(super().format(record)))
@@ -60,7 +60,7 @@ def log_level(*, quiet: bool, verbose: bool) -> Iterator[None]:
 
 
 def log_as_parent() -> None:
-    """In a child process, log to standard error at the parent's level, if it has set one."""
+    """Log from a child process to standard error at the parent's level, if it has set one."""
     level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, ""))
     if level is not None:
         log_to_stderr(level)

@@ -7,7 +7,8 @@
 They are PyTorch's `weight` of cross entropy and `pos_weight` of binary cross entropy.
 
 The focal loss (Lin et al. 2017) multiplies the loss of each target by (1 - p)^gamma, where p is the probability that
-the model gives to it: what is learned already counts little. The divisor stays that of the loss without it.
+the model gives to it, so that targets the model already predicts well count little. The divisor stays that of the
+unweighted loss.
 """
 
 from collections.abc import Mapping
@@ -25,9 +26,9 @@ if TYPE_CHECKING:  # the job's model imports pydantic, and scoring imports this 
     from torchlake.config.sections.train import TrainConfig
 
 EPSILON = 2.0**-24
-"The distance of 1 from the number before it in fp32."
+"The distance between 1 and the next lower number in fp32."
 CHUNK_BYTES = 2**30
-"""Logits in fp32 above which a language model's loss is computed in chunks, and those of a chunk.
+"""Bytes of fp32 logits above which a language model's loss is computed in chunks, and the bytes of a chunk.
 
 Every chunk adds to the whole gradient of the head's weight, so few large ones are faster than many small ones."""
 
@@ -37,20 +38,18 @@ class Objective:
     """The settings of the loss."""
 
     class_weights: tuple[float, ...] | None = None
-    "One for each class, in the order of the model's outputs; None: all are 1."
+    "One weight for each class, in the order of the model's outputs; None: all are 1."
     label_smoothing: float = 0.0
     "Share of the target that is spread equally over all classes."
     focal_gamma: float = 0.0
-    "Power of the focal factor; 0: none."
+    "Exponent of the focal factor; 0: no factor."
 
 
 UNWEIGHTED = Objective()
 
 
 def check_objective(train: "TrainConfig", spec: TaskSpec) -> None:
-    """Raise ConfigError for class weights, smoothing or a focal loss that the problem does not support, and for unknown
-    labels.
-    """
+    """Raise ConfigError for loss settings that the problem does not support, and for weights of unknown labels."""
     weights = train.class_weights
     if train.focal_gamma and spec.problem not in ("single_label", "multi_label"):
         raise ConfigError(f"train.focal_gamma: the problem is {spec.problem}, which has no classes. Leave it out.")
@@ -72,7 +71,7 @@ def check_objective(train: "TrainConfig", spec: TaskSpec) -> None:
 
 
 def find_objective(train: "TrainConfig", spec: TaskSpec, targets: np.ndarray | None, rows: np.ndarray) -> Objective:
-    """The objective for the `rows` (R,) of a table with `targets`, (N,) class numbers or (N, C) of 0 and 1."""
+    """Return the objective for the `rows` (R,) of a table with `targets`, (N,) class numbers or (N, C) of 0 and 1."""
     weights = train.class_weights
     if weights is None or targets is None:
         return Objective(label_smoothing=train.label_smoothing, focal_gamma=train.focal_gamma)
@@ -84,9 +83,10 @@ def find_objective(train: "TrainConfig", spec: TaskSpec, targets: np.ndarray | N
 
 
 def focal_loss(logits: "torch.Tensor", targets: "torch.Tensor", objective: Objective) -> "torch.Tensor":
-    """The summed focal loss () of `logits` (B, C), fp32, for `targets`: (B,) int64 class numbers, or (B, C) of 0 and 1.
+    """Return the summed focal loss, a scalar, of `logits` (B, C) in fp32.
 
-    Powers of 1 - p below 1 have an infinite gradient at p = 1, so p is kept one rounding error away from it.
+    `targets` are (B,) int64 class numbers, or (B, C) of 0 and 1. Powers of 1 - p below 1 have an infinite gradient at
+    p = 1, so p is kept one rounding error away from 1.
     """
     from torch.nn import functional
 
@@ -101,7 +101,7 @@ def focal_loss(logits: "torch.Tensor", targets: "torch.Tensor", objective: Objec
 
 
 def _balanced(targets: np.ndarray, classes: int) -> np.ndarray:
-    """(C,) weights; 1 for a class that no row or every row has."""
+    """Return (C,) weights; the weight is 1 for a class that no row or every row has."""
     if targets.ndim == 2:
         having = targets.sum(axis=0, dtype=np.float64)
         share, whole = having, len(targets) - having

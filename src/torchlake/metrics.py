@@ -1,8 +1,9 @@
 """Metrics with bootstrap intervals; the formulas are scikit-learn's and scipy's.
 
-Implemented here are the expected calibration error and the percentile bootstrap (`scipy.stats.bootstrap` rejects tables
-of one row, and gives no interval if one resample is undefined). Cost per resample: about 5 ms, and 0.3 microseconds for
-each row and class; 1,000 resamples of 1,000 rows and two classes take a few seconds on one core.
+Two things are implemented here: the expected calibration error, and the percentile bootstrap, because
+`scipy.stats.bootstrap` rejects tables of one row, and gives no interval if one resample is undefined. Cost per
+resample: about 5 ms, and 0.3 microseconds for each row and class; 1,000 resamples of 1,000 rows and two classes take a
+few seconds on one core.
 
 Rows are sorted first, so the numbers do not depend on the order of the table. A metric is NaN where it is undefined
 (AUC of one class); such resamples are left out and counted.
@@ -19,7 +20,7 @@ import numpy as np
 ECE_BINS = 15
 THRESHOLD = 0.5
 MAX_RANKED_CLASSES = 100
-"AUC sorts the rows once per class; with more classes than this it is not computed."
+"With more classes AUC is not computed, because it sorts the rows once per class."
 
 Direction = Literal["higher", "lower"]
 DIRECTIONS: dict[str, Direction] = {
@@ -52,10 +53,10 @@ class Metric:
     low: float
     high: float
     undefined: int = 0
-    "Resamples in which the metric is undefined; they are left out of the interval."
+    "Number of resamples in which the metric is undefined; they are left out of the interval."
 
     def __float__(self) -> float:
-        """The value."""
+        """Return the value."""
         return self.value
 
 
@@ -69,7 +70,7 @@ def evaluate_metrics(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> tuple[dict[str, Metric], np.ndarray | None]:
-    """Every metric of the problem, and the confusion matrix (C, C) int64 (true class, predicted class) or None.
+    """Return every metric of the problem, and the confusion matrix (C, C) int64 (true class, predicted class) or None.
 
     `probabilities` (N, C); `targets` (N,) class numbers, (N, C) of 0 and 1, or (N,) numbers; N >= 1.
     """
@@ -101,7 +102,7 @@ def loss_metrics(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Metric]:
-    """The mean loss of M pieces with summed `losses` (M,) over `targets` (M,), and the metrics `derived` from it."""
+    """Return the mean loss of M pieces with summed `losses` (M,) over `targets` (M,), and metrics `derived` from it."""
 
     def estimate(pieces: np.ndarray) -> dict[str, float]:
         loss = float(losses[pieces].sum() / targets[pieces].sum())
@@ -118,7 +119,7 @@ def bootstrapped(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Metric]:
-    """What `estimate` computes from row numbers (N,), for all `rows`, with intervals from resamples of them."""
+    """Return what `estimate` computes from row numbers (N,), for all `rows`, with intervals from resamples of them."""
     generator = np.random.default_rng(seed)
     values = estimate(np.arange(rows))
     drawn = [estimate(generator.integers(0, rows, rows)) for _ in range(resamples)]
@@ -128,12 +129,12 @@ def bootstrapped(
 
 
 def lower_is_better(metric: str, directions: Mapping[str, Direction] = DIRECTIONS) -> bool:
-    """Whether lower values of `metric`, which must be in `directions`, are better."""
+    """Return whether lower values of `metric`, which must be in `directions`, are better."""
     return directions[metric] == "lower"
 
 
 def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: str) -> dict[str, float]:
-    """The metrics that need no sorting, without intervals; shapes as in `evaluate_metrics`."""
+    """Return the metrics that need no sorting, without intervals; shapes as in `evaluate_metrics`."""
     assert len(probabilities) == len(targets) > 0
     with _undefined_allowed():
         return _estimate(probabilities.astype(np.float64), targets, problem, ranked=False)
@@ -141,10 +142,9 @@ def validation_metrics(probabilities: np.ndarray, targets: np.ndarray, problem: 
 
 @contextmanager
 def _undefined_allowed() -> Iterator[None]:
-    """Silence warnings about resamples that lack a class or a spread; NaN in, NaN out; parameters are not validated
-    again.
+    """Silence warnings about resamples that lack a class or a spread, and let NaN pass without validating parameters.
 
-    A model that diverges in training has NaN for probabilities: its validation must report that, not fail.
+    A model that diverges in training gives NaN probabilities; its validation must report that, not fail.
     """
     import sklearn
     from scipy.stats import DegenerateDataWarning
@@ -194,7 +194,7 @@ def _multi_label(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[
     from sklearn.metrics import accuracy_score, average_precision_score, f1_score, hamming_loss
 
     chosen = (scores >= THRESHOLD).astype(np.int64)
-    # scikit-learn treats one column as two classes, 0 and 1: only 1 is a label here.
+    # scikit-learn treats one column as two classes, 0 and 1, but only 1 is a label here.
     only = [1] if targets.shape[1] == 1 else None
     metrics = {
         "micro_f1": f1_score(targets, chosen, labels=only, average="micro", zero_division=0),
@@ -203,7 +203,7 @@ def _multi_label(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[
         "hamming_loss": hamming_loss(targets, chosen),
     }
     if ranked:
-        # A label that no row has is undefined; scikit-learn would count it as 0.
+        # The score of a label that no row has is undefined; scikit-learn would count it as 0.
         occurs = targets.any(axis=0)
         precision = average_precision_score(targets[:, occurs], scores[:, occurs]) if occurs.any() else np.nan
         metrics["mean_average_precision"] = precision
@@ -214,7 +214,7 @@ def _regression(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[s
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
-    # Undefined for constant targets; scikit-learn would return 0 or 1.
+    # These are undefined for constant targets; scikit-learn would return 0 or 1.
     varied = bool((targets != targets[0]).any())
     metrics = {
         "rmse": root_mean_squared_error(targets, scores),
@@ -228,7 +228,7 @@ def _regression(scores: np.ndarray, targets: np.ndarray, ranked: bool) -> dict[s
 
 
 def _auc(scores: np.ndarray, targets: np.ndarray) -> Any:
-    """Two classes: of the second. More: the mean over the classes that occur, each against the rest."""
+    """Return the AUC of the second of two classes; of more, the mean AUC of each that occurs against the rest."""
     from sklearn.metrics import roc_auc_score
 
     classes = np.unique(targets)
@@ -236,12 +236,12 @@ def _auc(scores: np.ndarray, targets: np.ndarray) -> Any:
         return np.nan
     if scores.shape[1] == 2:
         return roc_auc_score(targets, scores[:, 1])
-    # As columns of 0 and 1: multi_class="ovr" fails when one of the classes does not occur.
+    # Targets become columns of 0 and 1, because multi_class="ovr" fails when one of the classes does not occur.
     return roc_auc_score(targets[:, None] == classes, scores[:, classes], average="macro")
 
 
 def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
-    """The mean gap between confidence and accuracy in bins (0, 1/15], (1/15, 2/15], ..., weighted by rows."""
+    """Return the mean gap between confidence and accuracy in bins (0, 1/15], (1/15, 2/15], ..., weighted by rows."""
     bins = np.digitize(confidence, np.linspace(0, 1, ECE_BINS + 1)[1:-1], right=True)
     gaps = np.bincount(bins, correct - confidence, ECE_BINS)
     return float(np.abs(gaps).sum() / len(confidence))

@@ -5,7 +5,7 @@
     tables/sources/   kinds of tables that are read     tables/sinks/   kinds of outputs
 
 Files whose names begin with an underscore are helpers, not plug-ins. A task may also be an entry point of an installed
-package (group `torchlake.tasks`), or be given in Python: then this process and the ones it starts know it by its name.
+package (group `torchlake.tasks`), or be given in Python: then this process and those that it starts find it by name.
 """
 
 import importlib
@@ -37,7 +37,7 @@ _given: dict[str, Any] = {}
 
 
 def names(kind: Kind) -> list[str]:
-    """The names of one kind's plug-ins that come with torchlake, sorted. Imports neither them nor their package."""
+    """Return the sorted names of the plug-ins of one kind that come with torchlake, without importing them."""
     package = find_spec(_package(kind))
     assert package is not None
     found = (module.name for module in pkgutil.iter_modules(package.submodule_search_locations))
@@ -45,9 +45,9 @@ def names(kind: Kind) -> list[str]:
 
 
 def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> str | None:
-    """A message for a name that no plug-in has, with the nearest name and all choices; None for a known name.
+    """Return a message for a name that no plug-in has, with the nearest name and all choices; None for a known name.
 
-    besides: other allowed names.
+    `besides` are other allowed names.
     """
     known = [*besides, *names(kind)]
     if kind == "tasks" and name not in known:
@@ -56,12 +56,12 @@ def explain_unknown(kind: Kind, name: str, *, besides: Collection[str] = ()) -> 
         return None
     close = get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    own = " Give a task of yours in Python (task=), or install the package that has it." if kind == "tasks" else ""
+    own = " Give your own task in Python (task=), or install the package that has it." if kind == "tasks" else ""
     return f"there is no {ONE[kind]} {name!r}.{hint}{own} {kind.capitalize()}: {', '.join(known)}."
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The module of a plug-in; of a task, its object.
+    """Return the module of a plug-in, or the object of a task.
 
     Raises UsageError with the choices for an unknown name, MissingExtra with the pip command for a missing library.
     """
@@ -83,9 +83,9 @@ def load(kind: Kind, name: str) -> Any:
 
 
 def give(task: Any) -> str:
-    """Make a task known in this process, and return its name. A later one of the same name replaces it.
+    """Register a task in this process, and return its name. A later one of the same name replaces it.
 
-    Raises UsageError for something else than a task, and for the name of a task that is installed.
+    Raises UsageError for an object that is not a task, and for the name of an installed task.
     """
     name = getattr(task, "name", None)
     if isinstance(task, type) or not isinstance(name, str) or not hasattr(task, "loss_sum"):
@@ -95,14 +95,14 @@ def give(task: Any) -> str:
         return name
     if name in names("tasks") or (name in _installed() and type(_from_entry_point(name)) is not type(task)):
         raise UsageError(
-            f"There is a task {name!r} already: give yours another name (the attribute name of its class)."
+            f"There is already a task {name!r}. Give yours another name (the attribute `name` of its class)."
         )
     _given[name] = task
     return name
 
 
 def carried(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for another process, which then knows the task of that name if it was given in Python."""
+    """Return `function` so that another process that runs it has the task of that name, if it was given in Python."""
     return partial(_knowing, _given[name], function) if name in _given else function
 
 
@@ -113,20 +113,20 @@ def _knowing(task: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """Tasks of installed packages; reading their names imports nothing."""
+    """Return the entry points of tasks of installed packages, by name; this imports none of them."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 @cache
 def _from_entry_point(name: str) -> Any:
-    """The task of an entry point: an instance, or a class that is called without arguments."""
+    """Return the task of an entry point: an instance, or a class that is called without arguments."""
     entry = _installed()[name]
     value = entry.load()
     task = value() if isinstance(value, type) else value
     if getattr(task, "name", None) != name:
         raise UsageError(
             f"The entry point {name!r} of {GROUP} ({entry.value}) has the name {getattr(task, 'name', None)!r}; both "
-            "have to be equal, because model folders store it."
+            "must be equal, because model folders store the name."
         )
     return task
 

@@ -1,4 +1,4 @@
-"""Progress of a long step on standard error: a bar on a terminal and in a notebook, a line every 10 s elsewhere.
+"""Show progress of a long step on standard error: a bar on a terminal and in a notebook, else a line every 10 s.
 
 The bar is one line, because other processes write to the same terminal; parts that do not fit are left out, the least
 important first. In a notebook each bar replaces the one before, after a carriage return: this needs no widgets, works
@@ -27,7 +27,7 @@ NOTEBOOK_COLUMNS = 90
 
 
 class Advance(Protocol):
-    """What `progress` yields; call it from one thread only."""
+    """The function that `progress` yields; call it from one thread only."""
 
     def __call__(self, n: int, notes: Sequence[str] | None = None) -> None:
         """Count `n` more units as done and replace the notes shown, the most important first."""
@@ -39,7 +39,8 @@ def progress(
 ) -> Iterator[Advance]:
     """Show how many of `total` units are done while the block runs.
 
-    done: units that were done before. ahead: returns the units that are done but not yet counted; called in a thread.
+    `done` are the units that were done before. `ahead` returns the units that are done but not counted yet; it is
+    called in a thread.
     """
     state = _State(label=label, total=total, unit=unit, done=done, before=done, ahead=ahead)
     if os.environ.get("TORCHLAKE_PROGRESS") == "0":
@@ -66,12 +67,12 @@ class _State:
     unit: str
     done: int
     before: int
-    "Units that were done when the step began."
+    "Number of units that were done when the step began."
     ahead: Callable[[], int] | None
     notes: tuple[str, ...] = ()
     began: float = field(default_factory=time.monotonic)
     first: tuple[float, int] | None = None
-    "Time and number of the first units. The time before, such as loading a model, is not part of the estimate."
+    "Time and number of the first units; the time before, such as loading a model, is not part of the estimate."
     most: int = 0
     ended: bool = False
 
@@ -82,7 +83,7 @@ class _State:
         self.count()
 
     def count(self) -> int:
-        """Units done, with those not counted yet until the step ends; never decreases."""
+        """Return the units done, including those not counted yet until the step ends; the result never decreases."""
         ahead = 0 if self.ahead is None else self.ahead()
         self.most = self.done if self.ended else max(self.most, self.done, min(self.total, self.done + ahead))
         if self.first is None and self.most > self.before:
@@ -90,14 +91,14 @@ class _State:
         return self.most
 
     def left_s(self) -> float | None:
-        """Estimated seconds to the end; None before there is an estimate."""
+        """Return the estimated seconds to the end; None before there is an estimate."""
         if self.first is None or self.most == self.first[1]:
             return None
         rate = (self.most - self.first[1]) / max(time.monotonic() - self.first[0], 1e-6)
         return (self.total - self.most) / rate
 
     def line(self) -> str:
-        """The line for a log."""
+        """Return the line for a log."""
         count, seconds = self.count(), time.monotonic() - self.began
         share = f" ({count / self.total:.0%})" if self.total else ""
         rate = (count - self.before) / seconds if seconds > 0 else 0.0
@@ -106,7 +107,7 @@ class _State:
         return f"{self.label}: {', '.join([*parts, *self.notes])}"
 
     def bar(self) -> str:
-        """The bar as text, with blanks up to a fixed width, which cover a longer one before it."""
+        """Return the bar as text, with blanks up to a fixed width that cover a longer bar before it."""
         from rich.console import Console
 
         console = Console(file=io.StringIO(), width=NOTEBOOK_COLUMNS, color_system=None, legacy_windows=False)
@@ -115,10 +116,10 @@ class _State:
         return drawn.get().rstrip("\n").ljust(NOTEBOOK_COLUMNS)
 
     def parts(self, width: int) -> list[str]:
-        """The parts of the line that fit into `width` columns; the empty one is the bar."""
+        """Return the parts of the line that fit into `width` columns; the empty part is the bar."""
         count, left = self.count(), self.left_s()
         clock = f"in {_clock(time.monotonic() - self.began)}" if self.ended else f"{_clock(left)} left" if left else ""
-        # In the order of the line; parts with the largest number are left out first.
+        # The parts are in the order of the line; those with the largest number are left out first.
         parts = [
             (2, self.label),
             (8, " " * NARROWEST_BAR),
@@ -198,6 +199,6 @@ def _lines(state: _State, *, redraw: bool) -> Iterator[Advance]:
 
 
 def _clock(seconds: float) -> str:
-    """Seconds as 1:02:03, or 2:03 below an hour."""
+    """Return seconds as 1:02:03, or 2:03 below an hour."""
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{second:02}" if minutes >= 60 else f"{minutes}:{second:02}"

@@ -110,7 +110,7 @@ def test_a_hang_is_a_death(model: Path, source: Path, whole: pa.Table, tmp_path:
     engine = Crashing(step, "hang", 99, tmp_path / "log")
     job = partial(predicted, model, source, tmp_path / "out", engine, runtime=misbehave, row_timeout_s=1.0)
     if step == "read":
-        with pytest.raises(TableError, match=r"3 processes that tried died, or took more than 1 s\."):
+        with pytest.raises(TableError, match=r"3 processes died while reading, or took longer than 1 s\."):
             job()
         return
     table = job()

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: the loop only starts copies of its tensors, a thread does the rest.
+"""Write checkpoints in the background: the loop only starts copies of its tensors, and a thread does the rest.
 
     loop    copy | step | step | step ("mine is written": 1 + 1 of 2) | step ...
     thread       write, fsync, sha256 .................................| rank 0: manifest, rename, read back, prune
@@ -37,9 +37,7 @@ class _Job:
 
 
 class CheckpointWriter:
-    """One rank's unfinished checkpoints. Made by `checkpoint_writer`; every rank calls the same methods in the same
-    order.
-    """
+    """One rank's unfinished checkpoints, made by `checkpoint_writer`; all ranks call its methods in the same order."""
 
     def __init__(self, group: distributed.Group, fenced: Callable[[], AbstractContextManager[None]]) -> None:
         self._group, self._fenced = group, fenced
@@ -54,7 +52,7 @@ class CheckpointWriter:
     def begin(
         self, draft: Draft, kinds: Mapping[str, Pieces], *, background: bool, keep: int | None = None, **publish: Any
     ) -> None:
-        """Copy this rank's pieces and write them in the background; without `background`, write them before returning.
+        """Copy this rank's pieces, and write them in the background or, without `background`, before returning.
 
         `publish` are arguments of `format.publish`. With `keep`, older checkpoints are deleted once this one is
         complete. Raises StorageError and LeaseLost, in the background those of an earlier checkpoint.
@@ -77,23 +75,23 @@ class CheckpointWriter:
             self.finish()
 
     def hold_updates(self) -> None:
-        """Call before each update of the tensors: on a GPU it waits, there, for the copies of them."""
+        """Let the next update of the tensors wait for their copies, on the device; call it before each update."""
         for job in self._unfinished:
             job.snapshot.hold_updates()
 
     def shard_written(self) -> bool:
-        """Whether this rank has written its shard of the oldest unfinished checkpoint; raises the thread's error."""
+        """Return whether this rank has written its shard of the oldest unfinished checkpoint. Raises thread errors."""
         self._raise_failure()
         return bool(self._unfinished) and self._unfinished[0].shard_written.is_set()
 
     def oldest(self) -> Draft | None:
-        """The oldest unfinished checkpoint: the one that `shard_written` is about."""
+        """Return the oldest unfinished checkpoint: the one that `shard_written` is about."""
         return self._unfinished[0].draft if self._unfinished else None
 
     def commit(self, draft: Draft | None) -> None:
-        """All ranks have reported `shard_written` for `draft`: make it visible, unless that was done already.
+        """Make `draft`, for which all ranks have reported `shard_written`, visible unless it is already.
 
-        Ranks read what they reported a step late, so they may have reported it twice.
+        Ranks read the reports one step late, so they may have reported twice.
         """
         if draft is not None and draft is self.oldest():
             self._unfinished.pop(0).by_all.set()
@@ -116,7 +114,7 @@ class CheckpointWriter:
         self._thread.join()
 
     def _finish(self, job: _Job) -> None:
-        """Wait until every rank has written its shard of the oldest."""
+        """Wait until every rank has written its shard of the oldest checkpoint."""
         job.shard_written.wait()
         self._raise_failure()
         distributed.barrier(self._group, "waiting for the other ranks' shares of a checkpoint")
@@ -155,7 +153,7 @@ class CheckpointWriter:
 def checkpoint_writer(
     group: distributed.Group, fenced: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[CheckpointWriter]:
-    """A writer for the ranks of `group`; `fenced` is held while a checkpoint is made visible.
+    """Yield a writer for the ranks of `group`; `fenced` is held while a checkpoint is made visible.
 
     Incomplete checkpoints are abandoned when the block ends with an error.
     """

@@ -1,11 +1,11 @@
 """Checkpoints that are complete or invisible, and contain no code.
 
 Every rank writes one file of each kind, model and optimizer (`shards.py`), with its size and sha256. When all have,
-rank 0 writes the manifest of all files and makes the checkpoint visible in its store, a folder (`store.py`) or an URL
-(`object_store.py`). The previous one is deleted only after that. What a crash leaves is not visible, and the next start
-removes it; disk corruption is found by the sha256, and the checkpoint is set aside and named. Tensors are safetensors,
-the rest is JSON: reading cannot run code. Cost of a save: the bytes written once and read once, rank 0's twice, from
-the page cache. `async_writer.py` does it in the background.
+rank 0 writes the manifest of all files and makes the checkpoint visible in its store, a folder (`store.py`) or a URL
+(`object_store.py`). The previous one is deleted only after that. Files that a crash leaves are not visible, and the
+next start removes them; the sha256 detects disk corruption, and the checkpoint is set aside and reported. Tensors are
+safetensors and the rest is JSON, so reading cannot run code. Cost of a save: the bytes written once and read once, rank
+0's twice, from the page cache. `async_writer.py` does it in the background.
 """
 
 import os
@@ -34,21 +34,21 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint, verified."""
+    """A complete, verified checkpoint."""
 
     path: Path
     "A local folder with its files."
     state: dict[str, Any]
-    "What the training loop stored besides tensors; at least `step`."
+    "The values that the training loop stored besides tensors; at least `step`."
 
 
 def step_draft(store: CheckpointStore, step: int, **who: Any) -> Draft:
-    """The draft of checkpoint `step` in `place`."""
+    """Return the draft of checkpoint `step` in `place`."""
     return Draft(store=store, name=_name(step), site="checkpoint", **who)
 
 
 def best_draft(store: CheckpointStore, step: int, **who: Any) -> Draft:
-    """The draft of the best model, that of `step`."""
+    """Return the draft of the best model, which is that of `step`."""
     return Draft(store=store, name=f"{BEST}/{_name(step)}", site="best", **who)
 
 
@@ -68,10 +68,10 @@ def write_shard(draft: Draft, kinds: Mapping[str, Pieces]) -> None:
 
 
 def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: Any) -> None:
-    """Make a draft visible that all ranks have written, after verification; `fields` go into its manifest.
+    """Verify a draft that all ranks have written, and make it visible; `fields` go into its manifest.
 
-    Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken the store over; earlier
-    checkpoints are then untouched.
+    Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken over the store; earlier
+    checkpoints then stay as they are.
     """
     check_owner(draft.store, draft.attempt)
     try:
@@ -106,9 +106,9 @@ def prune(store: CheckpointStore, keep: int) -> None:
 
 
 def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint in `store`, verified, and a message for each one that was corrupt.
+    """Return the newest complete checkpoint in `store`, verified, and a message for each one that was corrupt.
 
-    (None, []) when none was ever written. Corrupt ones are set aside. Raises DataError when all checkpoints are
+    Returns (None, []) when none was ever written. Corrupt ones are set aside. Raises DataError when all checkpoints are
     corrupt, instead of silently restarting from the beginning; StorageError when the store cannot be reached.
     """
     store.remove_incomplete()
@@ -117,16 +117,16 @@ def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
         try:
             path = store.fetch(name)
             return Checkpoint(path=path, state=atomic_io.read_json(path / STATE)), problems
-        # A damaged manifest may hold anything.
+        # A damaged manifest may contain anything.
         except (DataError, UnsafeError, KeyError, TypeError, AttributeError) as error:
             problem = (
                 str(error) if isinstance(error, TorchlakeError) else f"{store}/{name}/{atomic_io.MANIFEST}: is damaged"
             )
             aside = store.set_aside(name)
-            problems.append(f"{problem}. Set aside as {aside}; an older checkpoint is used, if there is one.")
+            problems.append(f"{problem}. It was set aside as {aside}; an older checkpoint is used, if there is one.")
     if store.has_corrupt():
         raise DataError(
-            " ".join([*problems, f"{store}: no checkpoint of this run is usable. Bring one back from a copy, or"])
+            " ".join([*problems, f"{store}: no checkpoint of this run is usable. Restore one from a copy, or"])
             + f" delete {store} to train from the beginning."
         )
     return None, problems
@@ -134,35 +134,36 @@ def newest(store: CheckpointStore) -> tuple[Checkpoint | None, list[str]]:
 
 @contextmanager
 def open_tensors(path: Path, kind: str) -> Iterator[Shards]:
-    """A checkpoint's tensors of one kind, `MODEL` or `OPTIMIZER`. Raises DataError."""
+    """Open a checkpoint's tensors of one kind, `MODEL` or `OPTIMIZER`. Raises DataError."""
     files = sorted(path.glob(f"{kind}*.safetensors"))
     if not files:
-        raise DataError(f"{path}: holds no {kind}*.safetensors")
+        raise DataError(f"{path}: has no {kind}*.safetensors")
     with sharding.open_shards(files) as shards:
         yield shards
 
 
 def best_path(store: CheckpointStore, step: int) -> Path:
-    """The folder of the best model of `step`, verified. Raises DataError naming the file that is missing or corrupt."""
+    """Return the folder of the best model of `step`, verified. Raises DataError naming a missing or corrupt file."""
     return store.fetch(f"{BEST}/{_name(step)}", MODEL)
 
 
 def step_path(store: CheckpointStore, step: int, kind: str = MODEL) -> Path:
-    """The folder of checkpoint `step` with its tensors of a kind, "" for all, verified. Raises DataError as `best_path`
-    does.
+    """Return the folder of checkpoint `step` with its tensors of a kind ("" for all), verified.
+
+    Raises DataError as `best_path` does.
     """
     return store.fetch(_name(step), kind)
 
 
 def load_model(path: Path, like: Tensors) -> dict[str, torch.Tensor]:
-    """A checkpoint's whole model; names and shapes must match `like`. Raises DataError naming what differs."""
+    """Return a checkpoint's whole model; names and shapes must match `like`. Raises DataError naming what differs."""
     with open_tensors(path, MODEL) as shards:
         shards.check(like)
         return {name: shards.read(name) for name in like}
 
 
 def load_field(path: Path, field: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """A field of a checkpoint's optimizer for the parameters that have it. Raises DataError."""
+    """Return a field of a checkpoint's optimizer for the parameters that have it. Raises DataError."""
     with open_tensors(path, OPTIMIZER) as shards:
         return {name: shards.read(f"{name}|{field}") for name in names if f"{name}|{field}" in shards.shapes}
 
@@ -176,7 +177,7 @@ def load_into(path: Path, weights: Tensors) -> None:
 
 
 def untied(state: Tensors) -> dict[str, torch.Tensor]:
-    """`state` without tensors that share all their memory with an earlier one: tied weights are stored once."""
+    """Return `state` without tensors that share all their memory with an earlier one: tied weights are stored once."""
     kept: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in state.items():
         kept.setdefault((_address(tensor) or id(tensor), tuple(tensor.shape)), name)
@@ -184,7 +185,7 @@ def untied(state: Tensors) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors as "<parameter>|<field>"; `names` are its parameters, in the order of its groups."""
+    """Return the optimizer's tensors as "<parameter>|<field>"; `names` are its parameters in its groups' order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors: dict[str, torch.Tensor] = {}
     shared: set[int] = set()
@@ -193,14 +194,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
             if value is None:  # sgd without momentum
                 continue
             tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            # bitsandbytes keeps one table of codes for all; a file of safetensors holds each tensor once.
+            # bitsandbytes has one table of codes for all parameters, but a safetensors file stores each tensor once.
             tensors[f"{name}|{field}"] = tensor.clone() if id(tensor) in shared else tensor
             shared.add(id(tensor))
     return tensors
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: Shards) -> None:
-    """Load what `optimizer_tensors` gave, each rank its part. Raises DataError for another model's."""
+    """Load the tensors that `optimizer_tensors` returned, on each rank its part. Raises DataError for another model."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = {name: index for index, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}
@@ -210,7 +211,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], st
             raise DataError(f"{OPTIMIZER}*.safetensors: the model has no parameter {name!r}")
         index = indices[name]
         tensor = stored.read_like(key, parameters[index]) if stored.shapes[key] else stored.read(key)
-        # A count that is no tensor in the optimizer is stored as a whole number.
+        # A count that is not a tensor in the optimizer is stored as a whole number.
         state.setdefault(index, {})[field] = tensor.item() if tensor.dtype is torch.int64 else tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 

@@ -1,10 +1,10 @@
-"""Which store holds a run's checkpoints, and which run an external store belongs to.
+"""Find the store of a run's checkpoints, and check which run an external store belongs to.
 
 The run folder has a lease; an external store may be found by other machines with other run folders. So its `run.json`
-states its run's identity: the job's settings that may not change, the task, and the content of the tables. Once there
-are checkpoints, another job, or the same job over other rows, is refused; the same job may continue from a new and
-empty run folder. The last launch that started is the writer: `run.json` holds its name, which is checked before a
-checkpoint becomes visible.
+states its run's identity: the job's settings that must not change, the task, and the content of the tables. Once there
+are checkpoints, another job, or the same job over other rows, is refused; the same job may continue from a new, empty
+run folder. The last launch that started is the writer: `run.json` has its name, which is checked before a checkpoint
+becomes visible.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ CheckpointStore = FolderStore | ObjectStore
 
 
 def find_store(folder: str | None, run: Path) -> CheckpointStore:
-    """The store of the run folder `run`; `folder` is the job's train.checkpoint_folder.
+    """Return the store of the run folder `run`; `folder` is the job's train.checkpoint_folder.
 
-    Raises UsageError or MissingExtra for an URL that cannot be opened.
+    Raises UsageError or MissingExtra for a URL that cannot be opened.
     """
     if folder is None:
         return FolderStore(run / FOLDER)
@@ -43,15 +43,15 @@ def find_store(folder: str | None, run: Path) -> CheckpointStore:
 def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> None:
     """Record in an external store that the launch `attempt` is its writer.
 
-    `identity` are plain values that two runs must share to be the same run. Raises FingerprintError listing what
-    differs, or when the store holds something else.
+    `identity` are plain values that must be equal for two runs to be the same. Raises FingerprintError listing what
+    differs, or when the store has files of something else.
     """
     if not store.external:
         return
     found, used = store.read_json(RUN), store.is_used()
     if found is None and used:
         raise FingerprintError(
-            f"{store}: is not empty, and has no {RUN} that identifies its run. Give another train.checkpoint_folder."
+            f"{store}: is not empty, but has no {RUN} that identifies its run. Give another train.checkpoint_folder."
         )
     before = found.get("belongs") if isinstance(found, dict) else None
     if found is not None and not isinstance(before, dict):
@@ -74,7 +74,7 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
 
 
 def shorter(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first of `LENGTHS` that is smaller in `now`; None: none is."""
+    """Return the first of `LENGTHS` that is smaller in `now`; None if none is."""
     for name in LENGTHS:
         one, other = before.get(name), now.get(name)
         if other is not None and (one is None or other < one):
@@ -88,4 +88,7 @@ def check_owner(store: CheckpointStore, attempt: str) -> None:
         return
     found = store.read_json(RUN)
     if not isinstance(found, dict) or found.get("attempt") != attempt:
-        raise LeaseLost(f"{store}: another process has taken this run over, or {RUN} was deleted there")
+        raise LeaseLost(
+            f"{store}: another process has taken over this run, or {RUN} was deleted there. Nothing more of this run "
+            "is saved."
+        )

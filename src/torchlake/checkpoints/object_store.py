@@ -32,7 +32,7 @@ from torchlake.tables.storage.urls import check_url, filesystem_of, missing_libr
 log = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 3.0)
-"Before each retry; most fsspec file systems have retried by themselves before."
+"Seconds before each retry; most fsspec file systems have already retried by then."
 SET_ASIDE = f"{atomic_io.MANIFEST}.torn"
 IN_CHECKPOINT = re.compile(rf"((?:{BEST}/)?step_\d+)/.+")
 
@@ -45,10 +45,10 @@ class _NotFound(DataError):
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """A folder below an URL; see FolderStore for its methods."""
+    """A folder below a URL; see FolderStore for its methods."""
 
     url: str = field(repr=False)
-    "May hold a password; `str` does not."
+    "The URL, which may contain a password; `str` leaves it out."
     scratch: Path
     "A folder that all ranks reach, for uploads and downloads."
     external: bool = True
@@ -57,7 +57,7 @@ class ObjectStore:
         return str(redacted(self.url))
 
     def check(self) -> None:
-        """Raise UsageError or MissingExtra for an unknown kind of storage; does not connect."""
+        """Raise UsageError or MissingExtra for an unknown kind of storage, without connecting to it."""
         import fsspec
 
         try:
@@ -89,19 +89,19 @@ class ObjectStore:
             size = sizes.get(f"{draft.name}/{name}")
             if size != expected["bytes"]:
                 raise StorageError(
-                    f"{self}/{draft.name}/{name}: just written, and it is {'absent' if size is None else size}: "
-                    f"{expected['bytes']:,} bytes were sent. The storage is failing."
+                    f"{self}/{draft.name}/{name}: {'is missing' if size is None else f'has {size:,} bytes'} right "
+                    f"after {expected['bytes']:,} bytes were written. The storage is failing."
                 )
         path = draft.staging / atomic_io.MANIFEST
         full = {**manifest, "attempt": draft.attempt, "files": listed}
         atomic_io.write_json(path, full, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
         self._put(path, f"{draft.name}/{atomic_io.MANIFEST}")
-        # The manifests of ranks, and files of earlier attempts at this step.
+        # Delete the ranks' manifests, and files of earlier attempts at this step.
         wanted = {f"{draft.name}/{name}" for name in (*listed, atomic_io.MANIFEST)}
         self._delete([name for name in sizes if name.startswith(f"{draft.name}/") and name not in wanted])
         atomic_io.remove([draft.staging])
-        self.delete_fetched()  # every rank has written, so it has finished reading
+        self.delete_fetched()  # every rank has written its shard, so it has finished reading
 
     def list_complete(self, within: str = "") -> list[str]:
         manifest = re.compile(posixpath.join(within, rf"step_\d+/{re.escape(atomic_io.MANIFEST)}"))
@@ -167,7 +167,7 @@ class ObjectStore:
         self._put(self.scratch / name, name)
 
     def _sizes(self) -> dict[str, int]:
-        """The size in bytes of every file below the URL, by its name."""
+        """Return the size in bytes of every file below the URL, by its name."""
 
         def found(fs: Any, path: str) -> dict[str, int]:
             top = path.rstrip("/")
@@ -203,12 +203,12 @@ class ObjectStore:
             if names:
                 self._retry("", lambda fs, path: fs.rm([f"{path}/{name}" for name in names]))
         except FileNotFoundError:
-            log.debug("%s: some of %d files were gone already", self, len(names))
+            log.debug("%s: some of %d files had already been deleted", self, len(names))
 
     def _retry(self, name: str, call: Callable[[Any, str], T]) -> T:
-        """`call(file system, path)` for the file `name`, repeated after errors that may be transient.
+        """Return `call(file system, path)` for the file `name`, repeated after errors that may be transient.
 
-        Raises FileNotFoundError, and StorageError naming the URL and the cause for all else.
+        Raises FileNotFoundError, and StorageError naming URL and cause for all other errors.
         """
         for pause in PAUSES_S:
             try:
@@ -221,23 +221,24 @@ class ObjectStore:
     def _call(self, name: str, call: Callable[[Any, str], T]) -> T:
         try:
             fs, root = filesystem_of(self.url)
-            # Listings are cached per process, and other ranks are other processes.
+            # fsspec caches listings in each process, but other ranks, in other processes, change the folder.
             fs.invalidate_cache()
             return call(fs, posixpath.join(root.rstrip("/"), name).rstrip("/"))
         except FileNotFoundError:
             raise
-        except Exception as error:  # any library's error
+        except Exception as error:  # from any library
             raise self._failure(name, error) from None
 
     def _failure(self, name: str, error: Exception) -> StorageError:
         cause = self._without_secrets(error) or type(error).__name__
         return StorageError(
             f"{posixpath.join(str(self), name).rstrip('/')}: {cause}. "
-            "See that the storage can be reached and written to, and run the same command again: finished work is kept."
+            "Check that the storage can be reached and written to, and run the same command again: finished work is "
+            "kept."
         )
 
     def _without_secrets(self, error: Exception) -> str:
-        """The text of an error without the user and password of the URL."""
+        """Return the text of an error without the user and password of the URL."""
         text = str(error)
         if user := USER.match(self.url):
             for secret in (user[2], user[2].partition(":")[2] or user[2]):

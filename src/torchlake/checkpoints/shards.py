@@ -35,12 +35,12 @@ class Piece:
     tensor: torch.Tensor
     "(R, ...)"
     first: int
-    "Its first row in the whole tensor."
+    "The first row's position in the whole tensor."
     shape: tuple[int, ...]
-    "Of the whole tensor."
+    "Shape of the whole tensor."
 
     def copied(self) -> "Piece":
-        """A copy in main memory, which keeps its values while training continues."""
+        """Return a copy in main memory, which keeps its values while training continues."""
         return Piece(self.tensor.detach().to("cpu", copy=True).contiguous(), self.first, self.shape)
 
 
@@ -48,13 +48,15 @@ Pieces = dict[str, Piece]
 
 
 def whole(tensors: Tensors) -> Pieces:
-    """Each tensor as one piece."""
+    """Return each tensor as one piece."""
     return {name: Piece(tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def local_shard(tensors: Tensors, *, rank: int, world_size: int) -> Pieces:
-    """What `rank` stores of tensors that have the same names on all ranks: its rows of sharded ones (DTensors), and
-    about an equal part, in bytes, of the tensors that every rank holds whole.
+    """Return the pieces that `rank` stores of tensors that have the same names on all ranks.
+
+    These are its rows of sharded tensors (DTensors), and about an equal share, in bytes, of the tensors that every rank
+    has whole.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     mine = whole({name: plain[name] for name, owner in _owners(plain, world_size).items() if owner == rank})
@@ -67,13 +69,15 @@ def local_shard(tensors: Tensors, *, rank: int, world_size: int) -> Pieces:
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:
-    """The first row of a sharded tensor on this rank, and the number of rows; split as `torch.chunk` does."""
+    """Return the first row of a sharded tensor on this rank, and the number of rows; split as `torch.chunk` does."""
     rows = tensor.shape[0]
     first, count = 0, rows
     for dimension, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             if placement.dim != 0 or count != rows:
-                raise DataError(f"a tensor is sharded as {tensor.placements}; only rows over one dimension are stored")
+                raise DataError(
+                    f"a tensor is sharded as {tensor.placements}, but checkpoints store only rows over one dimension"
+                )
             coordinate = tensor.device_mesh.get_local_rank(dimension)
             size = -(-rows // tensor.device_mesh.size(dimension))
             first = min(rows, coordinate * size)
@@ -82,13 +86,13 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
 
 
 def in_rows(tensor: torch.Tensor) -> bool:
-    """Whether a rank's part of a tensor is a range of rows; tensor parallelism also splits columns, and rows twice."""
+    """Return whether a rank's part is a range of rows; tensor parallelism also splits columns, or rows twice."""
     parts = [each for each in getattr(tensor, "placements", ()) if not each.is_replicate()]
     return all(each == Shard(0) for each in parts) and len(parts) <= 1
 
 
 def as_part(local: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The tensor of which `local` is this rank's part, sharded as `like` is."""
+    """Return the tensor of which `local` is this rank's part, sharded as `like` is."""
     shared: torch.Tensor = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -96,7 +100,7 @@ def as_part(local: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of `whole`, sharded as `like` is: over the last dimension of the mesh first."""
+    """Return this rank's part of `whole`, sharded as `like` is: over the last dimension of the mesh first."""
     part, mesh = whole, like.device_mesh
     for dimension in reversed(range(mesh.ndim)):
         placement: Any = like.placements[dimension]
@@ -108,7 +112,7 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _is_first_copy(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those with the same rows (hybrid sharding)."""
+    """Return whether this rank is the first of those with the same rows (hybrid sharding)."""
     return all(
         tensor.device_mesh.get_local_rank(dimension) == 0
         for dimension, placement in enumerate(tensor.placements)
@@ -117,7 +121,7 @@ def _is_first_copy(tensor: DTensor) -> bool:
 
 
 def _owners(tensors: Tensors, world_size: int) -> dict[str, int]:
-    """Which rank stores which tensor: the largest first, each on the rank with the least; equal on every rank."""
+    """Return which rank stores which tensor: the largest first, each on the least loaded rank; equal on all ranks."""
     load = [0] * world_size
     owners = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
@@ -128,13 +132,13 @@ def _owners(tensors: Tensors, world_size: int) -> dict[str, int]:
 
 
 def header(pieces: Pieces) -> dict[str, str]:
-    """The safetensors header of a file of these pieces."""
+    """Return the safetensors header of a file of these pieces."""
     partial = {
         name: [piece.first, list(piece.shape)]
         for name, piece in pieces.items()
         if tuple(piece.tensor.shape) != piece.shape
     }
-    # A file without tensors cannot be read unless something stands in its header.
+    # A file without tensors can only be read if its header is not empty.
     return {"format": "pt", **({PIECES: json.dumps(partial)} if partial else {})}
 
 
@@ -154,7 +158,7 @@ class Shards:
         self._segments: dict[str, list[_Segment]] = {}
         for path, file in files:
             partial = _partial(path, file)
-            for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+            for name in file.keys():  # noqa: SIM118  a safetensors file is not a mapping
                 held = tuple(file.get_slice(name).get_shape())
                 first, shape = partial.get(name, (0, held))
                 if self.shapes.setdefault(name, shape) != shape or held[1:] != shape[1:]:
@@ -166,10 +170,10 @@ class Shards:
             ends = [segment.first + segment.rows for segment in segments]
             shape = self.shapes[name]
             if [segment.first for segment in segments] != [0, *ends[:-1]] or ends[-1] != (shape[0] if shape else 1):
-                raise DataError(f"{segments[0].path.parent}: rows of the tensor {name!r} are missing or there twice")
+                raise DataError(f"{segments[0].path.parent}: rows of the tensor {name!r} are missing or duplicate")
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
-        """`rows` rows of a tensor from `first` on, by default all of it, as a new tensor."""
+        """Return `rows` rows of a tensor from `first` on, by default all of it, as a new tensor."""
         shape = self.shapes[name]
         if not shape:
             (segment,) = self._segments[name]
@@ -187,7 +191,7 @@ class Shards:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_like(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that is sharded as `like` is."""
+        """Return this rank's part of a tensor that is sharded as `like` is."""
         if not isinstance(like, DTensor):
             return self.read(name).to(like.device)
         if in_rows(like):
@@ -202,13 +206,14 @@ class Shards:
         for name in sorted({*self.shapes, *like}):
             found, wanted = self.shapes.get(name), tuple(like[name].shape) if name in like else None
             if found != wanted:
-                raise DataError(f"{where}: tensor {name!r} has the shape {found}, the model wants {wanted}")
+                raise DataError(f"{where}: tensor {name!r} has the shape {found}, but {wanted} in the model")
 
 
 @contextmanager
 def open_shards(files: Sequence[Path]) -> Iterator[Shards]:
-    """The tensors of safetensors files, memory-mapped. Raises DataError naming a file that cannot be read, and when the
-    files do not form one set.
+    """Open the tensors of safetensors files, memory-mapped.
+
+    Raises DataError naming a file that cannot be read, and when the files are not one set.
     """
     with ExitStack() as stack:
         handles = []

@@ -3,10 +3,10 @@
     training   step n | forward, backward of step n + 1 | wait | update n + 1
     copies            | weights and moments ............|
 
-A GPU copies on a stream of its own into page-locked memory, beside the next forward and backward pass, which only read
-weights; the next update waits on the device until the copies are done, and the host for nothing. torch keeps freed
-page-locked memory for the next checkpoint and rounds each tensor's up to a power of 2. Tensors in main memory are
-copied at once.
+A GPU copies on its own stream into page-locked memory, beside the next forward and backward pass, which only read
+weights. The next update waits on the device until the copies are done; the host waits for nothing. torch keeps freed
+page-locked memory for the next checkpoint, and rounds the memory of each tensor up to a power of 2. Tensors in main
+memory are copied at once.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from torchlake.checkpoints.shards import Piece, Pieces
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Copies that may still be on their way."""
+    """Copies that may not have finished yet."""
 
     kinds: Mapping[str, Pieces]
     copied: torch.cuda.Event | None
-    "Recorded behind the copies from a GPU; None: they are done."
+    "Recorded after the copies from a GPU; None: they are done."
 
     def hold_updates(self) -> None:
-        """Let what the current stream does from here on, an update of the copied tensors, wait for the copies."""
+        """Let the current stream's next work, an update of the copied tensors, wait for the copies."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
@@ -51,7 +51,7 @@ def take(kinds: Mapping[str, Pieces]) -> Snapshot:
 
 
 def _streamed(piece: Piece) -> Piece:
-    """A copy that the current stream makes."""
+    """Return a copy that the current stream makes."""
     if not piece.tensor.is_cuda:
         return piece.copied()
     tensor = piece.tensor.detach()

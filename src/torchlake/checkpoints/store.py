@@ -25,7 +25,7 @@ STATE = "state.json"
 BEST = "best"
 TORN = ".torn"
 RUN = "run.json"
-"States which run the checkpoints of an external store belong to."
+"The file that states which run the checkpoints of an external store belong to."
 
 Files = Mapping[str, Mapping[str, Any]]
 "Files by name, each with its `bytes` and `sha256`."
@@ -36,7 +36,7 @@ class Draft:
     """A checkpoint that is being written, as one rank sees it."""
 
     store: "CheckpointStore"
-    "Where it will be stored."
+    "The store that it is for."
     name: str
     "Its name in the store."
     site: str
@@ -57,7 +57,7 @@ class Draft:
         return self.path.with_name(f".{self.path.name}.{self.attempt}.tmp")
 
     def rank_manifest(self, rank: int) -> Path:
-        """The list of files that a rank wrote."""
+        """Return the list of files that a rank wrote."""
         return self.staging / f".rank_{rank:05d}.json"
 
 
@@ -67,13 +67,13 @@ class FolderStore:
 
     root: Path
     external: bool = False
-    "Whether it is outside of the run folder, so that other runs may use it."
+    "Whether it is outside the run folder, so that other runs may use it."
 
     def __str__(self) -> str:
         return str(self.root)
 
     def path(self, name: str) -> Path:
-        """The local path for a name."""
+        """Return the local path for a name."""
         return self.root / name
 
     def upload(self, draft: Draft, files: Files) -> None:
@@ -81,7 +81,7 @@ class FolderStore:
         # Nothing to do: files are written in place.
 
     def rank_manifests(self, draft: Draft) -> list[dict[str, Any]]:
-        """The manifest of each rank, in order, once all have uploaded."""
+        """Return the manifest of each rank, in order, once all have uploaded."""
         return [atomic_io.read_json(draft.rank_manifest(rank)) for rank in range(draft.world_size)]
 
     def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
@@ -89,7 +89,7 @@ class FolderStore:
         atomic_io.remove(draft.rank_manifest(rank) for rank in range(draft.world_size))
         atomic_io.write_json(draft.staging / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
-        # The name is taken only if this step was trained before, with equal content.
+        # The name exists only if this step was trained before, with equal content.
         atomic_io.remove([draft.path])
         os.rename(draft.staging, draft.path)
         atomic_io.sync_folder(draft.path.parent)
@@ -97,18 +97,18 @@ class FolderStore:
         _verify_files(draft.path, manifest["files"], mine)
 
     def list_complete(self, within: str = "") -> list[str]:
-        """The names of the visible checkpoints, oldest first; with `within` BEST, those of best models."""
+        """Return the names of the visible checkpoints, oldest first; those of best models if `within` is BEST."""
         folders = [path for path in (self.root / within).glob("step_*") if path.is_dir()]
         return sorted(path.relative_to(self.root).as_posix() for path in folders if not path.name.endswith(TORN))
 
     def read_state(self, name: str) -> Any:
-        """The state of a visible checkpoint."""
+        """Return the state of a visible checkpoint."""
         return atomic_io.read_json(self.root / name / STATE)
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint; a half-deleted one is not visible. Raises StorageError, OSError."""
         path = self.root / name
-        # A half-deleted folder must not look like a corrupt checkpoint.
+        # A crash during the deletion must not leave a folder that looks like a corrupt checkpoint.
         leaving = atomic_io.temporary_path(path)
         os.replace(path, leaving)
         atomic_io.remove([leaving])
@@ -118,7 +118,7 @@ class FolderStore:
         atomic_io.remove([*self.root.glob(".*.tmp"), *(self.root / BEST).glob(".*.tmp")])
 
     def fetch(self, name: str, kind: str = "") -> Path:
-        """A local folder with those files of a checkpoint whose names begin with `kind`, verified.
+        """Return a local folder with those files of a checkpoint whose names begin with `kind`, verified.
 
         Raises DataError naming a file that is missing or corrupt, UnsafeError for a name that leads out.
         """
@@ -127,10 +127,10 @@ class FolderStore:
 
     def delete_fetched(self) -> None:
         """Delete fetched copies."""
-        # Nothing is copied.
+        # This store copies nothing.
 
     def set_aside(self, name: str) -> str:
-        """Hide a corrupt checkpoint without deleting it; returns its new name."""
+        """Hide a corrupt checkpoint without deleting it; return its new name."""
         path = self.root / name
         torn = path.with_name(path.name + TORN)
         atomic_io.remove([torn])
@@ -138,15 +138,15 @@ class FolderStore:
         return torn.name
 
     def has_corrupt(self) -> bool:
-        """Whether corrupt checkpoints were set aside."""
+        """Return whether any corrupt checkpoint was set aside."""
         return any(self.root.glob(f"*{TORN}"))
 
     def is_used(self) -> bool:
-        """Whether it holds anything besides RUN."""
+        """Return whether it holds anything besides RUN."""
         return self.root.is_dir() and any(RUN not in entry.name for entry in self.root.iterdir())
 
     def read_json(self, name: str) -> Any:
-        """The JSON value of a file; None when there is none. Raises DataError, StorageError."""
+        """Return the JSON value of a file; None if it does not exist. Raises DataError, StorageError."""
         path = self.root / name
         return atomic_io.read_json(path) if path.exists() else None
 
@@ -160,7 +160,7 @@ class FolderStore:
 
 
 def _verify_files(path: Path, files: Files, mine: Files) -> None:
-    """Raise StorageError unless every file is there in its size, and this rank's own with their sha256."""
+    """Raise StorageError unless every file exists with its size, and this rank's own files with their sha256."""
     for name, expected in files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None

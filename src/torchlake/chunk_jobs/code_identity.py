@@ -1,15 +1,16 @@
-"""The identity of a user's function: the same code continues a job, other code is refused.
+"""The identity of a user's function: the same code continues a job, and other code is refused.
 
-The sha256 is over what the function computes with, not over its text or its pickle, which differ between processes:
+The sha256 is over everything that the function computes with, not over its text or its pickle, which differ between
+processes:
 
     own function       its bytecode and constants, defaults, closure, and the globals that it reads
     own class          its bases, methods and attributes
     installed code     its name; the versions of libraries are in the commit record
-    other values       what pickle stores of them
+    other values       what pickle stores for them
 
-Own code is whatever is neither in the standard library nor in site-packages. Comments, formatting and line numbers do
-not count. Bytecode belongs to one minor version of Python, so that version is part of the identity. Cost: one walk over
-the functions that are reached, milliseconds for a script.
+Own code is all code outside the standard library and site-packages. Comments, formatting and line numbers do not count.
+Bytecode belongs to one minor version of Python, so that version is part of the identity. Cost: one walk over the
+functions that are reached, milliseconds for a script.
 """
 
 import copyreg
@@ -37,17 +38,17 @@ from torchlake.errors import UsageError
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 INSTALLED = {"site-packages", "dist-packages"}
 ADVICE = (
-    "Make it inside the function, or name the function's version yourself: version='1', and another one after every "
-    "change."
+    "Make it inside the function, or give the function a version (version='1') that you change with every change of "
+    "the function."
 )
 NO_CODE = (GetSetDescriptorType, MemberDescriptorType)
 
 Seen = dict[int, tuple[int, Any]]
-"By id, the number of each function, class and object that was visited, and itself, so that its id stays its own."
+"The number of each visited function, class and object, by id, and the object itself, so that its id is not reused."
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return a function's module and name, as "jobs:make_worker"; of a partial function or object those of its code."""
+    """Return a function's module and name, such as "jobs:make_worker"; for a partial or object, those of its code."""
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -57,7 +58,7 @@ def function_name(function: Callable[..., Any]) -> str:
 def code_identity(function: Callable[..., Any], version: str | None) -> dict[str, str]:
     """Return what identifies a function in a fingerprint: its name with `version`, or with the sha256 of its code.
 
-    Raises UsageError without a version if the function reads a value that cannot be compared.
+    Without a version, raises UsageError if the function reads a value that cannot be compared.
     """
     name = {"function": function_name(function)}
     if version is not None:
@@ -74,7 +75,7 @@ def code_identity(function: Callable[..., Any], version: str | None) -> dict[str
 
 
 def _canonical(value: Any, seen: Seen) -> str:
-    """Return a text that is equal for equal values in any process."""
+    """Return a string that is equal for equal values in any process."""
     if isinstance(value, PLAIN):
         return f"{type(value).__name__} {value!r}"
     if type(value) in (tuple, list):
@@ -121,7 +122,7 @@ def _parts_of_function(function: FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         try:
             cells.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
+        except ValueError:  # the cell is not assigned yet
             cells.append(...)
     read = {name: function.__globals__[name] for name in _read_globals(function) if name in function.__globals__}
     attributes = _attributes(function.__code__)
@@ -141,7 +142,7 @@ def _parts_of_class(cls: type) -> list[Any]:
 
 
 def _parts_of_object(value: Any) -> list[Any]:
-    """Return what pickle would store, or, of objects around functions, these functions."""
+    """Return what pickle would store; for objects around functions, these functions."""
     if isinstance(value, staticmethod | classmethod | MethodType):
         return [value.__func__, getattr(value, "__self__", None)]
     if isinstance(value, property):
@@ -157,8 +158,8 @@ def _parts_of_object(value: Any) -> list[Any]:
         reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception as error:
         raise UsageError(
-            f"The function reads a {type(value).__module__}.{type(value).__qualname__}, of which two runs cannot be "
-            f"compared ({error}). {ADVICE}"
+            f"The function reads a {type(value).__module__}.{type(value).__qualname__}, which cannot be compared "
+            f"between runs ({error}). {ADVICE}"
         ) from error
     if isinstance(reduced, str):
         return [type(value).__module__, reduced]
@@ -166,7 +167,7 @@ def _parts_of_object(value: Any) -> list[Any]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object, and those of the functions inside it."""
+    """Yield a code object and those of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

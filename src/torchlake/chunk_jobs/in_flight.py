@@ -1,7 +1,7 @@
-"""Rows scored in chunks that are not finished yet, read from the attempt logs of `poison_rows.py`.
+"""Count the rows scored in unfinished chunks, by the attempt logs of `poison_rows.py`.
 
 Workers log each batch before it runs, on every engine, so progress needs no other channel. The count is only for
-display: a network file system may show it late. Cost: reading the lines added since the last count.
+display: with a network file system it may be late. Cost: reading the lines added since the last count.
 """
 
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 
 @dataclass(kw_only=True)
 class _Log:
-    """The log of one attempt at a chunk, as far as it was read."""
+    """The log of one attempt at a chunk, as far as it has been read."""
 
     read: int = 0
-    "Bytes read."
+    "Number of bytes that were read."
     running: list[int] = field(default_factory=list)
-    "Rows of the current batch; they are scored when the next line appears."
+    "Number of rows of the current batch; they are scored when the next line appears."
     scored: set[int] = field(default_factory=set)
 
 
@@ -30,7 +30,7 @@ class InFlight:
         self._logs: dict[str, _Log] = {}
 
     def rows(self) -> int:
-        """Return the rows scored in unfinished chunks; of several attempts at a chunk, the furthest counts."""
+        """Return the number of rows scored in unfinished chunks, by the furthest attempt at each chunk."""
         names = [name for name in _names(self._folder) if name not in self._old]
         self._logs = {name: self._logs.get(name, _Log()) for name in names}
         furthest: dict[str, int] = {}
@@ -45,7 +45,7 @@ class InFlight:
             with open(self._folder / name, "rb") as file:
                 file.seek(attempt.read)
                 added = file.read()
-        except OSError:  # its chunk is finished
+        except OSError:  # the log is deleted when its chunk is finished
             return
         whole = added[: added.rfind(b"\n") + 1]
         first = attempt.read == 0

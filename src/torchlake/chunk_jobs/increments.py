@@ -1,9 +1,9 @@
 """Incremental jobs: only the rows that are new since the last call are read, and added exactly once.
 
-How far a table was read is kept by the output itself, in the commit that adds the rows: a transaction of a Delta log, a
-property of an Iceberg table. Two jobs that read the same versions cannot both commit. Versions that only add files give
-these files. Where rows were changed or deleted, a change data feed and a key are needed: the rows of the changed keys
-are scored again and replaced, those of the deleted ones removed. Loose files have no versions: the ones that no
+The output itself stores how far a table was read, in the commit that adds the rows: as a transaction in a Delta log, or
+a property of an Iceberg table. So two jobs that read the same versions cannot both commit. If versions only add files,
+these files are read. If rows were changed or deleted, a change data feed and a key are needed: the rows of changed keys
+are scored again and replaced, those of deleted keys are removed. Loose files have no versions: the files that no
 earlier job on this output has read are new.
 """
 
@@ -25,33 +25,36 @@ from torchlake.tables.sources._interface import Followed
 
 @dataclass(frozen=True, kw_only=True)
 class Increment:
-    """Rows to read, and what their commit does besides adding them."""
+    """Rows to read, and what else their commit does besides adding them."""
 
     table: Any
     output: Output
     positions: Mapping[str, int] | None
-    "How far the table is read; None for files, of which the new ones are found when they are planned."
+    "How far the table is read; None for files, whose new ones are found when they are planned."
     deleted_keys: pa.Array | None = None
 
 
 def followed(table: Any) -> Followed | None:
-    """The table as one whose versions are followed; None for loose files. Raises UsageError for what is neither."""
+    """Return the table to be followed by version; None for loose files.
+
+    Raises UsageError for a list of tables, and for a source that cannot be followed.
+    """
     kind = source_of(table)
     if isinstance(table, list | tuple) or (kind is not None and not hasattr(kind, "follow")):
-        raise UsageError("incremental reads one table or folder of files: give one, with a log of versions or files.")
+        raise UsageError("incremental reads one Delta or Iceberg table or one folder of files. Give only one of them.")
     if kind is None:
         return None
     found: Followed | None = kind.follow(table)
     if found is None:
-        raise UsageError(f"{table}: incremental follows the table's current version; give it without a version.")
+        raise UsageError(f"{table}: incremental reads the table's current version; give the table without a version.")
     return found
 
 
 def increments(source: Followed, output: Output, name: str, key: str | None) -> Iterator[Increment]:
-    """What to read, one after the other: first what an interrupted call had begun, then what is new since.
+    """Yield the increments to read in order: first one that an interrupted call had begun, then what is new since.
 
-    `name` identifies the job and the table; `key` is the output's. Nothing is yielded when nothing is new. Raises
-    TableError when rows were changed, and cannot be followed.
+    `name` identifies the job and the table; `key` is the output's. Yields nothing when nothing is new. Raises
+    TableError when rows were changed in a way that cannot be followed.
     """
     target = _table_of(output)
     begun = output.earlier().positions.get(name)
@@ -75,8 +78,8 @@ def _table_of(output: Output) -> Target:
     target = output.target
     if target is None or target.reusable:
         raise UsageError(
-            f"{output.path}: incremental adds to a Delta or Iceberg table; give format delta. A Parquet folder follows "
-            "new input files with accept_new_input."
+            f"{output.path}: incremental adds to a Delta or Iceberg table; give format delta. For a Parquet folder, "
+            "accept_new_input adds new input files."
         )
     return target
 
@@ -88,8 +91,8 @@ def _by_key(
     changed = None if key is None else source.changed_rows(reached, position, key)
     if changed is None:
         raise TableError(
-            f"{source.name}: {why}. Changed rows are followed by key, which needs a key (--key) and a table with a "
-            "change data feed (delta.enableChangeDataFeed). Else score the whole table again (mode overwrite)."
+            f"{source.name}: {why}. To follow changed rows, give a key (--key) and a table with a change data feed "
+            "(delta.enableChangeDataFeed), or score the whole table again (mode overwrite)."
         )
     return Increment(
         table=changed.rows,
@@ -104,13 +107,13 @@ def _in_mode(output: Output, mode: Any) -> Output:
 
 
 def position_name(table: str, settings: Mapping[str, Any]) -> str:
-    """The name of a job's position in a table: the same for the same settings, except for ranges that it found."""
+    """Return the name of a job's position in a table, the same for the same settings (without `ranges`, if found)."""
     chosen = {name: value for name, value in settings.items() if name != "ranges"}
     return f"torchlake-{fingerprint([table, chosen])[:32]}"
 
 
 def full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> dict[str, int]:
-    """The position that a job on a whole table leaves, so that a later one can be incremental; empty for other jobs."""
+    """Return the position that a job on a whole table stores, so that a later one can be incremental; else empty."""
     if output.target is None or output.target.reusable or output.options.mode not in ("create", "overwrite"):
         return {}
     if len(plan.sources) != 1 or plan.selection or plan.sources[0].get("kind") != "delta" or "since" in plan.sources[0]:
@@ -119,17 +122,17 @@ def full_position(plan: Plan, output: Output, settings: Mapping[str, Any]) -> di
 
 
 def file_increment(table: Any, output: Output) -> Increment:
-    """The files of a folder that are new to an output. Raises UsageError for an output that cannot be added to."""
+    """Return the files of a folder that are new to an output. Raises UsageError if the output cannot be added to."""
     target = _table_of(output)
     added = bool(target.commits(target.snapshot()))
     return Increment(table=table, output=_in_mode(output, "append") if added else output, positions=None)
 
 
 def new_files(plan: Plan, output: Output, settings: Mapping[str, Any]) -> tuple[Plan, dict[str, int]] | None:
-    """The plan of the files that no job with these settings has added to the output; None if there are none.
+    """Return the plan of the files that no job with these settings has added to the output; None if there are none.
 
-    Also returns the position of the commit: the number of such commits. Of an interrupted job its files come first.
-    Raises FingerprintError for a file whose content has changed since.
+    Also returns the position of the commit, which is the number of such commits. The files of an interrupted job come
+    first. Raises FingerprintError for a file whose content has changed since it was read.
     """
     target, name = _table_of(output), position_name("files", settings)
     snapshot = target.snapshot()

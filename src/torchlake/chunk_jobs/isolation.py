@@ -1,6 +1,6 @@
-"""A row never affects another one: a batch that raises is halved until the failing row is alone.
+"""Keep a failing row from affecting others: a batch that raises is halved until the failing row is alone.
 
-`poison_rows.py` finds the rows that raise nothing, but kill or hang their process. Cost: a batch with one failing row
+`poison_rows.py` finds the rows that do not raise, but kill or hang their process. Cost: a batch with one failing row
 takes about as long as two.
 """
 
@@ -28,10 +28,10 @@ def run_isolated(
 ) -> None:
     """Call `run` with all `rows` (B,) int64 of a batch; if it raises, with halves of them, down to single rows.
 
-    A single row that raises gets its reason in `errors`. Rows that a RowErrors names get theirs, and the others run
-    again. `beside` (M,) int64 are rows that other threads work on meanwhile: they may be the ones that kill or hang the
-    process. `out_of_memory(rows)` is called when a batch of several rows did not fit. Raises `passed_on` exceptions,
-    Interrupted and StorageError as they are.
+    The reason of a single row that raises is put in `errors`, and so are the reasons of rows that a RowErrors names;
+    the other rows run again. `beside` (M,) int64 are rows that other threads process meanwhile, which may also kill or
+    hang the process. `out_of_memory(rows)` is called when a batch of several rows did not fit. Raises `passed_on`
+    exceptions, Interrupted and StorageError as they are.
     """
     not_of_a_row: tuple[type[Exception], ...] = (Interrupted, StorageError, *passed_on)
     pending = [rows]
@@ -65,5 +65,5 @@ def describe(error: Exception) -> str:
 
 
 def _device_is_lost(error: Exception) -> bool:
-    """Return whether every later call on the device will fail too, whatever the row."""
+    """Return whether every later call on the device will fail too, for any row."""
     return type(error).__name__ == "AcceleratorError" and not ran_out_of_memory(error)

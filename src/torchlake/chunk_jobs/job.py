@@ -2,8 +2,8 @@
 
     open_input -> the caller's checks -> plan_input -> run_job: begin -> chunks -> commit
 
-The plan is stored first; an engine runs each pending chunk at least once; the same call after a kill runs only what is
-missing. Failed rows are counted on the way, so that a job that cannot succeed ends early.
+The plan is stored first; an engine runs each pending chunk at least once; after a kill, the same call runs only the
+missing chunks. Failed rows are counted meanwhile, so that a job that cannot succeed ends early.
 """
 
 import logging
@@ -41,27 +41,27 @@ KEPT = "Stopping. Finished chunks are kept; run the same command again to resume
 
 
 class WrittenChunk(Protocol):
-    """What a worker reports on a chunk."""
+    """A worker's report about a chunk."""
 
     @property
     def part(self) -> Part:
-        """The part that it wrote."""
+        """The part that the worker wrote."""
 
     @property
     def examples(self) -> Sequence[str]:
-        """Up to three errors, each with its file and row."""
+        """Up to three errors, each with file and row."""
 
 
 R = TypeVar("R", bound=WrittenChunk)
 Start = Callable[[Write, list[tuple[Chunk, str]]], Generator[R, None, None]]
-"From the transaction and the pending chunks with their part names to the workers' reports."
+"Yields the workers' reports, for the transaction and the pending chunks with their part names."
 Provenance = Callable[[list[R], int, float], Mapping[str, Any]]
-"From the reports, the rows of the pending chunks and the seconds so far to the job's entries of the commit record."
+"Returns the job's entries in the commit record, from the reports, the number of pending rows and the seconds so far."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A chunk job that is checked and planned."""
+    """A checked and planned chunk job."""
 
     name: str
     "The command, for messages."
@@ -69,11 +69,11 @@ class Job:
     source: Table
     plan: Plan
     schema: pa.Schema
-    "Of the output."
+    "The schema of the output."
     fingerprint: Mapping[str, Any]
     key: str | None
     environment: Mapping[str, str]
-    "Library versions."
+    "Versions of libraries."
     options: OutputOptions
     spread: Spread
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Finished(Generic[R]):
 def open_input(
     table: StoredTable, output: Output, columns: Sequence[str], options: OutputOptions, spread: Spread
 ) -> Table:
-    """Open the input. Raises TableError as `open_table`, and UsageError if it is inside `output`."""
+    """Open the input. Raises TableError as `open_table`, and UsageError if the input is inside `output`."""
     source = open_table(table, columns=columns, on_bad_file=options.on_bad_file, options=options.read, spread=spread)
     output.refuse_input(source.files)
     for file, reason in source.quarantined:
@@ -129,14 +129,14 @@ def plan_input(
 ) -> Plan:
     """Split the input into chunks and check its key.
 
-    Raises TableError for a key with nulls or duplicates, and for an output `schema` that Parquet does not have.
+    Raises TableError for a key with nulls or duplicates, and for an output `schema` that Parquet cannot store.
     """
     stored_schema(schema)
     plan = plan_chunks(
         source, columns=columns, chunk_rows=options.chunk_rows, cached=output.earlier().inputs, spread=engine.spread
     )
     if key is not None:
-        # Hashes of keys go through a folder that all processes reach; without one they stay in this process.
+        # Hashes of keys need a folder that all processes can reach; without one they are computed in this process.
         here = isinstance(engine, Local)
         folder = None if here else output.shared_folder
         check_key(source, plan, key, spread=engine.spread if here or folder else in_process, scratch=folder)
@@ -144,7 +144,7 @@ def plan_input(
 
 
 def run_job(job: Job, start: Start[R], provenance: Provenance[R], *, began: float) -> Finished[R]:
-    """Run the pending chunks and commit; `began` is the `perf_counter` of the call's beginning.
+    """Run the pending chunks and commit; `began` is the `perf_counter` at the beginning of the call.
 
     Raises as `write_transaction`, and TooManyErrors when more rows fail than allowed: nothing is published, finished
     chunks are kept.
@@ -201,7 +201,7 @@ def workspace_of(out: Write) -> Workspace:
 
 
 def _run(job: Job, out: Write, chunks: Generator[R, None, None]) -> list[R]:
-    """Run the pending chunks. Raises TooManyErrors early, from the first thousand rows on."""
+    """Run the pending chunks. Raises TooManyErrors as soon as 1,000 rows are done."""
     made: list[R] = []
     examples: list[str] = []
     rate, total = job.options.max_error_rate, out.plan.rows
@@ -213,7 +213,7 @@ def _run(job: Job, out: Write, chunks: Generator[R, None, None]) -> list[R]:
         closing(chunks),
         progress(job.name, total, "rows", done=before, ahead=ahead) as advance,
     ):
-        check_error_rate(failed, rows, total, rate, examples)  # of a run before this one
+        check_error_rate(failed, rows, total, rate, examples)  # counts the chunks of earlier runs
         for chunk in chunks:
             made.append(chunk)
             rows += chunk.part.rows

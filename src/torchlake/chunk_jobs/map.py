@@ -1,7 +1,7 @@
 """`map`: any function of record batches over a table, exactly once.
 
-The chunk job of `predict` with a function in the place of a model: the same plan, poison rows, resume and commit, on
-every engine.
+It is the chunk job of `predict` with a function in place of the model: the same plan, poison rows, resume and commit,
+on every engine.
 """
 
 import platform
@@ -51,13 +51,13 @@ class Mapped:
     """The output of `map`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
 
     path: Path | str
-    "The output: a folder's path, else a URL or the name of a table."
+    "The output: a folder's path, a URL or the name of a table."
     rows_in: int
     rows_out: int
     rows_failed: int
     seconds: float
     rows_per_s: float
-    "Rows this call mapped, per second of the whole call."
+    "Rows that this call mapped, per second of the whole call."
     record: dict[str, Any]
     "The commit record, with the provenance."
     quarantined: tuple[tuple[str, str], ...] = ()
@@ -120,13 +120,13 @@ def map(
     refuse_unknown("map", options, MapOptions.__annotations__)
     check_values(options, counts=("batch_rows",))
     if options.get("gpus_per_process", 0) < 0:
-        raise UsageError(f"gpus_per_process has to be 0 or more; {options['gpus_per_process']} was given.")
+        raise UsageError(f"gpus_per_process: expected 0 or more, got {options['gpus_per_process']}.")
     check_takes_nothing(make_worker, "map: make_worker", "def make_worker(): return function")
     native = engine_of(table)
     if native is not None:
         raise UsageError(
-            f"A frame of {native} has its own way to apply a function (mapInArrow, map_batches). Save it as Parquet, "
-            "and give map that."
+            f"A {native} frame has its own methods to apply a function (mapInArrow, map_batches). Save the frame as "
+            "Parquet, and give map the path."
         )
     settings = MapSettings(
         make_worker=make_worker,
@@ -208,23 +208,21 @@ def _open(
 
 
 def _promised(schema: pa.Schema | Mapping[str, pa.DataType], key: str | None) -> pa.Schema:
-    """Return the columns that the function makes. Raises UsageError."""
+    """Return the columns that the function returns. Raises UsageError."""
     if not isinstance(schema, pa.Schema):
         kinds = [name for name, kind in schema.items() if not isinstance(kind, pa.DataType)]
         if kinds:
             raise UsageError(f"schema: {kinds[0]!r} is a {type(schema[kinds[0]]).__name__}; give a type: pa.int64().")
         schema = pa.schema(list(schema.items()))
     if not schema.names:
-        raise UsageError("schema has no columns; give those that the function returns: {'words': pa.int64()}.")
+        raise UsageError("schema has no columns; give those that the function returns, such as {'words': pa.int64()}.")
     folded = [name.casefold() for name in schema.names]  # Spark and Hive ignore case in names
     twice = next((name for name in schema.names if folded.count(name.casefold()) > 1), None)
     if twice is not None:
         raise UsageError(f"schema has two columns {twice!r}; rename one.")
     own = next((name for name in ("row_id" if key is None else key, "error") if name.casefold() in folded), None)
     if own is not None:
-        raise UsageError(
-            f"schema: torchlake writes the column {own!r} itself; leave it out of what the function returns."
-        )
+        raise UsageError(f"schema: torchlake writes the column {own!r} itself; leave it out of the function's result.")
     return pa.schema([column.remove_metadata().with_nullable(True) for column in schema])
 
 

@@ -1,8 +1,8 @@
-"""The worker of `map`: it calls the user's function with batches of rows and writes what it returns.
+"""The worker of `map`: it calls the user's function with batches of rows and writes the results.
 
     read a chunk -> batches of rows without read errors -> function -> checked -> original order, error rows null
 
-The function sees each row once, unless its batch raises or dies; it may not depend on which rows share a batch.
+The function sees each row once, unless its batch raises or dies; it must not depend on which rows share a batch.
 """
 
 import time
@@ -28,35 +28,35 @@ MakeWorker = Callable[[], BatchFunction]
 
 @dataclass(frozen=True, kw_only=True)
 class MapSettings:
-    """The settings of a worker; besides the function plain values."""
+    """The settings of a worker: the function, and plain values."""
 
     make_worker: MakeWorker
     name: str
-    "The function's, for messages."
+    "The function's name, for messages."
     columns: tuple[str, ...]
-    "What the function reads."
+    "The columns that the function reads."
     key: str | None
     schema: pa.Schema
-    "What it returns."
+    "The schema of its results."
     batch_rows: int
     row_timeout_s: float
     workspace: Workspace | None = None
-    "Where it writes; set when the job starts."
+    "Where the worker writes; set when the job starts."
 
 
 @dataclass(frozen=True, kw_only=True)
 class MappedChunk:
-    """A worker's report on a chunk that it has written."""
+    """A worker's report about a chunk that it has written."""
 
     part: Part
     seconds: float = 0.0
-    "Time in the function."
+    "Seconds in the function."
     examples: tuple[str, ...] = ()
     "Up to three errors, each with its file and row."
 
 
 class WrongResult(UsageError):
-    """The function returned something other than promised: a mistake in the code, not in a row."""
+    """The function broke its promise about the result: a mistake in the code, not in a row."""
 
 
 def make_map_worker(settings: MapSettings) -> Callable[[Iterator[tuple[Chunk, str]]], Iterator[MappedChunk]]:
@@ -64,7 +64,8 @@ def make_map_worker(settings: MapSettings) -> Callable[[Iterator[tuple[Chunk, st
     function = settings.make_worker()
     if not callable(function):
         raise UsageError(
-            f"{settings.name} returned a {type(function).__name__}; it returns the function that gets the batches."
+            f"{settings.name} returned a {type(function).__name__}, not a function. It has to return the function that "
+            "gets the batches."
         )
     reader = ChunkReader(tuple(dict.fromkeys((*([settings.key] if settings.key else []), *settings.columns))))
     workspace = settings.workspace
@@ -110,7 +111,7 @@ def map_rows(
     attempt: Attempt,
     chunk: Chunk,
 ) -> tuple[pa.Table, dict[int, str]]:
-    """Return the function's columns for all rows of a chunk, and {row: reason} of those that it has none for.
+    """Return the function's columns for all rows of a chunk, and {row: reason} for rows without a result.
 
     Raises WrongResult naming file and rows.
     """
@@ -134,7 +135,7 @@ def map_rows(
 
 
 def _in_order(count: int, rows: list[np.ndarray], made: list[pa.Table], schema: pa.Schema) -> pa.Table:
-    """Return the made rows at their places among `count`, and null at the others."""
+    """Return the made rows at their places among `count`, with null at the other places."""
     if not made:
         return pa.table([pa.nulls(count, column.type) for column in schema], schema)
     found, order = pa.concat_tables(made), np.concatenate(rows)
@@ -154,13 +155,13 @@ def _checked(result: pa.Table | pa.RecordBatch, settings: MapSettings, chunk: Ch
         raise WrongResult(f"{where}: the function returned a {type(result).__name__}, not a pyarrow Table.")
     if len(result) != len(batch):
         raise WrongResult(
-            f"{where}: the function returned {len(result):,} rows for {len(batch):,}. It returns one row for each row, "
-            "in their order; several values of a row are a list."
+            f"{where}: the function returned {len(result):,} rows for {len(batch):,}. It has to return one row for "
+            "each row, in the same order; return several values of a row as a list."
         )
     promised = settings.schema
     if sorted(result.column_names) != sorted(promised.names):
         raise WrongResult(
-            f"{where}: the function returned the columns {', '.join(result.column_names) or '(none)'}; schema has "
+            f"{where}: the function returned the columns {', '.join(result.column_names) or '(none)'}, but schema has "
             f"{', '.join(promised.names)}."
         )
     arrays = []
@@ -168,7 +169,7 @@ def _checked(result: pa.Table | pa.RecordBatch, settings: MapSettings, chunk: Ch
         column = result[field.name]
         if common_type(column.type, field.type) != field.type:
             raise WrongResult(
-                f"{where}: the column {field.name!r} is {column.type}; schema has {field.type}. The schema is "
+                f"{where}: the column {field.name!r} is {column.type}, but {field.type} in schema. The schema is "
                 f"{schema_in_words(promised)}: cast the column in the function, or change schema."
             )
         arrays.append(column if column.type == field.type else column.cast(field.type))

@@ -1,4 +1,4 @@
-"""The options of input and output that every chunk job of the Python API has, checked. None of them changes a row."""
+"""Check the options of input and output that every chunk job of the Python API has. None of them changes a row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -42,7 +42,7 @@ class OutputOptions:
     max_error_rate: float = 0.5
     "Share of failed rows above which nothing is published."
     chunk_rows: int | None = None
-    "Maximum rows of a chunk; None: depends on the table's size."
+    "Maximum rows of a chunk; None: it depends on the table's size."
     overwrite: bool = False
     accept_new_input: bool = False
     accept_removed_input: bool = False
@@ -59,9 +59,9 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
     options = {name: value for name, value in given.items() if name in names}
     sink = sink_options({one.name: given[one.name] for one in fields(SinkOptions) if one.name in given})
     if options.get("overwrite") and sink.mode not in ("create", "overwrite"):
-        raise UsageError(f"overwrite replaces the output, and mode {sink.mode} adds to it; give one of them.")
+        raise UsageError(f"overwrite replaces the output, but mode {sink.mode} adds to it; give only one of them.")
     if options.get("incremental") and (options.get("overwrite") or sink.mode in ("overwrite", "replace-where")):
-        raise UsageError("incremental adds what is new, so mode is create or append, and overwrite is left out.")
+        raise UsageError("incremental adds what is new: use mode create or append, and leave out overwrite.")
     if options.get("incremental") and read.asked.keys() & {"sample", "limit"}:
         raise UsageError("incremental reads every new row: leave out sample and limit.")
     if options.get("overwrite"):
@@ -70,7 +70,7 @@ def output_options(given: Mapping[str, Any]) -> OutputOptions:
 
 
 def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise TypeError, as a function does, for an argument that is not among the `known` ones."""
+    """Raise TypeError for an argument that is not among the `known` ones, as a function does."""
     unknown = sorted(given.keys() - known.keys())
     if unknown:
         close = get_close_matches(unknown[0], known, n=1)
@@ -84,13 +84,13 @@ def check_values(
     """Raise UsageError for a value out of range; `counts` are at least 1, `choices` one of the strings."""
     rate, timeout = given.get("max_error_rate", 0), given.get("row_timeout_s", 1)
     if not 0 <= rate <= 1:
-        raise UsageError(f"max_error_rate is a share of the rows, from 0 to 1; {rate} was given.")
+        raise UsageError(f"max_error_rate: expected a share of the rows from 0 to 1, got {rate}.")
     if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise UsageError(f"row_timeout_s is seconds, above 0 and up to {MAX_TIMEOUT_S:,}; {timeout} was given.")
+        raise UsageError(f"row_timeout_s: expected seconds above 0 and up to {MAX_TIMEOUT_S:,}, got {timeout}.")
     for name, allowed in {"on_bad_file": ("error", "quarantine"), **(choices or {})}.items():
         if name in given and given[name] not in allowed:
-            raise UsageError(f"{name} is one of {', '.join(allowed)}; {given[name]!r} was given.")
+            raise UsageError(f"{name}: expected one of {', '.join(allowed)}, got {given[name]!r}.")
     for name in ("chunk_rows", *counts):
         count = given.get(name)
         if count is not None and count < 1:
-            raise UsageError(f"{name} has to be 1 or more; {count} was given.")
+            raise UsageError(f"{name}: expected 1 or more, got {count}.")

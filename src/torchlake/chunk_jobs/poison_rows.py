@@ -1,4 +1,4 @@
-"""Crash isolation: find the rows that kill or hang the process which reads, tokenizes or scores them.
+"""Crash isolation: find the rows that kill or hang the process that reads, tokenizes or scores them.
 
 A crash in a kernel, the kernel's out-of-memory killer or an endless loop raises no exception. So before each step the
 worker writes to a small file, the log of its attempt at a chunk, which rows it will read, tokenize (all of them at
@@ -55,8 +55,8 @@ class Attempt:
     """One attempt at a chunk, logged in `folder`; rows are positions within the chunk.
 
     `suspects` of a step must be alone in it; `quarantined` maps rows that are never tried again to their reasons;
-    `lost_reads` counts the processes that died while they only read this chunk. If a step takes longer than `limit_s`
-    seconds, the process exits and its stack is in the file `trace`.
+    `lost_reads` counts the processes that died while they were only reading this chunk. If a step takes longer than
+    `limit_s` seconds, the process exits and its stack is in the file `trace`.
     """
 
     def __init__(self, folder: Path, chunk: int, rows: int, limit_s: float) -> None:
@@ -142,7 +142,7 @@ class Attempt:
                 os.utime(self.path)
 
     def _dead(self, others: Sequence[Path]) -> Iterator[Path]:
-        """Yield the logs of dead attempts; for those of other machines this waits for their heartbeat."""
+        """Yield the logs of dead attempts; for attempts on other machines, wait for their heartbeat."""
         seen: dict[Path, tuple[float, float]] = {}
         undecided = list(others)
         while undecided:
@@ -167,7 +167,7 @@ class Attempt:
                 time.sleep(0.2)
 
     def _learn(self, path: Path) -> None:
-        """Add the knowledge of a dead attempt, and the step that it was running."""
+        """Add what a dead attempt knew, and the step that it was running."""
         try:
             lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # text after the last newline is incomplete
         except FileNotFoundError:  # another attempt has read it
@@ -199,10 +199,9 @@ def read_chunk(reader: ChunkReader, chunk: Chunk, attempt: Attempt) -> tuple[pa.
     """
     if attempt.lost_reads >= MAX_LOST_READS:
         raise TableError(
-            f"{chunk.file}: the {chunk.where} cannot be read: "
-            f"{attempt.lost_reads + 1} processes that tried died, or took more than "
-            f"{max(attempt.limit_s, WHOLE_CHUNK_S):g} s. Write the file again, leave it out, or give each process more "
-            "memory."
+            f"{chunk.file}: the {chunk.where} cannot be read: {attempt.lost_reads + 1} processes died while reading, "
+            f"or took longer than {max(attempt.limit_s, WHOLE_CHUNK_S):g} s. Write the file again, leave it out, or "
+            "give each process more memory."
         )
     with attempt.running("read"):
         table, unreadable = reader.read(chunk)
@@ -211,12 +210,12 @@ def read_chunk(reader: ChunkReader, chunk: Chunk, attempt: Attempt) -> tuple[pa.
 
 _watching = threading.Lock()
 _deadlines: dict[int, float] = {}
-"Deadlines of the running steps, by the open file for the stack."
+"Deadlines of the running steps, by the file descriptor for the stack."
 
 
 @contextmanager
 def _watched(trace: int, limit_s: float) -> Iterator[None]:
-    """Exit the process if the body takes longer; two threads may be in it at the same time.
+    """Exit the process if the block takes longer than `limit_s`; two threads may be inside at the same time.
 
     The watchdog of faulthandler is a C thread that needs no interpreter lock, so it finds a hang inside a kernel too.
     There is one per process, set to the first deadline.
@@ -241,14 +240,14 @@ def _watch_first() -> None:
 
 
 def _reason(step: Step, trace: Path) -> str:
-    """Return why a row is quarantined whose process died twice in that step."""
+    """Return the reason for quarantining a row whose process died twice in that step."""
     hung = trace.exists() and trace.stat().st_size > 0
     reason = "timeout: gave no answer, twice" if hung else "killed_process: twice"
     return f"{reason}, while it was tokenized" if step == "tokenize" else reason
 
 
 def _self() -> dict[str, Any]:
-    """Return data by which a later attempt finds out whether this process still runs."""
+    """Return the data by which a later attempt finds out whether this process still runs."""
     return {"machine": _machine(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 

@@ -1,6 +1,6 @@
 """A worker of a chunk job: it reads one chunk ahead, in a thread, while it makes the rows of the current one.
 
-A chunk that may hold a poison row runs with nothing of another chunk beside it; `poison_rows.py` decides which.
+A chunk that may have a poison row runs without any work on another chunk beside it; `poison_rows.py` decides which.
 Cost: one chunk in memory besides the one being worked on.
 """
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Where the workers of a job write, as plain values, so that every engine can send them."""
+    """Where the workers of a job write; plain values, so that every engine can send them."""
 
     journal: str
     "The folder for the logs of attempts."
@@ -43,11 +43,11 @@ def reading_ahead(
     """Return a worker that yields a result for each (chunk, part name).
 
     `read` runs one chunk ahead in another thread; `write` gets what it returned, writes the part and returns the
-    result; `lost` returns the result for a part that an earlier attempt has written. A step of an attempt may take
-    `limit_s` seconds.
+    result; `lost` returns the result for a part that an earlier attempt has written. Each step of an attempt may take
+    up to `limit_s` seconds.
     """
     journal, parts = Path(workspace.journal), workspace.parts
-    if is_url(parts.location):  # then each machine has logs of its own: a chunk that kills its process is retried there
+    if is_url(parts.location):  # logs are on each machine, because a chunk that kills its process is retried there
         journal.parent.mkdir(parents=True, exist_ok=True)
 
     def start(chunk: Chunk, attempt: Attempt) -> Read:
@@ -62,7 +62,7 @@ def reading_ahead(
             return write(chunk, name, attempt, ready)
 
     def begin(items: Iterator[tuple[Chunk, str]]) -> tuple[bool, Callable[[], Result]] | None:
-        """Pull a chunk, and read it unless it must run alone; returns that and the function that finishes it."""
+        """Pull a chunk, and read it unless it must run alone; return that and the function that finishes it."""
         item = next(items, None)  # waits until the engine has another chunk
         if item is None:
             return None

@@ -1,4 +1,4 @@
-"""Amounts with a unit, as options have them: bytes and operations per second."""
+"""Amounts with a unit in options: bytes and operations per second."""
 
 import math
 import re
@@ -6,7 +6,7 @@ import re
 from torchlake.errors import UsageError
 
 MIN_BYTES = 2**20
-"Smaller numbers were meant in another unit."
+"Smaller numbers were probably meant in another unit."
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 UNITS |= {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 
@@ -30,9 +30,9 @@ def size_in_bytes(value: str | float, name: str) -> float:
 
 
 def _number_and_unit(value: str | float, name: str, counted: str, examples: str) -> tuple[float, str]:
-    """Parse a number of `counted` ("B" or "FLOP"); returns it with its unit as written, "" for none."""
+    """Parse a number of `counted` ("B" or "FLOP"); return it with its unit as written, "" if it has none."""
     text = str(value).strip().upper().removesuffix("/S")
     match = re.fullmatch(rf"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*(([KMGTP]?I?)({counted})?)", text)
     if match is None or match[3] not in UNITS or not 0 < float(match[1]) < math.inf:
-        raise UsageError(f"{name}: {value!r} is not an amount; write a number above 0 and a unit, such as {examples}.")
+        raise UsageError(f"{name}: {value!r} is not an amount. Write a number above 0 and a unit, such as {examples}.")
     return float(match[1]) * UNITS[match[3]], match[2]

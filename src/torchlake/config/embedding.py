@@ -1,13 +1,13 @@
-"""How an encoder's token states become the vector of a text, as a model folder says.
+"""How an encoder's token states become the vector of a text, according to the files of a model folder.
 
     modules.json                        Transformer -> Pooling -> Dense ... -> Normalize
     1_Pooling/config.json               how token states become one vector
-    2_Dense/config.json                 a product after it, its weights beside
+    2_Dense/config.json                 a product after it, with its weights beside this file
     sentence_bert_config.json           longest input, in tokens; lower case
     config_sentence_transformers.json   prompts, and the number of dimensions to keep
 
-This is the layout of sentence-transformers. `modules.json` names classes to import: here they are compared with a list,
-and nothing is imported. A folder without it is of a plain encoder: its vectors are the mean of the token states.
+This is the layout of sentence-transformers. `modules.json` names classes to import; here they are compared with a list,
+and nothing is imported. A folder without it has a plain encoder, whose vectors are the mean of the token states.
 """
 
 import re
@@ -21,7 +21,7 @@ from torchlake.errors import DataError
 
 MODULES, SETTINGS, PROMPTS = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
 KIND = re.compile(r"sentence_transformers(?:\.\w+)*\.(Transformer|Pooling|Dense|Normalize)")
-"Modules that are known, by the import paths of old and new versions."
+"Supported modules, by the import paths of old and new versions."
 POOLINGS = {
     "cls": "pooling_mode_cls_token",
     "max": "pooling_mode_max_tokens",
@@ -41,7 +41,7 @@ class Dense:
     """A product after pooling: x (B, I) -> activation(x weight^T + bias) (B, O)."""
 
     folder: str
-    "Folder of its weights, relative to the model's."
+    "Folder of its weights, relative to the model folder."
     inputs: int
     outputs: int
     bias: bool
@@ -53,31 +53,31 @@ class Embedding:
     """How token states (L, H) become one vector."""
 
     poolings: tuple[str, ...] = ("mean",)
-    "Of several, the vectors are concatenated."
+    "The poolings; the vectors of several are concatenated."
     dense: tuple[Dense, ...] = ()
     dimensions: int
-    "Numbers of a vector; fewer than the modules give if it is truncated, which happens before normalization."
+    "Numbers in a vector; fewer than the modules produce if it is truncated, which happens before normalization."
     normalize: bool = False
     max_length: int | None = None
-    "Tokens of a text; None: as many as the encoder has positions for."
+    "Maximum tokens of a text; None: as many as the encoder has positions for."
     lowercase: bool = False
     "Whether texts become lower case before they are tokenized."
     prompt: str = ""
-    "Put before each text."
+    "A prompt that is put before each text."
 
 
 def read_embedding(folder: Path) -> Embedding:
     """Return how the model in `folder`, which has passed `check_folder`, embeds texts.
 
-    Raises DataError with the name of a module or setting that is not supported: leaving it out would give other
-    vectors.
+    Raises DataError with the name of a module or setting that is not supported, because leaving it out would change
+    the vectors.
     """
     width = _width(folder)
     if not (folder / MODULES).is_file():
         return Embedding(dimensions=width)
     try:
         return _read_modules(folder, width)
-    except DataError:  # a ValueError, too
+    except DataError:  # this is a ValueError, too
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{folder / MODULES}: is not in the layout of sentence-transformers ({error!r})") from error
@@ -86,9 +86,9 @@ def read_embedding(folder: Path) -> Embedding:
 def write_layout(folder: Path, how: Embedding) -> None:
     """Write these files beside an encoder, for a model without Dense modules.
 
-    The class names are those that every version of sentence-transformers since 2.0 accepts.
+    Every version of sentence-transformers since 2.0 accepts these class names.
     """
-    assert not how.dense, "their weights are not here"
+    assert not how.dense, "weights of Dense modules cannot be written here"
     kinds = ("Transformer", "Pooling", *(["Normalize"] if how.normalize else []))
     modules = [
         {
@@ -124,9 +124,9 @@ def _read_modules(folder: Path, width: int) -> Embedding:
         known = KIND.fullmatch(str(module["type"]))
         if known is None:
             raise DataError(
-                f"{folder / MODULES}: has the module {str(module['type'])[:80]!r}, which torchlake does not know; it "
-                "knows Transformer, Pooling, Dense and Normalize of sentence-transformers. Without it the vectors "
-                "would be others."
+                f"{folder / MODULES}: has the module {str(module['type'])[:80]!r}, which torchlake does not support; "
+                "without it the vectors would differ. It supports Transformer, Pooling, Dense and Normalize of "
+                "sentence-transformers."
             )
         kinds.append(known[1])
         paths.append(str(module["path"]))
@@ -141,7 +141,7 @@ def _read_modules(folder: Path, width: int) -> Embedding:
     dimensions = width * len(poolings)
     for each in dense:
         if each.inputs != dimensions:
-            raise DataError(f"{folder / each.folder}: takes {each.inputs} numbers, and gets {dimensions}")
+            raise DataError(f"{folder / each.folder}: expects {each.inputs} numbers, but gets {dimensions}")
         dimensions = each.outputs
     settings, prompts = _read(folder / SETTINGS), _read(folder / PROMPTS)
     longest = settings.get("max_seq_length")
@@ -158,7 +158,7 @@ def _read_modules(folder: Path, width: int) -> Embedding:
 
 def _poolings(config: Mapping[str, Any], place: Path) -> tuple[str, ...]:
     modes = [name for name, flag in POOLINGS.items() if config.get(flag)]
-    named = config.get("pooling_mode")  # of new versions
+    named = config.get("pooling_mode")  # in new versions
     if named is not None:
         modes = [named] if isinstance(named, str) else list(named)
     unknown = [name for name in modes if name not in POOLINGS]
@@ -166,7 +166,7 @@ def _poolings(config: Mapping[str, Any], place: Path) -> tuple[str, ...]:
     if unknown or not modes:
         raise DataError(
             f"{place / 'config.json'}: pools token states by {', '.join([*modes, *unknown]) or 'nothing'}; torchlake "
-            f"knows {', '.join(POOLINGS)}"
+            f"supports {', '.join(POOLINGS)}"
         )
     if config.get("include_prompt", True) is False:
         raise DataError(f"{place / 'config.json'}: leaves the prompt out (include_prompt), which is not supported yet")
@@ -180,11 +180,14 @@ def _dense(folder: Path, path: str) -> Dense:
     name = activation.rpartition(".")[2]
     if name not in ACTIVATIONS or not activation.startswith("torch.nn.modules."):
         raise DataError(
-            f"{place / 'config.json'}: has the activation {activation[:80]!r}; torchlake knows {', '.join(ACTIVATIONS)}"
+            f"{place / 'config.json'}: has the activation {activation[:80]!r}; torchlake supports "
+            f"{', '.join(ACTIVATIONS)}"
         )
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
-            raise DataError(f"{place / 'config.json'}: {key} is {config[key]!r}; torchlake knows 'sentence_embedding'")
+            raise DataError(
+                f"{place / 'config.json'}: {key} is {config[key]!r}; torchlake supports only 'sentence_embedding'"
+            )
     if not (place / "model.safetensors").is_file():
         raise DataError(f"{place}: has no weights in model.safetensors")
     return Dense(
@@ -197,13 +200,13 @@ def _dense(folder: Path, path: str) -> Dense:
 
 
 def _prompt(config: Mapping[str, Any], folder: Path) -> str:
-    """Return the default prompt; a model without one gets texts as they are."""
+    """Return the default prompt; empty if there is none."""
     name = config.get("default_prompt_name")
     if name is None:
         return ""
     prompt = (config.get("prompts") or {}).get(name)
     if not isinstance(prompt, str):
-        raise DataError(f"{folder / PROMPTS}: default_prompt_name is {name!r}, and prompts has no such text")
+        raise DataError(f"{folder / PROMPTS}: default_prompt_name is {name!r}, but prompts has no prompt of that name")
     return prompt
 
 
@@ -218,7 +221,7 @@ def _width(folder: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if there is no file."""
+    """Return the JSON object in a file; an empty one if there is no file."""
     value = atomic_io.read_json(path) if path.is_file() else {}
     if not isinstance(value, dict):
         raise DataError(f"{path}: is not a JSON object")

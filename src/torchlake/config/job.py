@@ -1,4 +1,4 @@
-"""A job as frozen pydantic models, and how job file, keyword sections and overrides are merged.
+"""A job as frozen pydantic models; job file, keyword sections and overrides are merged into it.
 
     job.yaml  <  keyword sections  <  --set a.b=c        later ones win, key by key
 
@@ -62,13 +62,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sections: Any) -> Job:
-    """The job in `path` (None: no file), updated by `sections` (data={...} or a DataConfig), then by `overrides`.
+    """Return the job in `path` (None: no file), updated by `sections` (data={...} or a DataConfig), then `overrides`.
 
     `path` may also be a Job. Raises ConfigError with every error, its file and line; UnsafeError for a YAML tag that
     would create an object.
     """
     if isinstance(path, Job):
-        # Without the defaults, which may give way to another setting.
+        # Leave out the defaults, which another setting may replace.
         merged: dict[str, Any] = path.model_dump(mode="json", exclude_unset=True)
         for name, section in sections.items():
             plain = section if isinstance(section, Mapping) else section.model_dump(mode="json", exclude_unset=True)
@@ -97,7 +97,7 @@ def load_job(path: str | Path | Job | None, overrides: Sequence[str] = (), **sec
 
 
 def load_engine(overrides: Sequence[str]) -> EngineConfig:
-    """The engine section from overrides ("engine.processes=2") without a job.
+    """Return the engine section from overrides ("engine.processes=2") without a job.
 
     Raises ConfigError as `load_job` does, and for other sections.
     """
@@ -112,9 +112,9 @@ def load_engine(overrides: Sequence[str]) -> EngineConfig:
 
 
 def with_values(job: Job, values: Mapping[str, Any], origins: Mapping[str, str]) -> Job:
-    """`job` with other values by dotted name ("train.epochs"). Raises ConfigError as `load_job` does.
+    """Return `job` with other values by dotted name ("train.epochs"). Raises ConfigError as `load_job` does.
 
-    origins: for error messages, where the value of each name came from.
+    `origins` are the places that the values came from, by name, for error messages.
     """
     plain: dict[str, Any] = job.model_dump(mode="json", exclude_unset=True)
     places: dict[Location, str] = {}
@@ -124,7 +124,7 @@ def with_values(job: Job, values: Mapping[str, Any], origins: Mapping[str, str])
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping of dotted names: {"train": {"epochs": 4}} as {"train.epochs": 4}."""
+    """Return nested mappings as one mapping of dotted names: {"train": {"epochs": 4}} as {"train.epochs": 4}."""
     if not isinstance(value, Mapping):
         return {prefix: value}
     return {
@@ -135,10 +135,10 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def job_to_yaml(job: Job) -> str:
-    """The job as YAML text that `load_job` reads back to an equal job."""
+    """Return the job as YAML text that `load_job` reads back to an equal job."""
     value = job.model_dump(mode="json")
     text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
-    # PyYAML writes these line breaks unescaped and reads them back as spaces.
+    # Escape these line breaks, which PyYAML writes as they are and reads back as spaces.
     return yaml.safe_dump(value, sort_keys=False) if re.search("[\x85\u2028\u2029\ufeff]", text) else text
 
 

@@ -15,9 +15,10 @@ from torchlake.config.yaml import Location, dotted, quote
 def sentence(
     problem: Any, origins: Mapping[Location, str], path: str | Path | None, sections: Mapping[str, type[BaseModel]]
 ) -> str:
-    """One of pydantic's errors as a sentence.
+    """Return one of pydantic's errors as a sentence.
 
-    origins: where each value came from. path: the job file, for values without an origin. sections: the known keys.
+    `origins` are the places that the values came from; `path` is the job file, for values without an origin; `sections`
+    are the known keys.
     """
     location = tuple(part for part in problem["loc"] if not str(part).startswith("<"))
     known = [location[:length] for length in range(len(location), 0, -1) if location[:length] in origins]
@@ -26,7 +27,7 @@ def sentence(
 
 
 def nearest_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:
-    """The dotted names of settings called `name`; if there are none, the one with the nearest name."""
+    """Return the dotted names of settings called `name`; if there are none, of the one with the nearest name."""
     every = [setting for section, model in sections.items() for setting in _settings(model, section)]
     exact = [setting for setting in every if f".{setting}".endswith(f".{name}")]
     if exact:
@@ -83,7 +84,7 @@ def _explanation(problem: Any, location: Location, sections: Mapping[str, type[B
 
 
 def _nearest(location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
-    """A hint for an unknown key: the nearest key of its section, else of another section."""
+    """Return a hint for an unknown key: the nearest key of its section, else of another section."""
     key = str(location[-1])
     section = sections.get(str(location[0])) if len(location) == 2 else None
     fields = list(section.model_fields) if section else list(sections) if len(location) == 1 else ["fraction"]

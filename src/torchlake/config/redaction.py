@@ -1,4 +1,4 @@
-"""Remove secrets from what is written or shown, by the name of a value and by the form of the value itself.
+"""Remove secrets from what is written or shown, by the name of a value and by the form of the value.
 
 A name is split into words: `spark.ssl.keyStorePassword` is "spark ssl key store password". SECRET matches words that
 name a credential, ABOUT words after them that show that the value is not the credential itself, as in
@@ -31,7 +31,7 @@ TEXT_TOKEN = re.compile(
     r"\b(?:additional|audio|begin|bos|cls|end|eos|first|image|last|mask|next|pad|padding|per|sep|special|start|stop|unk"
     r"|video) token\b"
 )
-# A storage account or container may have any name, also a word in ABOUT.
+# A storage account or container may have any name, even a word in ABOUT.
 OF_AZURE = re.compile(r"(?i)fs\.azure\.(?:account\.key(?![a-z])|sas\.[^.]+\.[^.]+\.(?:blob|dfs|file)\.)")
 AZURE_ACCOUNT = re.compile(r"(?i)\.[\w-]+\.(?:blob|dfs|file)\.(?:core|fabric|storage)\.[\w.]+$")
 PLAIN = frozenset({"", "true", "false", "none", "null"})
@@ -57,7 +57,7 @@ ASSIGNED = re.compile(
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """`value` with every secret replaced. key: the dotted name of `value`."""
+    """Return `value` with every secret replaced; `key` is the dotted name of `value`."""
     if isinstance(value, Mapping):
         return {name: redacted(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -69,7 +69,7 @@ def redacted(value: Any, key: str = "") -> Any:
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether a setting, option or variable of this name is a credential."""
+    """Return whether a setting, option or variable of this name is a credential."""
     if OF_AZURE.search(name):
         return True
     words = " ".join(WORD.findall(AZURE_ACCOUNT.sub("", name))).lower()

@@ -1,14 +1,14 @@
-"""The JSON Schema of a job file: editors check the file and complete its keys with it, and show what each setting does.
+"""The JSON Schema of a job file: editors use it to check the file, complete keys and show what each setting does.
 
 The schema accepts every file that `load_job` accepts. It may accept more: the loader also checks values against each
-other, and numbers that are written as texts.
+other, and numbers that are written as strings.
 """
 
 from typing import Any
 
 from torchlake.config.job import Job
 
-# pydantic leaves these keywords as they are where a checked number may also be null.
+# Where a checked number may also be null, pydantic leaves these keywords as they are.
 BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -17,15 +17,16 @@ def job_schema() -> dict[str, Any]:
     """Return the JSON Schema of a job file, with a description of every setting."""
     schema = _tidied(Job.model_json_schema())
     for name, field in Job.model_fields.items():
-        # YAML reads a section whose keys are all commented out as null.
+        # In YAML, a section whose keys are all commented out is null.
         choices = [schema["properties"][name]] + ([] if field.is_required() else [{"type": "null"}])
         schema["properties"][name] = {"description": field.description, "anyOf": choices}
     return {"$schema": DIALECT, "title": "torchlake job", **schema}
 
 
 def _tidied(value: Any) -> Any:
-    """The schema without pydantic's titles (they repeat the names) and the defaults of whole sections; descriptions on
-    one line.
+    """Return the schema with descriptions on one line.
+
+    pydantic's titles, which repeat the names, and the defaults of whole sections are left out.
     """
     if isinstance(value, list):
         return [_tidied(item) for item in value]

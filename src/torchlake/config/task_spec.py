@@ -9,23 +9,23 @@ from typing import Any
 from torchlake.errors import DataError
 
 Problem = str
-"What is predicted: one of `PROBLEMS`, or a name that another task gives it."
+"What is predicted: one of `PROBLEMS`, or another task's own name for it."
 Label = str | int | bool
 Columns = str | tuple[str, ...]
 "One column, or several."
 
 TASK_FILE = "task.json"
 GENERATIVE: tuple[Problem, ...] = ("next_token", "next_answer_token")
-"Problems without a label: the loss is over every token, or over those of the assistant's turns."
+"Problems without a label: the loss is over every token, or over the tokens of the assistant's turns."
 PROBLEMS: tuple[Problem, ...] = ("single_label", "multi_label", "regression", *GENERATIVE)
 WITHOUT_CLASSES = ("regression", *GENERATIVE)
 CLOSED = ("text_classification", "text_generation")
-"Tasks that have no problems of their own."
+"Tasks without their own problems."
 SCALE = ("mean", "deviation")
 OPTIONAL_FIELDS = (*SCALE, "separator", "template", "text_pair", "inputs", "dimensions", "options")
 "Fields that may be absent from task.json."
 SEPARATOR = " "
-"Between the texts of several columns."
+"The default string between the texts of several columns."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class TaskSpec:
     """The task of a model; stored as task.json beside its weights."""
 
     task: str
-    "A file in torchlake/tasks, or the name of a task from elsewhere."
+    "A file in torchlake/tasks, or the name of another task."
     problem: Problem
     labels: tuple[Label, ...]
     "The classes in the order of the model's outputs, in the data's type; empty for regression and text generation."
@@ -48,15 +48,15 @@ class TaskSpec:
     deviation: float | None = None
     "Standard deviation of the targets, above 0: prediction = output * deviation + mean."
     separator: str | None = None
-    "Between the texts of several columns; None: a space."
+    "The string between the texts of several columns; None: a space."
     template: str | None = None
-    'The text of several columns, as "{title}: {body}"; None: joined by the separator.'
+    'A template for the text of several columns, such as "{title}: {body}"; None: joined by the separator.'
     text_pair: Columns | None = None
     "Column of the second text of a pair; None: a row has one text."
     inputs: Mapping[str, Columns] = field(default_factory=dict)
     "Columns of the task's other inputs, by the input's name."
     dimensions: int | None = None
-    "Numbers of an embedding; None for other tasks."
+    "Numbers in an embedding; None for other tasks."
     options: Mapping[str, Any] = field(default_factory=dict)
     "The task's own options (`model.task_options`), all of them with their values."
 
@@ -74,48 +74,48 @@ class TaskSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelColumn:
-    """What the label column of a training table holds."""
+    """What the label column of a training table contains."""
 
     problem: Problem
     labels: tuple[Label, ...]
     "The classes, sorted; empty for regression."
     counts: tuple[int, ...]
-    "Rows of each class."
+    "Number of rows of each class."
     rows: int
-    "Rows with a label."
+    "Number of rows with a label."
     mean: float | None = None
-    "Of a regression's targets."
+    "Mean and deviation of a regression's targets."
     deviation: float | None = None
     note: str | None = None
     "For a column that could be read in two ways: how it was read, and the setting for the other way."
 
 
 def as_columns(named: Columns) -> tuple[str, ...]:
-    """Columns as a tuple; () for the empty name."""
+    """Return the columns as a tuple; () for the empty name."""
     return named if isinstance(named, tuple) else (named,) if named else ()
 
 
 def label_name(label: Label) -> str:
-    """A class as written in config.json and job files."""
+    """Return a class as written in config.json and job files."""
     return str(label).lower() if isinstance(label, bool) else str(label)
 
 
 def spec_to_json(spec: TaskSpec) -> dict[str, Any]:
-    """The content of task.json; optional fields only if they are set, as in earlier versions."""
+    """Return the content of task.json; optional fields only if they are set, as in earlier versions."""
     values = {**asdict(spec), "inputs": dict(spec.inputs), "options": dict(spec.options)}
     return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value not in (None, {})}
 
 
 def spec_from_json(file: Path, value: Any) -> TaskSpec:
-    """The `TaskSpec` in the content of a task.json. Raises DataError for a wrong value; `file` is for the message."""
+    """Return the `TaskSpec` in the content of the task.json `file`. Raises DataError for an invalid value."""
     types = {"task": str, "problem": str, "labels": list, "text": str, "label": str, "max_length": int}
     if not isinstance(value, dict) or value.keys() - set(OPTIONAL_FIELDS) != types.keys():
         raise DataError(
-            f"{file}: a task has exactly the keys {', '.join(types)}, and may have {', '.join(OPTIONAL_FIELDS)}"
+            f"{file}: a task must have the keys {', '.join(types)}, and may have {', '.join(OPTIONAL_FIELDS)}"
         )
     known = value["problem"] in PROBLEMS
     if not known and value["task"] in CLOSED:
-        raise DataError(f"{file}: problem is {value['problem']!r}; it is one of {', '.join(PROBLEMS)}")
+        raise DataError(f"{file}: problem: expected one of {', '.join(PROBLEMS)}, got {value['problem']!r}")
     unlabeled = value["problem"] in GENERATIVE
     value = {**value, "text": _columns(value["text"])}
     for key, kind in types.items():
@@ -124,26 +124,26 @@ def spec_from_json(file: Path, value: Any) -> TaskSpec:
         if key == "text" and isinstance(value[key], tuple):
             continue
         if not isinstance(value[key], kind) or isinstance(value[key], bool):
-            raise DataError(f"{file}: {key} is {value[key]!r}; {kind.__name__} is expected")
+            raise DataError(f"{file}: {key}: expected {kind.__name__}, got {value[key]!r}")
     labels = value["labels"]
     if len({type(label) for label in labels}) > 1 or not all(isinstance(label, str | int) for label in labels):
-        raise DataError(f"{file}: labels are all strings, all integers or all booleans")
+        raise DataError(f"{file}: labels must be all strings, all integers or all booleans")
     if len(set(labels)) != len(labels) or (known and (value["problem"] in WITHOUT_CLASSES) != (not labels)):
-        raise DataError(f"{file}: labels are distinct, and empty for {', '.join(WITHOUT_CLASSES)} only")
+        raise DataError(f"{file}: labels must be distinct, and empty only for {', '.join(WITHOUT_CLASSES)}")
     if known and unlabeled != (value["label"] is None):
-        raise DataError(f"{file}: label is null for {', '.join(GENERATIVE)} only")
+        raise DataError(f"{file}: label must be null for {', '.join(GENERATIVE)}, and only for them")
     _check_scale(file, value)
     return TaskSpec(**{**value, "labels": tuple(labels), **_input_fields(file, value)})
 
 
 def _columns(value: Any) -> Any:
-    """A list of names as a tuple; anything else unchanged."""
+    """Return a list of names as a tuple; anything else unchanged."""
     names = isinstance(value, list) and len(value) > 0 and all(isinstance(name, str) and name for name in value)
     return tuple(value) if names else value
 
 
 def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that say how inputs are made of columns. Raises DataError for a wrong one."""
+    """Return the fields that define how inputs are made from columns. Raises DataError for an invalid one."""
     found: dict[str, Any] = {name: value[name] for name in ("separator", "template") if value.get(name) is not None}
     wrong = next((name for name, each in found.items() if not isinstance(each, str)), None)
     pair, inputs = _columns(value.get("text_pair")), value.get("inputs", {})
@@ -155,12 +155,12 @@ def _input_fields(file: Path, value: Mapping[str, Any]) -> dict[str, Any]:
         wrong = "inputs"
     dimensions = value.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise DataError(f"{file}: dimensions is {dimensions!r}; a number of 1 or more is expected")
+        raise DataError(f"{file}: dimensions: expected a number of 1 or more, got {dimensions!r}")
     if wrong is not None:
-        raise DataError(f"{file}: {wrong} is {value[wrong]!r}; names of columns are expected")
+        raise DataError(f"{file}: {wrong}: expected names of columns, got {value[wrong]!r}")
     options = value.get("options", {})
     if not isinstance(options, dict):
-        raise DataError(f"{file}: options is {options!r}; the task's options by name are expected")
+        raise DataError(f"{file}: options: expected the task's options by name, got {options!r}")
     return {**found, "text_pair": pair, "inputs": inputs, "dimensions": dimensions, "options": options}
 
 
@@ -173,4 +173,6 @@ def _check_scale(file: Path, value: dict[str, Any]) -> None:
         one for one in scale if isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)
     ]
     if value["problem"] != "regression" or len(numbers) < 2 or numbers[1] <= 0:
-        raise DataError(f"{file}: {' and '.join(SCALE)} are two numbers, the second above 0, and of a regression only")
+        raise DataError(
+            f"{file}: {' and '.join(SCALE)} must be two numbers, the second above 0, and only a regression has them"
+        )

@@ -1,7 +1,7 @@
 """The types of a job's fields: numbers that are not booleans, durations, intervals, names of plug-ins.
 
 Each type also has its JSON Schema, for editors. It accepts every value that the type accepts in a job file, so it has
-the same patterns; it may accept more, for example a text that is a number out of range.
+the same patterns; it may accept more, for example a string with a number out of range.
 """
 
 import re
@@ -51,7 +51,7 @@ class Every:
 
 
 def parse_every(value: Any) -> Every:
-    """ "200steps", "10min" or "epoch" as an Every. Raises ValueError with the allowed forms."""
+    """Parse "200steps", "10min" or "epoch". Raises ValueError with the allowed forms."""
     if isinstance(value, Every):
         return value
     text = value.strip() if isinstance(value, str) else ""
@@ -67,7 +67,7 @@ def parse_every(value: Any) -> Every:
 
 
 def parse_seconds(value: Any) -> float:
-    """ "30s", "10min", "1h" or a number, in seconds > 0. Raises ValueError with the allowed forms."""
+    """Parse "30s", "10min", "1h" or a number, into seconds above 0. Raises ValueError with the allowed forms."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
     match = re.fullmatch(TIME, value.strip()) if isinstance(value, str) else None
@@ -91,7 +91,7 @@ def _path(value: Any) -> Any:
 
 
 def parse_ranks(value: Any) -> int | tuple[int, int]:
-    """A number of processes, or [fewest, most]. Raises ValueError with the allowed forms."""
+    """Return a number of processes, or [fewest, most]. Raises ValueError with the allowed forms."""
     numbers = list(value) if isinstance(value, list | tuple) else [value]
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
     if not whole or len(numbers) > 2 or not numbers:
@@ -115,7 +115,7 @@ def _plugin(kind: plugins.Kind, besides: tuple[str, ...], name: str) -> str:
 
 @dataclass(frozen=True)
 class _AlsoText:
-    """Adds texts of a pattern to the JSON Schema of a number; `minimum` and the like apply to numbers only."""
+    """Adds strings with a pattern to the JSON Schema of a number; `minimum` and the like apply only to numbers."""
 
     pattern: str
 

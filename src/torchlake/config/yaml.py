@@ -1,6 +1,6 @@
-"""Read YAML as plain values and the line of each, so that error messages can name the line.
+"""Read YAML as plain values with the line of each, so that error messages can name the line.
 
-Duplicate keys are errors, no tag creates an object, and size, depth and alias expansion are limited before any value is
+Duplicate keys are errors, tags create no objects, and size, depth and alias expansion are limited before any value is
 built, which takes a second pass over the text.
 """
 
@@ -21,7 +21,7 @@ Location = tuple[str | int, ...]
 
 
 def read_text(path: Path) -> str:
-    """The text of a job file, cut just above the limit of `read_yaml`. Raises ConfigError if it cannot be read."""
+    """Return the text of a job file, cut off just above the limit of `read_yaml`. Raises ConfigError if unreadable."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(text: str, name: str) -> tuple[Any, dict[Location, int]]:
-    """The plain value in a YAML text, and the line (from 1) of every value in it.
+    """Return the plain value in a YAML document, and the line (from 1) of every value in it.
 
     Raises ConfigError for text that is not YAML, is too big, too deep or has a key twice; UnsafeError for a tag.
     """
@@ -62,7 +62,7 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Location, int]]:
 
 
 def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, lines: dict[Location, int]) -> Any:
-    """The plain value of a node. `lines` collects the line of each location; its length limits alias expansion."""
+    """Return the plain value of a node; `lines` collects each location's line, its length limits alias expansion."""
     where = f"{name}:{node.start_mark.line + 1}"
     lines.setdefault(at, node.start_mark.line + 1)
     if len(lines) > MAX_NODES or len(at) > MAX_DEPTH:
@@ -95,7 +95,7 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, li
 
 
 def _nearest(path: Path) -> str:
-    """A hint for a missing job file: a file of the folder with nearly the same name, such as .yaml for .yml."""
+    """Return a hint for a missing job file: a file in the folder with a similar name, such as .yaml for .yml."""
     try:
         there = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
     except OSError:
@@ -112,16 +112,16 @@ def _refuse_tag(node: yaml.Node, where: str) -> None:
 
 
 def dotted(location: Location) -> str:
-    """A location as a dotted name: train.epochs."""
+    """Return a location as a dotted name: train.epochs."""
     return ".".join(str(part) for part in location) or "(top)"
 
 
 def quote(value: Any) -> str:
-    """A value for a message, in YAML's notation, at most 80 characters."""
+    """Return a value for a message, in YAML's notation, with at most 80 characters."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def shape(value: Any) -> str:
-    """The kind of a YAML value, for messages."""
+    """Return the kind of a YAML value, for messages."""
     return "list" if isinstance(value, list | tuple) else "mapping" if isinstance(value, dict) else "single value"

@@ -38,7 +38,7 @@ def main(descriptor: int, parent: int, death_signal: int) -> None:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # also when stdout is a file
+        sys.stdout.reconfigure(line_buffering=True)  # even if stdout is a file
     os.set_inheritable(descriptor, False)
     connection: Connection[Any, Any] = Connection(descriptor)
     sending = threading.Lock()  # a worker may pull from another thread
@@ -63,7 +63,7 @@ def main(descriptor: int, parent: int, death_signal: int) -> None:
         try:
             send("error", to_failure(error))
         except OSError:
-            os._exit(1)  # the parent is gone
+            os._exit(1)  # the parent has exited
         sys.exit(1)
 
 
@@ -78,7 +78,7 @@ def _call(function: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def _work(make_worker: Callable[[], Any], connection: "Connection[Any, Any]", send: Callable[..., None]) -> None:
-    """Run the worker on one series of chunks after another until the parent has no more."""
+    """Run the worker on one series of chunks after another, until the parent has no more."""
     worker = make_worker()
     send("ready")
     while True:
@@ -121,7 +121,7 @@ def _leave() -> None:
 
 
 def _die_with(parent: int, death_signal: int) -> None:
-    """Have the kernel send this signal when the thread that started this process ends; exit if it already ended."""
+    """Let the kernel send this signal when the thread that started this process ends; exit if it already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:

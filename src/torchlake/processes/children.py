@@ -1,9 +1,9 @@
 """A set of child processes that are started, monitored, signaled and killed together.
 
-Every child has two threads here. One starts the child and waits for its exit: PR_SET_PDEATHSIG is tied to the thread
-that forked, so that thread must live as long as the child. The other reads its messages. Both put events into one
-queue, so the caller only ever waits on a queue, and an exception from a signal handler cannot interrupt the reading of
-a message. Cost: two threads per child and one watchdog process per set, about 10 ms to start.
+Every child has two threads in this process. One starts the child and waits for its exit: PR_SET_PDEATHSIG is tied to
+the thread that forked, so that thread must live as long as the child. The other reads its messages. Both put events
+into one queue, so the caller only waits on a queue, and an exception from a signal handler cannot interrupt the reading
+of a message. Cost: two threads per child and one watchdog process per set, about 10 ms to start.
 
 No child outlives its parent: leaving the set kills every process group; if this process is killed, the watchdog does;
 if the watchdog is killed too, PR_SET_PDEATHSIG ends the child itself.
@@ -47,7 +47,7 @@ class Child:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def send(self, *values: Any) -> None:
-        """Send the tuple `values`; does nothing if the child has exited, which is reported as an event."""
+        """Send the tuple `values`; do nothing if the child has exited, which is reported as an event."""
         with suppress(OSError):
             self.connection.send_bytes(pack(*values))
 
@@ -79,7 +79,7 @@ class Children:
         self._folder = folder
         self._grace_s = grace_s
         self._children: list[Child] = []
-        self._lock = threading.Lock()  # over `running`, `_closed` and the watchdog's pipe
+        self._lock = threading.Lock()  # guards `running`, `_closed` and the watchdog's pipe
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class Children:
         return child
 
     def signal(self, number: int) -> None:
-        """Send a signal to every child, but not to its descendants; a child that is starting gets it once started."""
+        """Send a signal to every child, but not to its descendants; a child that is starting gets it once it has."""
         with self._lock:
             for child in self._children:
                 if child.running:
@@ -160,7 +160,7 @@ class Children:
                 self._watch(f"+{child.pid}")
                 for number in child.signals:
                     os.kill(child.pid, number)
-        except Exception as error:  # such as out of processes, threads or memory
+        except Exception as error:  # such as a lack of processes, threads or memory
             self.events.put((child, "error", pickle.dumps(to_failure(error))))
             self.events.put((child, "exit", 1))
             return

@@ -16,12 +16,12 @@ from typing import Any
 from torchlake.processes.children import Child, Children
 from torchlake.processes.serialization import Failure, describe_exit, signal_of, to_exception, unpack
 
-MAX_DEATHS = 20  # of processes by one chunk, before the job fails
+MAX_DEATHS = 20  # processes that one chunk may kill before the job fails
 MAX_EARLY_DEATHS = 3  # consecutive deaths of processes that never became ready
 
 _NO_CHILD: Any = None
 Message = tuple["ChunkProcess", str, Any]
-"""result (packed)  needs_chunk: it asked for a chunk, and there is none | ended: the series | failed (a Failure)"""
+"""result (packed) | needs_chunk: the child asked for one, but none is left | ended: the series | failed (a Failure)"""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class _Chunk:
 
 
 class ChunkProcess:
-    """A child that runs chunks, alive inside `with`; `children` is an otherwise empty set for it.
+    """A child that runs chunks, alive inside `with`; `children` is a set for it alone.
 
     The child exits after `idle_s` seconds without a chunk (None: never) and starts again with the next one.
     """
@@ -81,7 +81,7 @@ class ChunkProcess:
             self._feed()
 
     def run(self, chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-        """Run a series of chunks; yields ("result", packed) for each in order, or ("failed", Failure) as the last."""
+        """Run a series of chunks; yield ("result", packed) for each in order, or ("failed", Failure) as the last."""
         messages: SimpleQueue[Message] = SimpleQueue()
         self.submit(chunks, messages)
         kind = ""
@@ -189,7 +189,7 @@ class ChunkProcess:
 def run_chunks_locally(
     payload: bytes, todo: Sequence[Any], environments: Sequence[Mapping[str, str]], children: Callable[[], Children]
 ) -> Generator[Any, None, None]:
-    """Run chunks in child processes of this process, one per environment; each takes the next chunk when it pulls."""
+    """Run chunks in child processes of this process, one per environment; each gets the next chunk when it pulls."""
     pending, left = deque(todo), len(todo)
     messages: SimpleQueue[Message] = SimpleQueue()
     workers = [ChunkProcess(payload, one, children(), number=number) for number, one in enumerate(environments)]

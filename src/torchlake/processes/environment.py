@@ -39,12 +39,12 @@ def assign_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None
     if gpus_per_process == 0:
         return None
     if gpus_per_process < 0:
-        raise UsageError(f"gpus_per_process is {gpus_per_process}; it has to be 0 or more.")
+        raise UsageError(f"gpus_per_process: expected 0 or more, got {gpus_per_process}.")
     found = gpus()
     if len(found) < processes * gpus_per_process:
         raise UsageError(
-            f"{processes} processes with {gpus_per_process} GPUs each need {processes * gpus_per_process} GPUs; "
-            f"{len(found)} found (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). "
+            f"{processes} processes with {gpus_per_process} GPUs each need {processes * gpus_per_process} GPUs, but "
+            f"{len(found)} were found (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). "
             "Ask for fewer processes or fewer GPUs for each."
         )
     return [
@@ -53,7 +53,7 @@ def assign_gpus(processes: int, gpus_per_process: int) -> list[list[str]] | None
 
 
 def visible_devices(shares: Sequence[Sequence[str]]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for the ranks of a machine, each of which sees the devices of all, as under torchrun.
+    """Return CUDA_VISIBLE_DEVICES for each rank of a machine, which lists the devices of all ranks, as under torchrun.
 
     `shares` are the devices assigned to each rank. The first device of every rank comes first, so that index LOCAL_RANK
     is one of the rank's own. Raises UsageError if two ranks share a device, and for several ranks on instances of a
@@ -63,7 +63,7 @@ def visible_devices(shares: Sequence[Sequence[str]]) -> str:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(
-            f"GPU {twice} was granted to more than one rank, and ranks cannot talk over a GPU that they share. Grant "
+            f"GPU {twice} was granted to several ranks, but ranks cannot communicate over a GPU that they share. Grant "
             "whole GPUs (spark.task.resource.gpu.amount=1, gpus_per_process=1), or ask for fewer processes."
         )
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):
@@ -94,7 +94,7 @@ def local_environment(
 def thread_variables(threads: int) -> dict[str, str]:
     """Return the thread counts of a child with `threads` cores; counts that the user set in the environment win.
 
-    OMP_NUM_THREADS is MKL's count too: torch takes the one of MKL, if that is set.
+    OMP_NUM_THREADS is also used for MKL, because torch takes MKL's count if that is set.
     """
     counts = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
     counts["MKL_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
@@ -126,7 +126,7 @@ def rank_variables(
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface of this machine with that address, or None."""
+    """Return the network interface of this machine that has the address, or None."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name

@@ -116,5 +116,5 @@ def int8_refusal() -> str | None:
     On x86 without VNNI, oneDNN and ONNX Runtime use an instruction that adds two products in 16 bits, which overflow.
     """
     if "avx2" in cpu_flags() and not {"avx512_vnni", "avx_vnni"} & cpu_flags():
-        return "this CPU has no product of 8-bit integers (VNNI), and what it has overflows: take 'openvino_int8'"
+        return "this CPU lacks an 8-bit product that does not overflow (VNNI): use 'openvino_int8'"
     return None

@@ -1,4 +1,4 @@
-"""An immediate message for Ctrl-C when the shutdown takes seconds."""
+"""Answer Ctrl-C with an immediate message when the shutdown takes seconds."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def announce_interrupt(message: str) -> Iterator[None]:
-    """In the block, the first Ctrl-C also writes `message` to standard error. Main thread only; elsewhere no effect."""
+    """Write `message` to standard error at the first Ctrl-C in the block; has no effect outside the main thread."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
@@ -21,12 +21,12 @@ def announce_interrupt(message: str) -> Iterator[None]:
         nonlocal shown
         if not shown:
             shown = True
-            os.write(2, f"\n{message}\n".encode())  # unbuffered: the signal may interrupt a print
+            os.write(2, f"\n{message}\n".encode())  # unbuffered, because the signal may interrupt a print
         before(number, frame)
 
     signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is handle:  # unless a library has replaced it
+        if signal.getsignal(signal.SIGINT) is handle:  # else a library has replaced it
             signal.signal(signal.SIGINT, before)

@@ -1,7 +1,7 @@
 """A launched group: wait for N ranks, find the first one that failed, stop the others.
 
-When a rank fails, its peers usually fail too, as a consequence. So failures are ordered by time (an exception has the
-time of its rank's machine), and a crash by a signal that cannot be a consequence of a peer's exit comes before any
+When a rank fails, its peers usually fail as a consequence. So failures are ordered by time (an exception has the time
+of its rank's machine), and a crash by a signal that cannot be a consequence of a peer's exit comes before any
 exception.
 """
 
@@ -52,7 +52,7 @@ class _Group:
     failures: list[_Failed] = field(default_factory=list)
 
     def listen(self, deadline: float | None = None) -> bool:
-        """Process one event, waiting for it until `deadline`. Returns False if there was none."""
+        """Process one event, waiting for it until `deadline`; return False if there was none."""
         try:
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             child, kind, value = self.children.events.get(timeout=wait_s)

@@ -1,4 +1,4 @@
-"""Start children on other machines: what they need from the driver, and how their output gets back."""
+"""Start children on other machines: give them what they need from the driver, and bring back their output."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ from torchlake.processes.serialization import Failure, to_failure
 OUTPUT_WAIT_S = 2.0  # for the remaining output of processes that have exited
 
 Send = Callable[[int, bytes], None]
-"""Takes a stream (1: stdout, 2: stderr) and complete lines."""
+"""A function that gets a stream (1: stdout, 2: stderr) and complete lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Driver:
         ):
             if here != there:
                 raise RankFailed(
-                    f"{platform.node()} has {what} {here} and the driver {what} {there}; functions cannot travel "
+                    f"{platform.node()} has {what} {here}, but the driver has {what} {there}; functions cannot be sent "
                     "between them. Install the same version on all machines of the cluster.",
                     rank=0,
                 )
@@ -96,12 +96,12 @@ class Node:
     """Where one rank runs."""
 
     address: str
-    "The machine's address, as other machines reach it."
+    "The address at which other machines reach this machine."
     port: int
     "A reserved port at that address, for the rendezvous."
     interface: str | None
     gpus: tuple[str, ...] | None
-    "The devices that the engine granted, as in CUDA_VISIBLE_DEVICES; None: the engine grants none."
+    "The devices that the engine granted, as in CUDA_VISIBLE_DEVICES; None: the engine does not grant devices."
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def group_variables(nodes: Sequence[Node], threads: int) -> tuple[list[int], lis
 
 
 def rank_environment(variables: Mapping[str, str], port_descriptor: int) -> tuple[dict[str, str], tuple[int, ...]]:
-    """Return the environment of a rank here and the file descriptors it inherits: the port's, for rank 0 only."""
+    """Return the environment of a rank here and the file descriptors that it inherits: for rank 0, the port's."""
     if variables["RANK"] != "0":
         return child_environment(variables), ()
     return child_environment({**variables, MASTER_FD: str(port_descriptor)}), (port_descriptor,)
@@ -149,7 +149,7 @@ def _python() -> str:
 
 @contextmanager
 def capture_output(send: Send) -> Iterator[tuple[int, int]]:
-    """Yield file descriptors for the stdout and stderr of children; what they write is passed to `send`."""
+    """Yield file descriptors for the stdout and stderr of children; pass what they write to `send`."""
     pipes = [os.pipe() for _ in (1, 2)]
     threads = [
         threading.Thread(target=_pass_on, args=(read, stream, send), daemon=True)
@@ -167,7 +167,7 @@ def capture_output(send: Send) -> Iterator[tuple[int, int]]:
 
 
 def drain(queue: "SimpleQueue[Any]") -> list[Any]:
-    """Wait for one item and return it with all others that are in the queue."""
+    """Wait for one item, and return it with all others in the queue."""
     items = [queue.get()]
     while not queue.empty():
         items.append(queue.get())
@@ -175,7 +175,7 @@ def drain(queue: "SimpleQueue[Any]") -> list[Any]:
 
 
 def print_output(stream: int, lines: bytes, *, stdout_to_stderr: bool = False) -> None:
-    """Print lines on this process's stdout or stderr (in a notebook, a text stream); a closed stream is ignored."""
+    """Print lines on this process's stdout or stderr (in a notebook, a text stream); ignore a closed stream."""
     file = sys.stderr if stdout_to_stderr or stream == 2 else sys.stdout
     if file is not None:
         with suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What crosses between processes: functions by cloudpickle, failures as plain text.
+"""Serialize what processes exchange: functions by cloudpickle, failures as plain text.
 
 A function of a module that the other process can import is sent by name; one of a script, a notebook or a module loaded
 from elsewhere is sent by value. Exceptions are never sent as objects, because unpickling runs their class, which the
@@ -67,7 +67,7 @@ def unpack(message: bytes) -> Any:
         return pickle.loads(message)
     except Exception as error:
         raise RankFailed(
-            f"what a process returned cannot be read here: {type(error).__name__}: {error}. Return plain values, or "
+            f"the result of a process cannot be read here: {type(error).__name__}: {error}. Return plain values, or "
             "make its class importable on the machine that starts the job.",
             rank=0,
         ) from error
@@ -100,7 +100,7 @@ def _importable(module: ModuleType) -> bool:
 
 
 def find_spec(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
-    """Return the spec that `import name` would find on `path` (default: sys.path), without importing anything."""
+    """Return the spec that `import name` would find on `path` (default: sys.path), without importing the module."""
     parts = name.split(".")
     spec: ModuleSpec | None = None
     for end in range(1, len(parts) + 1):
@@ -123,7 +123,7 @@ def to_failure(error: BaseException) -> Failure:
     try:
         message = str(error)
     except Exception:
-        message = "(its message cannot be shown)"
+        message = "(the message cannot be shown)"
     return Failure(
         kind=known,
         message=message,
@@ -153,14 +153,14 @@ def _known(name: str) -> type[TorchlakeError] | None:
 
 
 def signal_of(code: int) -> int | None:
-    """The signal behind an exit code."""
+    """Return the signal behind an exit code."""
     return -code if LOST < code < 0 else None
 
 
 def describe_exit(code: int) -> str:
     """Describe an exit code: "was killed by SIGKILL (...)" or "ended with exit code 3"."""
     if code == LOST:
-        return "was lost with the process that had started it (an executor or actor killed, or its machine gone)"
+        return "was lost with the process that had started it (an executor or actor was killed, or its machine failed)"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

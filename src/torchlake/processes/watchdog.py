@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _ask_to_end(groups: set[int], grace_s: float) -> None:
-    """Send SIGTERM, and wait until all have exited or the grace period is over."""
+    """Send SIGTERM, and wait until all processes have exited or the grace period is over."""
     running, deadline = set(groups), time.monotonic() + grace_s
     for number in (signal.SIGTERM, 0):
         while running and time.monotonic() < deadline:

@@ -203,7 +203,7 @@ def test_disk_full_is_no_bare_os_error() -> None:
 
 def test_a_tensor_of_another_model_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    with pytest.raises(DataError, match=r"'weight' has the shape \(3, 4\), the model wants \(5, 4\)"):
+    with pytest.raises(DataError, match=r"'weight' has the shape \(3, 4\), but \(5, 4\) in the model"):
         format.load_model(path, {**tensors(1), "weight": torch.zeros(5, 4)})
     with pytest.raises(DataError, match="'extra' has the shape None"):
         format.load_model(path, {**tensors(1), "extra": torch.zeros(1)})

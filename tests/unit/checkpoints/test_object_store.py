@@ -136,7 +136,7 @@ def test_another_run_is_refused_once_there_are_checkpoints(store: CheckpointStor
 def test_a_place_that_holds_something_else_is_refused(tmp_path: Path, make: Callable[[Path], CheckpointStore]) -> None:
     store = make(tmp_path)
     store.write_json("thesis.json", "precious", site="test")
-    with pytest.raises(FingerprintError, match=r"not empty, and has no run\.json"):
+    with pytest.raises(FingerprintError, match=r"not empty, but has no run\.json"):
         location.claim(store, BELONGS, "first")
     assert store.read_json("thesis.json") == "precious"
 

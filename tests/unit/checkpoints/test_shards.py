@@ -58,7 +58,7 @@ def test_a_file_that_is_missing_is_noticed(tmp_path: Path, lost: int) -> None:
 def test_a_piece_that_is_there_twice_is_noticed(tmp_path: Path) -> None:
     files = write(tmp_path / "one", [2, 4])
     twice = write(tmp_path / "two", [2, 4])[1]
-    with pytest.raises(DataError, match="missing or there twice"), sharding.open_shards([*files, twice]):
+    with pytest.raises(DataError, match="missing or duplicate"), sharding.open_shards([*files, twice]):
         pass
 
 

@@ -122,9 +122,9 @@ def returning(value: Any, batch: pa.Table) -> Any:
     [
         ({"words": [1]}, "returned a dict, not a pyarrow Table"),
         (pa.table({"words": [1, 2]}), r"rows 0 to 99: the function returned 2 rows for 100.*are a list"),
-        (pa.table({"word": [1] * 100}), "returned the columns word; schema has words"),
-        (pa.table({"words": ["1"] * 100}), "'words' is string; schema has int64"),
-        (pa.table({"words": [0.5] * 100}), "'words' is double; schema has int64"),
+        (pa.table({"word": [1] * 100}), "returned the columns word, but schema has words"),
+        (pa.table({"words": ["1"] * 100}), "'words' is string, but int64 in schema"),
+        (pa.table({"words": [0.5] * 100}), "'words' is double, but int64 in schema"),
     ],
 )
 def test_a_wrong_result_ends_the_job_with_its_place(table: Path, tmp_path: Path, result: Any, message: str) -> None:
@@ -147,9 +147,9 @@ def test_a_wrong_result_ends_the_job_with_its_place(table: Path, tmp_path: Path,
         ({"schema": {"error": pa.string()}}, "torchlake writes the column 'error'"),
         ({"schema": {"row_id": pa.string()}}, "torchlake writes the column 'row_id'"),
         ({"schema": {"id": pa.int64()}, "key": "id"}, "torchlake writes the column 'id'"),
-        ({"batch_rows": 0}, "batch_rows has to be 1 or more"),
-        ({"gpus_per_process": -1}, "gpus_per_process has to be 0 or more"),
-        ({"on_bad_file": "skip"}, "on_bad_file is one of"),
+        ({"batch_rows": 0}, "batch_rows: expected 1 or more, got 0"),
+        ({"gpus_per_process": -1}, "gpus_per_process: expected 0 or more, got -1"),
+        ({"on_bad_file": "skip"}, "on_bad_file: expected one of"),
     ],
 )
 def test_mistakes_are_found_before_any_work(table: Path, tmp_path: Path, options: dict, message: str) -> None:
@@ -170,7 +170,7 @@ def test_a_missing_column_and_an_unknown_option_name_the_nearest(table: Path, tm
 
 
 def test_a_worker_that_is_no_function_is_refused(table: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="returned a dict; it returns the function"):
+    with pytest.raises(UsageError, match="returned a dict, not a function"):
         tl.map(dict, table, tmp_path / "out", schema=SCHEMA)
 
 

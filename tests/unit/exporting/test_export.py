@@ -142,7 +142,7 @@ def test_an_encoder_without_pooling_needs_it_and_one_with_it_keeps_it(encoder: P
     [
         ([("", "Transformer"), ("1", "Dense")], "the modules Transformer, Dense"),
         ([("", "Transformer")], "the modules Transformer; they have to be"),
-        ([("", "Transformer"), ("1", "LSTM")], "which torchlake does not know"),
+        ([("", "Transformer"), ("1", "LSTM")], "which torchlake does not support"),
         ([("", "Transformer"), ("../..", "Pooling")], "leads out"),
         ([("", "Transformer"), ("1", "Pooling")], "pools token states by nothing"),
     ],

@@ -101,12 +101,12 @@ def test_a_tasks_fingerprint_is_that_of_earlier_versions() -> None:
     [
         ({"labels": ["a", 1]}, "all strings"),
         ({"labels": ["a", "a"]}, "distinct"),
-        ({"labels": []}, "empty for regression, next_token, next_answer_token only"),
-        ({"label": None}, "label is None"),
-        ({"problem": "next_token", "labels": []}, "label is null for next_token, next_answer_token only"),
+        ({"labels": []}, "empty only for regression, next_token, next_answer_token"),
+        ({"label": None}, "label: expected str, got None"),
+        ({"problem": "next_token", "labels": []}, "label must be null for next_token, next_answer_token, and only"),
         ({"problem": "riddle"}, "riddle"),
         ({"max_length": "long"}, "max_length"),
-        ({"surprise": 1}, "exactly the keys"),
+        ({"surprise": 1}, "must have the keys"),
     ],
 )
 def test_a_task_that_was_edited_wrongly(

@@ -133,7 +133,7 @@ def test_what_cannot_be_followed_is_refused_before_any_work(tiny_model: Path, tm
     add(source, 0, 4)
     for options, match in (
         ({"format": "parquet"}, "incremental adds to a Delta or Iceberg table"),
-        ({"mode": "overwrite"}, "mode is create or append"),
+        ({"mode": "overwrite"}, "use mode create or append"),
         ({"sample": 0.5}, "leave out sample and limit"),
     ):
         with pytest.raises(UsageError, match=match):

@@ -172,11 +172,11 @@ def test_wrong_arguments_are_sentences(model: Path, tmp_path: Path) -> None:
         tl.predict(model, tmp_path / "in.parquet")
     wrong = {
         "from 0 to 1": {"max_error_rate": 7},
-        "row_timeout_s is seconds": {"row_timeout_s": 0},
-        "null is one of error, score": {"null": "skip"},
-        "on_bad_file is one of": {"on_bad_file": "ignore"},
-        "batch_tokens has to be 1": {"batch_tokens": 0},
-        "chunk_rows has to be 1": {"chunk_rows": 0},
+        "row_timeout_s: expected seconds": {"row_timeout_s": 0},
+        "null: expected one of error, score": {"null": "skip"},
+        "on_bad_file: expected one of": {"on_bad_file": "ignore"},
+        "batch_tokens: expected 1": {"batch_tokens": 0},
+        "chunk_rows: expected 1": {"chunk_rows": 0},
     }
     for words, options in wrong.items():
         with pytest.raises(UsageError, match=words):

@@ -199,7 +199,7 @@ def test_types_that_statistics_do_not_have_are_compared_too() -> None:
         ("stars ~ 3", "'~' cannot be used in a condition", 6),
         ("stars = null", "Write 'is null'", 8),
         ("(stars = 3", "expected and, or, or ')'", 10),
-        ("stars = 3 lang = 'en'", "expected and, or, or the end, but 'lang' was given", 10),
+        ("stars = 3 lang = 'en'", "expected and, or, or the end, but got 'lang'", 10),
         ("stars in ()", "expected a number", 10),
         ("stars not 3", "expected in, like or between", 10),
         ("3 is null", "expected a comparison", 2),

@@ -103,7 +103,7 @@ def test_what_is_no_task_and_a_name_that_is_taken(tmp_path: Path) -> None:
     for wrong, message in (
         (own_task.TextAndNumbers, r"give an instance: TextAndNumbers\(\)"),
         ("text_and_numbers", "not an instance of a subclass of torchlake.Task"),
-        (TextClassification(), "There is a task 'text_classification' already"),
+        (TextClassification(), "There is already a task 'text_classification'"),
     ):
         with pytest.raises(UsageError, match=message):
             tl.train(run=tmp_path / "run", task=wrong, data={"train": "none"}, model={"base": "none"})

@@ -115,5 +115,5 @@ def test_a_plan_counts_what_is_frozen(tmp_path: Path, tiny_bert: Path) -> None:
 
 
 def test_adapters_freeze_by_themselves() -> None:
-    with pytest.raises(ConfigError, match="everything but adapters and head is frozen already; leave it out"):
+    with pytest.raises(ConfigError, match="model.lora already freezes everything except adapters and head"):
         load_job(None, data={"train": "t"}, model={"base": "b", "lora": {"rank": 2}, "freeze": "body"})

@@ -53,7 +53,7 @@ class Fold(BaseModel):
     @classmethod
     def _is_one_of_them(cls, fold: int, given: ValidationInfo) -> int:
         if fold > given.data.get("folds", fold):
-            raise ValueError(f"there are {given.data['folds']} folds, given {fold}")
+            raise ValueError(f"must be at most {given.data['folds']}, the number of folds, given {fold}")
         return fold
 
 
@@ -71,7 +71,7 @@ class CsvConfig(BaseModel):
 
 
 Share = Annotated[Fraction, Tag("<fraction>")] | Annotated[Fold, Tag("<fold>")]
-"A part of the training rows that is validated on."
+"A part of the training rows for validation."
 
 
 class DataConfig(BaseModel):
@@ -143,10 +143,10 @@ def _check_template(template: str, columns: tuple[str, ...]) -> None:
     try:
         fields = [(name, kind, how) for _, name, how, kind in Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise ValueError(f"{template!r} is no template: {error}; write a brace itself as {{{{ or }}}}") from None
+        raise ValueError(f"{template!r} is not a template: {error}; write a brace itself as {{{{ or }}}}") from None
     names = {name for name, _, _ in fields}
     if any(kind or how for _, kind, how in fields) or names != set(columns) or len(columns) < 2:
         raise ValueError(
             f"{template!r} has {', '.join(map(repr, sorted(names))) or 'no column'} in braces; it needs each of the "
-            f"columns in text, which is a list of two or more"
+            f"columns in text, which must be a list of two or more"
         )

@@ -50,5 +50,5 @@ class ModelConfig(BaseModel):
     @classmethod
     def _lora_freezes_by_itself(cls, freeze: Any, given: ValidationInfo) -> Any:
         if freeze is not None and given.data.get("lora") is not None:
-            raise ValueError("with model.lora everything but adapters and head is frozen already; leave it out")
+            raise ValueError("model.lora already freezes everything except adapters and head; leave this out")
         return freeze

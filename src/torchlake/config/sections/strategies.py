@@ -51,7 +51,7 @@ class DeepSpeedOptions(BaseModel):
     @model_validator(mode="after")
     def _fits_the_stage(self) -> "DeepSpeedOptions":
         if self.offload_parameters and self.stage != 3:
-            raise ValueError("offload_parameters needs stage 3; below it every rank computes with whole weights")
+            raise ValueError("offload_parameters needs stage 3; in lower stages every rank computes with whole weights")
         return self
 
 

@@ -28,7 +28,7 @@ def _checkpointing_kind(value: Any) -> str:
 
 
 def _label_names(value: Any) -> Any:
-    """Labels as strings; YAML reads some as numbers or booleans."""
+    """Return the labels as strings, because YAML reads some as numbers or booleans."""
     return {label_name(label): weight for label, weight in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -44,7 +44,7 @@ Checkpointing = Annotated[
 
 def _two_numbers(value: Any) -> Any:
     if value is not None and not (isinstance(value, list | tuple) and len(value) == 2):
-        raise ValueError(f"{value!r} are no two numbers; write [0.9, 0.95]")
+        raise ValueError(f"expected two numbers, such as [0.9, 0.95], got {value!r}")
     return value
 
 
@@ -141,7 +141,7 @@ class TrainConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _steps_replace_the_share(cls, values: Any) -> Any:
-        # The default of warmup, unlike one that is written down, gives way to warmup_steps.
+        # warmup_steps replaces the default of warmup, but not a value that the user gave.
         if isinstance(values, Mapping) and values.get("warmup_steps") is not None and "warmup" not in values:
             return {**values, "warmup": None}
         return values
@@ -151,7 +151,7 @@ class TrainConfig(BaseModel):
     def _optimizer_has_betas(cls, betas: Any, given: ValidationInfo) -> Any:
         optimizer = given.data.get("optimizer")
         if betas is not None and optimizer in ("sgd", "adafactor"):
-            raise ValueError(f"optimizer {optimizer} has no betas; leave it out")
+            raise ValueError(f"optimizer {optimizer} has no betas; leave them out")
         return betas
 
     @field_validator("momentum")
@@ -159,14 +159,14 @@ class TrainConfig(BaseModel):
     def _optimizer_has_momentum(cls, momentum: float | None, given: ValidationInfo) -> float | None:
         optimizer = given.data.get("optimizer", "sgd")
         if momentum is not None and optimizer != "sgd":
-            raise ValueError(f"is a setting of optimizer sgd, and the optimizer is {optimizer}; leave it out")
+            raise ValueError(f"is a setting of optimizer sgd, but the optimizer is {optimizer}; leave it out")
         return momentum
 
     @field_validator("min_learning_rate")
     @classmethod
     def _rate_falls(cls, lowest: float, given: ValidationInfo) -> float:
         if lowest and given.data.get("schedule") == "constant":
-            raise ValueError("schedule constant stays at learning_rate; leave it out")
+            raise ValueError("schedule constant stays at learning_rate; leave this out")
         if lowest > given.data.get("learning_rate", lowest):
             raise ValueError(f"{lowest} is above learning_rate, {given.data['learning_rate']}")
         return lowest
@@ -193,15 +193,15 @@ class TrainConfig(BaseModel):
     def _schedule_has_a_cooldown(cls, cooldown: float | None, given: ValidationInfo) -> float | None:
         schedule, warmup = given.data.get("schedule", "wsd"), given.data.get("warmup") or 0.0
         if cooldown is not None and schedule != "wsd":
-            raise ValueError(f"is a setting of schedule wsd, and the schedule is {schedule}; leave it out")
+            raise ValueError(f"is a setting of schedule wsd, but the schedule is {schedule}; leave it out")
         if cooldown is not None and warmup + cooldown > 1:
-            raise ValueError(f"warmup ({warmup}) and cooldown ({cooldown}) are more than all steps")
+            raise ValueError(f"warmup ({warmup}) and cooldown ({cooldown}) are more than all steps; lower one of them")
         return cooldown
 
     @field_validator("validate_every")
     @classmethod
     def _no_clock(cls, every: Every) -> Every:
-        # Validations by the clock would fall on different steps in each run and select different models.
+        # Validations by the clock would be at different steps in each run, and select different models.
         if every.seconds is not None:
             raise ValueError(f'{every} is a time; write "epoch" or "200steps"')
         return every
