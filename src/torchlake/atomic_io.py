@@ -58,6 +58,8 @@ def write_new_bytes(path: Path, content: bytes, *, site: str) -> bool:
 
 def move_into_place(building: Path, path: Path, *, site: str) -> None:
     """Rename a complete temporary file of `temporary_path(path)` to `path`, durably. Raises OSError."""
+    # The caller may have written the file without a sync. Without it a power failure after the rename can leave an
+    # empty file under the final name.
     with open(building, "rb") as file:
         os.fsync(file.fileno())
     failpoint(f"{site}.rename")
@@ -74,11 +76,11 @@ def _write(path: Path, content: bytes, rename: Callable[[Path, Path], None], *, 
         with open(building, "xb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # the content before the name: a reader that finds the name finds all bytes
         failpoint(f"{site}.rename")
         rename(building, path)
-        sync_folder(path.parent)
-    except FileExistsError:
+        sync_folder(path.parent)  # before the caller refers to the file, for example in a commit record
+    except FileExistsError:  # not a fault of the storage: another writer was first
         raise
     except OSError as error:
         raise storage_error(error, path, needed=len(content)) from error
@@ -89,11 +91,14 @@ def _write(path: Path, content: bytes, rename: Callable[[Path, Path], None], *, 
 
 def _link(building: Path, path: Path) -> None:
     """Rename the file. Raises FileExistsError if the new name exists."""
+    # Of several writers exactly one succeeds: link(2) fails if the name exists, while rename(2) would replace the file.
     try:
         os.link(building, path)
     except FileExistsError:
         raise
     except OSError as error:
+        # The file system has no hard links (some network and FUSE file systems). The check narrows the race but does
+        # not close it, so callers' contents must be such that either writer's file is valid.
         if path.exists():
             raise FileExistsError(path) from error
         os.replace(building, path)
@@ -101,6 +106,8 @@ def _link(building: Path, path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, durably."""
+    # Each new folder is a name in its parent; without a sync there, a power failure can lose the folder with all that
+    # was written durably inside it.
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:

@@ -57,6 +57,8 @@ class CheckpointWriter:
         `publish` are arguments of `format.publish`. With `keep`, older checkpoints are deleted once this one is
         complete. Raises StorageError and LeaseLost, in the background those of an earlier checkpoint.
         """
+        # A limit, because each unfinished checkpoint holds a copy of the shard in memory. It is the same on all ranks,
+        # as `_finish` is a collective and all ranks have the same unfinished checkpoints.
         if len(self._unfinished) >= UNFINISHED:
             self._finish(self._unfinished[0])
 
@@ -131,16 +133,20 @@ class CheckpointWriter:
                 if self._failure is None and not self._closed:
                     self._write(job)
             except BaseException as error:
+                # The loop raises it at its next step: raised here, it would end the thread without anyone noticing,
+                # and training would go on without checkpoints.
                 self._failure = error
                 format.abandon(job.draft)
             finally:
+                # Also after an error, because the loop may be waiting for them. It looks for the error after that,
+                # before it reports the shard as written.
                 job.shard_written.set()
                 job.done.set()
 
     def _write(self, job: _Job) -> None:
         job.snapshot.wait()
         format.write_shard(job.draft, job.snapshot.kinds)
-        job.snapshot = Snapshot(kinds={}, copied=None)
+        job.snapshot = Snapshot(kinds={}, copied=None)  # frees the copy before the wait for the other ranks
         job.shard_written.set()
         job.by_all.wait()
         if self._closed:

@@ -73,6 +73,8 @@ def publish(draft: Draft, *, state: Mapping[str, Any] | None = None, **fields: A
     Raises StorageError when the disk is full or fails, LeaseLost when another trainer has taken over the store; earlier
     checkpoints then stay as they are.
     """
+    # As late as possible, because a launch that was taken over may have been suspended while it wrote its shard. Its
+    # checkpoint must not replace that of its successor, which may have come further.
     check_owner(draft.store, draft.attempt)
     try:
         manifests = draft.store.rank_manifests(draft)
@@ -93,6 +95,8 @@ def abandon(draft: Draft) -> None:
 
 def prune(store: CheckpointStore, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and best models that none of them names. Raises StorageError."""
+    # Best models go after the checkpoints that name them. After a crash in between, a best model without a name is
+    # removed by the next call; the other way round a checkpoint would name a model that is missing.
     try:
         complete = store.list_complete()
         old, kept = complete[:-keep], complete[-keep:]

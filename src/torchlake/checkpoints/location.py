@@ -49,6 +49,8 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
     if not store.external:
         return
     found, used = store.read_json(RUN), store.is_used()
+    # Without run.json the files may be of another run, or of the user. To continue them would train on from foreign
+    # weights, and pruning would delete them.
     if found is None and used:
         raise FingerprintError(
             f"{store}: is not empty, but has no {RUN} that identifies its run. Give another train.checkpoint_folder."
@@ -61,15 +63,19 @@ def claim(store: CheckpointStore, identity: Mapping[str, Any], attempt: str) -> 
         for name in dict.fromkeys([*(before or {}), *identity])
         if before is not None and before.get(name) != identity.get(name)
     ]
+    # A run may be continued for more epochs, but not for fewer: its newest checkpoint could already be beyond the end.
     may_grow = before is not None and shorter(before, identity) is None
     if may_grow:
         differing = [line for line in differing if line.split(":")[0].strip() not in LENGTHS]
+    # A store without checkpoints may change its run: a first launch that failed early must not block the corrected job.
     if used and differing:
         raise FingerprintError(
             f"{store}: holds the checkpoints of another run. It differs in\n"
             + "\n".join(differing)
             + "\nGive another train.checkpoint_folder, or delete this one to start again."
         )
+    # The last launch wins, because fsspec has no conditional writes on which a lease could be built. An earlier launch
+    # that still runs finds the other name in `check_owner`, and stops before its next checkpoint becomes visible.
     store.write_json(RUN, {"format": 1, "belongs": dict(identity), "attempt": attempt}, site="checkpoint.claim")
 
 

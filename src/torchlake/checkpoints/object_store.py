@@ -82,6 +82,8 @@ class ObjectStore:
     def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
         if STATE in mine:
             self._put(draft.staging / STATE, f"{draft.name}/{draft.attempt}/{STATE}")
+        # Before the manifest makes the checkpoint visible: sizes find uploads that a failing storage lost, and the
+        # caller deletes older checkpoints afterwards.
         listed = {f"{draft.attempt}/{name}": expected for name, expected in manifest["files"].items()}
         failpoint(f"{draft.site}.verify")
         sizes = self._sizes()
@@ -97,7 +99,8 @@ class ObjectStore:
         atomic_io.write_json(path, full, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
         self._put(path, f"{draft.name}/{atomic_io.MANIFEST}")
-        # Delete the ranks' manifests, and files of earlier attempts at this step.
+        # Delete the ranks' manifests, and files of earlier attempts at this step. Not before the manifest, which may
+        # replace one of an earlier attempt that lists these files and was visible until now.
         wanted = {f"{draft.name}/{name}" for name in (*listed, atomic_io.MANIFEST)}
         self._delete([name for name in sizes if name.startswith(f"{draft.name}/") and name not in wanted])
         atomic_io.remove([draft.staging])
@@ -112,6 +115,7 @@ class ObjectStore:
         return self._json(f"{name}/{manifest['attempt']}/{STATE}")
 
     def delete(self, name: str) -> None:
+        # The manifest goes first and alone: a crash in between must not leave a visible checkpoint without its files.
         self._delete([f"{name}/{atomic_io.MANIFEST}"])
         self._delete([one for one in self._sizes() if one.startswith(f"{name}/")])
 

@@ -86,6 +86,8 @@ class FolderStore:
 
     def commit(self, draft: Draft, manifest: dict[str, Any], mine: Files) -> None:
         """Make a draft visible by its manifest; `mine` are this rank's files. Raises StorageError, OSError."""
+        # The folder is complete, with its manifest synced, before the rename gives it a name that is looked for. After
+        # a crash before that, the next start removes the hidden folder.
         atomic_io.remove(draft.rank_manifest(rank) for rank in range(draft.world_size))
         atomic_io.write_json(draft.staging / atomic_io.MANIFEST, manifest, site=f"{draft.site}.manifest")
         failpoint(f"{draft.site}.rename")
@@ -94,6 +96,8 @@ class FolderStore:
         os.rename(draft.staging, draft.path)
         atomic_io.sync_folder(draft.path.parent)
         failpoint(f"{draft.site}.verify")
+        # The caller prunes older checkpoints after this. A disk that acknowledged writes without keeping them is found
+        # while there is still an older checkpoint to continue from.
         _verify_files(draft.path, manifest["files"], mine)
 
     def list_complete(self, within: str = "") -> list[str]:

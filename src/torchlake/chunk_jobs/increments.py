@@ -58,10 +58,14 @@ def increments(source: Followed, output: Output, name: str, key: str | None) -> 
     """
     target = _table_of(output)
     begun = output.earlier().positions.get(name)
+    # An interrupted write ends at the version that was current when it began. It is finished first, with its own end:
+    # its stored plan and its parts belong to exactly these files, and another end would discard all of them.
     for position in dict.fromkeys([*([begun] if begun is not None else []), source.position]):
         if position < 0:
             continue
         reached = target.position(target.snapshot(), name)
+        # Read again for each increment, because the caller has committed the one before by now. A killed call may also
+        # have committed after it stored the plan: then there is nothing left to add.
         if reached is not None and reached >= position:
             continue
         positions = {name: position}
@@ -107,7 +111,7 @@ def _in_mode(output: Output, mode: Any) -> Output:
 
 
 def position_name(table: str, settings: Mapping[str, Any]) -> str:
-    """Return the name of a job's position in a table, the same for the same settings (without `ranges`, if found)."""
+    """Return the name of a job's position in a table: the same for the same settings, apart from `ranges` it found."""
     chosen = {name: value for name, value in settings.items() if name != "ranges"}
     return f"torchlake-{fingerprint([table, chosen])[:32]}"
 

@@ -54,6 +54,8 @@ def run_isolated(
             if len(batch) == 1:
                 errors[int(batch[0])] = "out_of_memory" if ran_out_of_memory(error) else describe(error)
                 continue
+            # Halves cost about one more pass over the batch to find a single failing row; rows one by one would cost a
+            # pass of batch size 1 for all of them. The first half is last, because `pop` takes from the end.
             pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
             if out_of_memory is not None and ran_out_of_memory(error):
                 out_of_memory(batch)

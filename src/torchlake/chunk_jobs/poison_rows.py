@@ -68,10 +68,14 @@ class Attempt:
         self.lost_reads = 0
         try:
             folder.mkdir(exist_ok=True)
+            # Listed before this attempt has a log, so that it does not wait for itself, nor for attempts that begin
+            # later, which in turn wait for this one if they have to.
             others = sorted(folder.glob(f"{chunk}-*.json"))
             self._draft = self.path.with_suffix(".draft")
             self._file = os.open(self._draft, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
             self._trace = os.open(self.trace, os.O_WRONLY | os.O_CREAT)
+            # All dead attempts count, not only the last one: with speculation two may have died at the same time, each
+            # with other suspects.
             dead = list(self._dead(others))
             for path in dead:
                 self._learn(path)
@@ -83,11 +87,14 @@ class Attempt:
                     **_self(),
                 }
             )
-            # The log has its name from its first line on: without it, the machine of its process is unknown.
+            # The log gets its name only now that its first line is written. A log without that line does not tell its
+            # machine, so a later attempt would have to wait for its heartbeat instead of looking for its process.
             os.rename(self._draft, self.path)
             self._ended = threading.Event()
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-            for path in dead:  # its content is in this file now
+            # After the rename: if this process is killed before it, the next attempt still finds the old logs. Killed
+            # between the two, it learns the same suspects twice, which changes nothing.
+            for path in dead:
                 path.unlink(missing_ok=True)
                 path.with_suffix(".trace").unlink(missing_ok=True)
         except OSError as error:
@@ -101,6 +108,8 @@ class Attempt:
     @contextmanager
     def running(self, step: Step, rows: Sequence[int] | None = None) -> Iterator[None]:
         """Log that a step of `rows` (None: all rows) begins; exit the process if it takes too long."""
+        # Before the step and without buffering: after the step the process may be dead, and its last line is the only
+        # thing that tells which rows it was working on.
         self._note([step, rows])
         with _watched(self._trace, max(self.limit_s, WHOLE_CHUNK_S) if rows is None else self.limit_s):
             yield
@@ -150,12 +159,18 @@ class Attempt:
                 changed = _changed(other)
                 state = _state(other)
                 if changed is None:
-                    undecided.remove(other)  # its chunk is done
+                    undecided.remove(other)  # the log was deleted: its chunk is done, or another attempt has read it
                 elif state is not None and state.get("machine") == _machine():
+                    # A live attempt on this machine is left alone: both may score the chunk, and the first part wins.
+                    # To suspect its rows would mark innocent ones, which are then scored one by one.
                     undecided.remove(other)
                     if not _is_running(state):
                         yield other
                 else:
+                    # The process is on another machine, so only its heartbeat shows whether it is alive. Clocks of
+                    # machines may differ, so each measure uses one clock: how long this process has seen no change,
+                    # and the storage's time of this attempt's draft minus that of the log, which saves the wait for a
+                    # log that is already old.
                     first, since = seen.setdefault(other, (changed, time.monotonic()))
                     silent = max(time.monotonic() - since, (_changed(self._draft) or 0.0) - changed)
                     if changed != first:
@@ -179,15 +194,20 @@ class Attempt:
         self.lost_reads = max(self.lost_reads, state["lost_reads"])
         for step, rows in state["suspects"].items():
             self.suspects[step].update(rows)
+        # An attempt that was idle when it died (killed by the scheduler, or with its machine) accuses no row.
         running: list[Any] = json.loads(lines[-1]) if len(lines) > 1 else []
         if running:
             step, rows = running
             known = set(state["suspects"][step])
             if step == "read" and known:
+                # Rows of a file cannot be read one by one, so a read that kills again can only be counted.
                 self.lost_reads = max(self.lost_reads, state["lost_reads"] + 1)
             elif rows is not None and len(rows) == 1 and rows[0] in known:
+                # Only the second death of a row that was already suspect, and alone, is proof. The first one may have
+                # been a coincidence: a machine that was shut down, or memory that another process took.
                 self.quarantined[rows[0]] = _reason(step, path.with_suffix(".trace"))
             self.suspects[step].update(range(self.rows) if rows is None else rows)
+        # Quarantined rows are error rows from now on; left among the suspects, they would keep the chunk running alone.
         for rows in self.suspects.values():
             rows.difference_update(self.quarantined)
 

@@ -81,6 +81,8 @@ def reading_ahead(
             while (begun := ahead.result()) is not None:
                 alone, run = begun
                 if alone:
+                    # The next chunk is pulled only afterwards: if the process dies now, the death has one possible
+                    # cause, and no row of another chunk becomes a suspect.
                     result = run()
                     ahead = thread.submit(begin, items)
                 else:

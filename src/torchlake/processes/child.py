@@ -124,5 +124,6 @@ def _die_with(parent: int, death_signal: int) -> None:
     """Let the kernel send this signal when the thread that started this process ends; exit if it already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
+    # The parent may have died before the call above, which then has no effect.
     if os.getppid() != parent:
         os._exit(1)

@@ -157,6 +157,8 @@ class Children:
                     start_new_session=True,
                 )
                 child.pid, child.running = process.pid, True
+                # Under the lock, so that `__exit__` either finds the child running and kills it, or has set `_closed`
+                # before it was started: a child that started in between would outlive the set.
                 self._watch(f"+{child.pid}")
                 for number in child.signals:
                     os.kill(child.pid, number)
@@ -170,6 +172,7 @@ class Children:
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         else:
             process.wait()
+        # Its descendants (data loaders, programs that the user's code started) may still run and hold memory or GPUs.
         with self._lock:
             child.running = False
             _kill_group(child.pid)

@@ -119,6 +119,7 @@ class ChunkProcess:
             try:
                 child, kind, value = self._children.events.get(timeout=self._idle_s)
             except Empty:
+                # Decided under the lock: `submit` may have given the child another series in the meantime.
                 with self._lock:
                     if self._child is not None and self._is_idle:
                         self._is_idle = False
@@ -127,6 +128,7 @@ class ChunkProcess:
             if kind == "closed":
                 return
             with self._lock:
+                # Events of a child that was replaced may still be in the queue; they do not concern its successor.
                 if child is self._child:
                     self._handle_event(kind, value)
 
@@ -154,20 +156,29 @@ class ChunkProcess:
 
     def _handle_death(self, code: int) -> None:
         """Requeue the unfinished chunks of a child that died, unless they have killed too many."""
+        # A child may have pulled two chunks, because it reads ahead. Both go back to the front in their order: callers
+        # take the k-th result for the k-th chunk.
         lost, self._child = list(self._pulled), None
         self._pulled.clear()
         self._todo.extendleft(reversed(lost))
         if lost:
-            lost[0].deaths += 1  # results come in order, so the first chunk was being processed
+            # Results come in order, so the first chunk was being processed. The count is high, because a chunk with
+            # many poison rows kills two processes for each of them (`poison_rows.py`); it only ends jobs in which every
+            # attempt dies, for example for lack of memory.
+            lost[0].deaths += 1
             if lost[0].deaths > MAX_DEATHS:
                 names = " and ".join(repr(chunk.value)[:300] for chunk in lost)
                 advice = "Take these rows out, or give each process more memory."
                 self._fail(_died(lost[0].deaths, f"while working on {names}", code, advice))
         elif self._todo:
+            # No chunk is to blame: the child died while it loaded the model, or between two chunks. Before it was ever
+            # ready the cause is most likely permanent (a missing library, too little memory for the model), so few
+            # attempts are enough to say so.
             self._startup_failures += 1
             if self._startup_failures >= (MAX_DEATHS if self._ready else MAX_EARLY_DEATHS):
                 self._fail(_died(self._startup_failures, "before they took a chunk", code, "Their stderr says more."))
         else:
+            # All results have arrived, so the death cost nothing. The caller still waits for the end of the series.
             self._end_series()
         self._feed()
 
@@ -178,6 +189,7 @@ class ChunkProcess:
 
     def _fail(self, failure: Failure) -> None:
         """Fail all chunks."""
+        # Chunks of several callers may be queued. Each queue gets the failure once, so that no caller waits for ever.
         self._in_series = False
         queues = {id(chunk.messages): chunk.messages for chunk in (*self._pulled, *self._todo)}
         self._pulled.clear()

@@ -97,6 +97,8 @@ def run_ranks(start: Callable[[], None], number: int, children: RankSet, *, grac
         if not group.failures:
             return group.values[0]
         first = min(group.failures, key=lambda failed: (not failed.crashed, failed.when))
+        # A rank that hangs in a collective first writes its stacks to standard error, which often shows why the others
+        # failed. SIGTERM then lets ranks end by themselves, and leaving the block kills those that do not.
         for number, seconds in ((signal.SIGUSR1, DUMP_S), (signal.SIGTERM, STOP_S)):
             children.signal(number)
             group.listen_for(seconds)

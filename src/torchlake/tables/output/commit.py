@@ -98,11 +98,19 @@ class WriteTransaction:
         """
         assert self.lease is not None, "commit() is called once, inside the `with` block"
         parts = self._with_schema_part(sorted(parts, key=lambda part: part.chunk))
+        # Each chunk's file was checked when it was read. A file that changed since would make an output whose rows come
+        # from two versions of the table, so all files are compared once more, as late as their rows can be refused.
         check_inputs(self.plan)
         parts = grouped(self.parts, parts, size=self.target_file_size, spread=self.spread)
         try:
+            # The lock is held until the rename is done. A writer that takes the lease over needs the lock, so it cannot
+            # begin between the check of the token and the rename. If this process is suspended here, a new writer gives
+            # up after LOCK_WAIT_S and names it, instead of publishing beside it.
             with locked(self.staging):
                 self.lease.check()
+                # Late workers (a speculative copy, a task of a lost node) write by path. After the rename their path
+                # leads nowhere and their write fails; otherwise they could add or replace a file between `_keep_only`
+                # and the rename that publishes.
                 fenced = staging.fence(self.staging)
                 self._keep_only(fenced, parts)
                 record = commit_record(
@@ -113,11 +121,15 @@ class WriteTransaction:
                     quarantined=self.quarantined,
                     removed=self.removed,
                 )
+                # Plan and record are inside before the rename, so the output never exists without them. After a crash
+                # up to the rename, `reopen` moves the folder back, and the next run keeps its parts.
                 (fenced / FOLDER).mkdir()
                 atomic_io.write_bytes(fenced / PLAN, (self.staging / staging.PLAN).read_bytes(), site="commit.plan")
                 atomic_io.write_json(fenced / COMMIT, record, site="commit")
                 staging.publish(self.staging, self.output)
         except LeaseLost:
+            # `locked` reports a missing staging folder as a lost lease, because a successor removes it when it has
+            # published. Without an output there was no successor: the folder was deleted.
             if self.staging.exists() or (self.output / COMMIT).exists():
                 raise
             raise StorageError(
@@ -125,6 +137,8 @@ class WriteTransaction:
             ) from None
         except OSError as error:
             raise atomic_io.storage_error(error, self.output) from error
+        # The rename has made the commit. What follows is only cleaning up, so a crash or an error there must not make
+        # the job look unfinished: the next run finds the output complete and removes the staging folder.
         self.complete, self.record = True, record
         self.close()
         return record
@@ -195,6 +209,8 @@ def write_transaction(
 def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spread: Spread) -> WriteTransaction:
     """Check what is at `out`, and start or resume the write, unless the output is complete."""
     folder = staging.staging_of(out)
+    # First without the lease: refusals cost no lock, and a complete output is returned even where the user may only
+    # read. All of it is decided again in `_begin_leased`, because another writer may publish in between.
     try:
         staging.vacuum(folder)
         published = published_job(out)
@@ -207,7 +223,7 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
     if not complete:
         check_replaceable(out, published, job, allowed)
     elif not folder.exists():
-        return _completed(out, job, published)
+        return _completed(out, job, published)  # a folder that a killed writer left is cleaned up below
     try:
         lease = acquire(folder, lease_s)
     except Locked:
@@ -217,6 +233,9 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
     try:
         return _begin_leased(out, job, lease, allowed, spread)
     except BaseException as error:
+        # A plan means that an interrupted write is stored here, of this job or of another one that was refused above:
+        # its parts may have cost hours, so only the lease ends. Without a plan the folder is empty, and would stay
+        # beside the output for ever.
         if (folder / staging.PLAN).exists():
             lease.release()
         else:
@@ -230,11 +249,15 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
 def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges, spread: Spread) -> WriteTransaction:
     """Repeat the checks of `_begin`, now that no other writer can interfere, and prepare the staging folder."""
     folder = lease.staging
+    # Before anything is read at `out`: a crash between the two renames leaves no output there, and this job would then
+    # be taken for the first one, and would not be compared with the old output.
     staging.repair(folder, out)
     published = published_job(out)
     interrupted = interrupted_job(folder)
+    # If the output is the result of the stored plan, its writer was killed between the rename and the removal of the
+    # folder. To resume it would write the same output a second time.
     if interrupted is None or is_complete(out, published, interrupted, thorough=False):
-        staging.clear_job(folder)  # empty, or of a writer that was killed after its commit
+        staging.clear_job(folder)
         interrupted = None
     if is_complete(out, published, job, thorough=allowed.overwrite):
         if interrupted is None:
@@ -243,11 +266,15 @@ def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges
             lease.release()  # another job's interrupted write stays
         return _completed(out, job, published)
     check_replaceable(out, published, job, allowed)
+    # The interrupted write comes before the output: with --accept-new-input it was planned on top of the output and has
+    # the output's chunks already, while the output lacks its new ones. Chunk numbers are part of a part's name, so
+    # merging with the wrong plan would make finished parts unusable.
     earlier = resumable_job(folder, interrupted, job, allowed) or published
     if earlier is not None and not differences(earlier, job):
         environments = [*earlier.environments, *(one for one in job.environments if one not in earlier.environments)]
         job = JobSpec(merge(earlier.plan, job.plan), job.fingerprint, environments=environments)
     staging.reopen(folder)
+    # Before any part is written: a folder without a plan counts as empty, and the next run would clear its parts.
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": job.environments}
     atomic_io.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = WriteTransaction(output=out, staging=folder, job=job, lease=lease)
@@ -272,6 +299,7 @@ def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, spread
     table = write.staging / TABLE
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
     for path in list(table.iterdir()):
+        # A link could point to a file that somebody else changes after it was verified here.
         if path.name not in expected or path.is_symlink() or not path.is_file():
             atomic_io.remove([path])
             write.removed += 1
@@ -282,6 +310,8 @@ def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, spread
         staged, spread(_read_staged, staged, size=sum(sizes.values()), name="check finished chunks"), strict=True
     ):
         if part is None or (thorough and part.failed):
+            # With --overwrite the user wants failed rows to be tried again, so their chunk must become pending. The
+            # file has to go, because the first part of a name wins in `PartFolder.store`.
             path.unlink()
             write.removed += 1
         else:
@@ -309,8 +339,10 @@ def _link_published(
             continue
         if thorough and (part.failed or atomic_io.sha256_file(source) != part.sha256):
             continue
+        # Only a link to the published file is certain to have the recorded content. A file of that name that was
+        # staged before, or copied where the file system has no hard links, is read and checked by the caller.
         if target.samefile(source) if target.exists() else _link(source, target):
-            linked[part.name] = part  # others, staged before or copied, are read and checked
+            linked[part.name] = part
     return linked
 
 

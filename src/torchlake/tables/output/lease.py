@@ -51,6 +51,8 @@ class Lease:
         """Allow the next writer to start at once; a lease that was taken over stays as it is."""
         self.stop()
         try:
+            # Checked under the lock: a lease that was taken over meanwhile is the successor's, and marking that one as
+            # released would let a third writer in beside it.
             with locked(self.staging):
                 self.check()
                 _write(self.staging, self.mine | {"released": True})
@@ -58,6 +60,8 @@ class Lease:
             return
 
     def _renew(self) -> None:
+        # Four times per lease, so that a few renewals may fail or be late (a full disk, a slow network file system)
+        # before another writer takes over.
         while not self._stopped.wait(self.mine["lease_s"] / 4):
             try:
                 with locked(self.staging):
@@ -65,7 +69,7 @@ class Lease:
                     self.mine["renewed"] = time.time()
                     _write(self.staging, self.mine)
             except LeaseLost:
-                return
+                return  # the commit finds this out by its own check
             except (StorageError, OSError):  # a full disk may have space again before the lease expires
                 continue
 
@@ -135,7 +139,9 @@ def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
                 _lock_in_time(descriptor, staging)
             else:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):  # else the folder was removed and made again while this one waited
+            # The writer before may have removed the folder while this one waited for its lock. The lock held now is
+            # then on a deleted file, and another writer may hold the lock on the new file of the same name: try again.
+            if _is_at(descriptor, path):
                 yield
                 return
         finally:
@@ -189,6 +195,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _is_live(staging: Path, lease: dict[str, Any]) -> bool:
+    # Time decides before the process does: a writer that is suspended, or hangs on a dead mount, still exists, but has
+    # stopped renewing. Its token no longer fits when it wakes up, so it cannot commit.
     if lease.get("released") or _age_s(staging) > lease["lease_s"]:
         return False
     return lease["machine"] != machine_id() or is_running(lease)
@@ -198,15 +206,18 @@ def is_running(lease: dict[str, Any]) -> bool:
     """Return whether the process that wrote a lease on this machine still runs."""
     try:
         process = psutil.Process(lease["pid"])
+        # Process ids are reused, so the start time must fit too, up to the rounding of the kernel's clock ticks. A
+        # zombie has ended; its id stays until its parent reaps it, which in a container may never happen.
         return bool(abs(process.create_time() - lease["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
-        return True
+        return True  # another user's process: it exists, and waiting is safer than two writers
 
 
 def _age_s(staging: Path) -> float:
     """Return the seconds since the lease was written, by its storage's clock: machines' clocks may differ by hours."""
+    # Touching the lock file asks the storage for its time now; on NFS that is the server's, as is the lease's mtime.
     lock = staging / "lock"
     os.utime(lock)
     return max(0.0, os.stat(lock).st_mtime - os.stat(staging / "lease.json").st_mtime)

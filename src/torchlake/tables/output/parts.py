@@ -122,9 +122,13 @@ class PartFolder:
         """Write a Parquet file of `rows` rows durably; return its bytes, or those of a sound file of this name."""
         folder, own = folder_at(self.location), f"{self.below}{name}"
         while not folder.write_new(own, content, site=site):
+            # Another attempt was first. Its part wins even if its scores differ in the last digit: the driver may
+            # already have its sha256, and replacing it would make the commit record wrong.
             earlier = folder.content(own)
             if earlier is not None and _sound(earlier, rows) is not None:
                 return earlier
+            # A damaged part is replaced only while it is unchanged, because a third attempt may have done so already;
+            # then the loop finds that one's part. A part that was deleted meanwhile is written by the next round.
             if earlier is not None:
                 folder.replace_damaged(own, earlier, content, site=site)
         return content

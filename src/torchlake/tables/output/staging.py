@@ -47,15 +47,20 @@ def fence(staging: Path) -> Path:
 def publish(staging: Path, out: Path) -> None:
     """Replace `out` with the fenced table, durably; the old output goes into the staging folder."""
     fenced, old = staging / FENCED, staging / OLD
+    # The names inside must reach the disk before the name of the folder: after a power failure the output could
+    # otherwise exist without some of its parts.
     atomic_io.sync_folder(fenced)
     failpoint("commit.before_publish")
     if not out.exists() or not any(out.iterdir()):
-        os.rename(fenced, out)
+        os.rename(fenced, out)  # rename(2) also replaces an empty folder, which the user may have created
     elif not exchange(fenced, out):
+        # A crash here leaves no output; `repair` moves the old one back when the next run begins. Readers in between
+        # find nothing, which is why the exchange is tried first.
         os.rename(out, old)
         failpoint("commit.swap")
         os.rename(fenced, out)
     failpoint("commit.publish")
+    # The rename changes two folders, and is durable only when both are synced.
     atomic_io.sync_folder(out.parent)
     atomic_io.sync_folder(staging)
     failpoint("commit.after_publish")
@@ -77,6 +82,7 @@ def exchange(one: Path, other: Path) -> bool:
 def repair(staging: Path, out: Path) -> None:
     """Restore the old output if a replacement was interrupted between its two renames."""
     old = staging / OLD
+    # With an output in place the second rename happened, and `old` is only what it replaced.
     if old.exists() and not out.exists():
         os.rename(old, out)
         atomic_io.sync_folder(out.parent)
@@ -85,6 +91,7 @@ def repair(staging: Path, out: Path) -> None:
 def reopen(staging: Path) -> None:
     """Undo `fence` after an interrupted commit, and empty the attempt log."""
     table, fenced = staging / TABLE, staging / FENCED
+    # The fenced folder of an interrupted commit has all finished parts.
     if fenced.exists() and not table.exists():
         os.rename(fenced, table)
     atomic_io.remove([fenced, staging / OLD, staging / ATTEMPT_LOG])

@@ -71,6 +71,8 @@ def table_transaction(target: Target, options: SinkOptions, request: WriteReques
 
 
 def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: JobSpec) -> TableWrite:
+    # First without the lease, so that a finished job and a refusal cost a few reads and write nothing. All of it is
+    # decided again under the lease, because another writer may commit in between.
     snapshot = target.snapshot()
     made = partial(_write, target, options, request)
     finished = _finished(target, snapshot, options, job)
@@ -78,6 +80,7 @@ def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: Job
         return made(job=job, id=finished["commit"], state=state_of(target.root), complete=True, record=finished)
     target.check(snapshot, request.schema, request.key)
     check_positions(target, snapshot, options, request.positions)
+    # Before the lease, which is stored below the target: the place of an Iceberg table is known only once it exists.
     target.prepare(request.schema)
     state = state_of(target.root)
     try:
@@ -88,11 +91,13 @@ def _begin(target: Target, options: SinkOptions, request: WriteRequest, job: Job
         snapshot = target.snapshot()  # now that no other writer of torchlake can commit
         finished = _finished(target, snapshot, options, job)
         if finished is not None:
-            state.finish()
+            state.finish()  # the writer that committed it was killed before it removed its state
             return made(job=job, id=finished["commit"], state=state, complete=True, record=finished)
         target.check(snapshot, request.schema, request.key)
         job, name, discarded = _resumed(target, snapshot, state, options, request, job)
         write = made(job=job, id=name, state=state, discarded=discarded)
+        # Before any part: a crash after the first part must find the id of the commit, because it names the folder of
+        # the parts. Under another id the parts would be computed again, and stay as orphans.
         _store_plan(write)
         _keep_sound_parts(write, snapshot)
     except BaseException:
@@ -108,11 +113,16 @@ def _write(target: Target, options: SinkOptions, request: WriteRequest, *, id: s
 
 def _finished(target: Target, snapshot: Any, options: SinkOptions, job: JobSpec) -> dict[str, Any] | None:
     """Return the record of this job's commit if nothing is left to do."""
+    # The id of an overwrite depends on the version that it replaces, so only the latest commit can be this job's. Rows
+    # that are added have one id per job, which is found even if other commits came after it.
     names = [commit_id(job)] if options.mode != "overwrite" else []
     for name in dict.fromkeys([*names, target.latest(snapshot)]):
         record = read_record(target, name) if name is not None and target.has(snapshot, name) else None
         if record is None or record["plan"] != job.plan.id or record["fingerprint"] != job.fingerprint:
             continue
+        # Rows that were added to a table once are done, whatever others changed or deleted later: adding them again
+        # would double rows that were only updated. A folder or an overwrite promises exactly these rows, so missing
+        # ones are written again.
         if not (target.reusable or options.mode == "overwrite") or target.is_whole(snapshot, record):
             return record
     return None
@@ -132,6 +142,8 @@ def _resumed(
     target: Target, snapshot: Any, state: JobState, options: SinkOptions, request: WriteRequest, job: JobSpec
 ) -> _Resumed:
     allowed = replace(request.allowed, overwrite=request.allowed.overwrite or options.mode == "overwrite")
+    # The same overwrite may be wanted again after others wrote: with the version in its id it is a new commit. An
+    # append of the same rows must never be a new commit, so its id depends on the job alone.
     basis = snapshot.version if options.mode == "overwrite" or target.reusable else ""
     stored = state.read_plan()
     discarded: tuple[str, ...] = ()
@@ -139,17 +151,24 @@ def _resumed(
         earlier = JobSpec(plan_from_json(stored), stored["fingerprint"], None, stored.get("environments", []))
         discarded = tuple(stored.get("discarded", ()))
         if target.has(snapshot, stored["commit"]):
-            state.clear()  # of a writer that was killed after its commit
+            # Its writer was killed after the commit. These parts are rows of the target now, so neither the commit
+            # nor what it replaced may be listed as discarded: the folders of discarded commits are deleted.
+            state.clear()
             discarded = ()
         elif not differences(earlier, job) and not any(input_changes(earlier.plan, job.plan)):
             new = [one for one in job.environments if one not in earlier.environments]
             merged = JobSpec(merge(earlier.plan, job.plan), job.fingerprint, None, [*earlier.environments, *new])
+            # The stored id names the folder of the finished parts. For a folder in an object store it is computed
+            # again, and is the same unless another writer has committed since. Then the stored id can no longer be
+            # committed, because it depends on the version before, and its parts are deleted after this commit.
             same = stored["mode"] == options.mode and not target.reusable
             name = stored["commit"] if same else commit_id(merged, basis)
             return _Resumed(merged, name, tuple(one for one in (*discarded, stored["commit"]) if one != name))
         else:
             if not allowed.overwrite:
                 refuse_differences(f"{target.shown}: an interrupted write", earlier, job, "discards it", allowed)
+            # Its parts are deleted only after this job's commit: its writer may be suspended just before its own
+            # commit, which could still succeed and needs them.
             state.clear()
             discarded = (*discarded, stored["commit"])
     published = _published(target, snapshot) if target.reusable else None
@@ -193,6 +212,8 @@ def _keep_sound_parts(write: TableWrite, snapshot: Any) -> None:
 
     With mode overwrite parts of an earlier commit are not kept. Nothing is deleted: another writer may have taken over.
     """
+    # Parts of the earlier commit are trusted by their size, because reading all of a large output would cost more than
+    # a small increment. Parts of this commit are read: their writer may have been killed while it wrote them.
     folder, own = folder_at(write.parts.location), write.parts.below
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
     sizes = folder.sizes()

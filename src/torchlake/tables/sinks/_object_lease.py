@@ -61,8 +61,11 @@ class ObjectLease:
         """Change the lease; return False if it is another writer's."""
         with self._lock:
             while True:
+                # The nonce makes every renewal different. With equal content, `replace` could not tell a write that
+                # was refused from an earlier one whose answer was lost.
                 value = {**self._mine, **fields, "nonce": secrets.token_hex(4)}
                 written = self._state.replace(NAME, _bytes(value), self._version, site="lease")
+                # Read the version for the next renewal; the token shows whether it is still this writer's lease.
                 found = self._state.read(NAME)
                 if found is None or _parsed(found).get("token") != self._mine["token"]:
                     return False
@@ -70,7 +73,8 @@ class ObjectLease:
                 if written:
                     self._mine = value
                     return True
-                # Else an earlier renewal succeeded, but its answer was lost.
+                # The lease is still ours, but has another version than this process knew: an earlier renewal
+                # succeeded, and its answer was lost. Write again on top of that version.
 
 
 def acquire_object(state: ObjectFolder, lease_s: float, *, name: str) -> ObjectLease:
@@ -81,6 +85,8 @@ def acquire_object(state: ObjectFolder, lease_s: float, *, name: str) -> ObjectL
         if found is not None and _is_live(state, found, current):
             raise held_by(current, name)
         mine = next_lease(current, lease_s)
+        # Both writes are conditional, so of two writers that find the same expired lease only one gets it. The other
+        # one reads again, and finds a live lease.
         if found is None:
             written = state.write_new(NAME, _bytes(mine), site="lease")
         else:
@@ -94,6 +100,8 @@ def _is_live(state: ObjectFolder, found: Found, lease: dict[str, Any]) -> bool:
         return False
     if lease["machine"] == machine_id() and not is_running(lease):
         return False
+    # Both times come from the store's clock, so machines whose clocks differ by hours cannot end a live lease. Without
+    # an answer the lease counts as live: a needless wait costs a retry, a wrong takeover ends the other writer's job.
     state.write(PROBE, secrets.token_hex(4).encode(), site="lease.clock")
     now = state.read(PROBE)
     return now is None or (now.modified - found.modified).total_seconds() <= lease["lease_s"]

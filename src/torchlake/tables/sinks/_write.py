@@ -109,6 +109,7 @@ class TableWrite:
         """
         parts = sorted(parts, key=lambda part: part.chunk)
         check_parts(self.plan, parts)
+        # A file that changed after its chunks were read would make a commit with rows of two versions.
         check_inputs(self.plan)
         files = grouped(
             self.parts,
@@ -135,10 +136,15 @@ class TableWrite:
         failpoint("commit.ready")
         self._commit(change)
         failpoint("commit.after_publish")
+        # The stored record is the one that counts: if an earlier attempt of this commit was made and its answer lost,
+        # that attempt's record is stored, with its own provenance and files.
         self.complete, self.record = True, read_record(self.target, self.id) or record
+        # Parts that were joined to larger files are deleted only now. Before the commit they are what a resumed job
+        # would use; deleting by the list of this writer's own names cannot hit files of another commit.
         listed = {file.name for file in files}
         folder_at(self.parts.location).delete([part.name for part in parts if part.name not in listed])
         failpoint("commit.cleanup")
+        # Last: while the plan is stored, the run after a crash knows the id of this commit, and finds it made.
         self.state.finish()
         return self.record
 
@@ -152,12 +158,19 @@ class TableWrite:
         attempt = unknown = 0
         while attempt < ATTEMPTS and unknown < UNKNOWN:
             snapshot = self.target.snapshot()
+            # Outside of the lock: it rewrites files of the table, which may take minutes, and a local lease cannot be
+            # renewed while the lock is held. If the table changes meanwhile, the commit is refused and this is redone.
             change = self._replacing(snapshot, change)
             with self.state.exclusive():
+                # An attempt without a clear answer may have succeeded, also that of a process that was killed.
                 if self.target.has(snapshot, self.id):
                     return
+                # Other writers may have changed columns or partitions, or added the same versions of a source, since
+                # the job began: each attempt must fit the version that it is made on.
                 self.target.check(snapshot, change.schema, self.request.key)
                 check_positions(self.target, snapshot, self.options, change.positions)
+                # Before the commit, which only has the id: without a record, rows of a committed id could be neither
+                # verified nor extended. A record without a commit is harmless.
                 write_record(self.target, self.id, change.record, plan_to_json(self.plan))
                 failpoint("commit.before_publish")
                 try:
@@ -166,7 +179,10 @@ class TableWrite:
                     return
                 except (Conflict, CommitUnknown) as error:
                     problem = error
+            # Conflicts mean that others make progress, so many are tolerated. Unclear answers mean that the storage is
+            # failing; its own client has already retried each of them.
             attempt, unknown = attempt + 1, unknown + isinstance(problem, CommitUnknown)
+            # Random, because two writers that wait equally long would collide again.
             time.sleep(random.uniform(0, min(PAUSE_S, 0.01 * 2**attempt)))
         why = next((line.strip() for line in str(problem).splitlines() if line.strip()), "no reason was given")
         said = f"{self.target.shown}: {attempt} commits failed, the last one because: {redacted(why.rstrip('.'))}."

@@ -181,7 +181,9 @@ class DeltaTarget:
         table, schema = snapshot.table, change.schema
         try:
             if table is None:
-                # An empty table first: two racers that create it with their files would both succeed.
+                # Create an empty table first. If two writers created it together with their files, both would succeed:
+                # "ignore" makes the second one do nothing, without an error. The Conflict leads to the next attempt,
+                # which adds the files to whichever table exists.
                 DeltaTable.create(
                     self.root,
                     schema,
@@ -194,14 +196,21 @@ class DeltaTarget:
             if missing and self.options.mode != "overwrite":
                 from deltalake import Schema
 
+                # This makes a version of its own, because a transaction that appends does not change the schema. The
+                # table is then newer than the snapshot, so the next attempt adds the files.
                 table.alter.add_columns([*Schema.from_arrow(pa.schema(missing)).fields])
                 raise Conflict(f"{self.shown}: columns were added")
+            # Delta's conflict check refuses a transaction whose application id another one has used since the snapshot.
+            # The id of this commit guards against adding its rows twice, and a position against a second job that adds
+            # the same versions of a source.
             apps = [Transaction(f"{APP}-{change.id}", 1), *(Transaction(*one) for one in change.positions.items())]
             table.create_write_transaction(
                 [*(self._added(part, change.id) for part in (*change.files, *change.kept)), *_removed(change)],
                 "overwrite" if change.mode == "overwrite" else "append",
                 schema,
                 partition_by=[*self.partition_by] or None,
+                # No retries in the library: it would repeat the same removals and additions on a newer version without
+                # the checks of `_commit`, and rows that another writer added would survive an overwrite.
                 commit_properties=CommitProperties(
                     custom_metadata={KEPT_COMMITS: change.id}, max_commit_retries=0, app_transactions=apps
                 ),
@@ -209,6 +218,7 @@ class DeltaTarget:
         except CommitFailedError as error:
             raise Conflict(str(error)) from error
         except (DeltaError, OSError) as error:
+            # The entry of the log may have been written before the error. The next attempt looks for the transaction.
             raise CommitUnknown(str(error)) from error
 
     @property
@@ -216,6 +226,8 @@ class DeltaTarget:
         options = object_store_options(self.root)
         if options is None:
             return None
+        # With conditional puts two writers cannot both create the same entry of the log on S3. Without them delta-rs
+        # needs a lock table in DynamoDB.
         retries = {"max_retries": str(RETRIES), "retry_timeout": f"{RETRY_S:.0f}s"}
         return {**options, **retries, "aws_conditional_put": "etag"}
 

@@ -167,13 +167,15 @@ class HubTarget:
             )
         except HfHubHTTPError as error:
             status = error.response.status_code
-            if status in (409, 412):
+            if status in (409, 412):  # another commit is on top of `parent_commit`
                 raise Conflict(_first_line(error)) from error
             if status in REFUSED:
                 raise StorageError(f"{self.shown}: the Hub refused the commit: {_first_line(error)}.") from error
             raise CommitUnknown(_first_line(error)) from error
         except Exception as error:  # of the HTTP library
             raise CommitUnknown(_first_line(error)) from error
+        # huggingface_hub drops files that the repository's .gitignore matches, with a log line only. The record would
+        # then list files that are not there.
         if not set(files) <= set(self.snapshot().sizes):
             raise OutputError(
                 f"{self.shown}: the Hub left out files of the commit. Check whether a .gitignore matches them."

@@ -96,6 +96,7 @@ class IcebergTarget:
 
     def prepare(self, schema: pa.Schema) -> None:
         """Create the table, or add the columns that it lacks, if asked."""
+        # After a conflict the table is loaded again: another job may have created it, or added the same columns.
         rows, problem = _stored(schema), ""
         for _ in range(PREPARE_ATTEMPTS):
             table = self.snapshot().table
@@ -200,12 +201,16 @@ class IcebergTarget:
     def commit(self, snapshot: IcebergSnapshot, change: Change) -> None:
         """Make one snapshot on top of this one; see the module's docstring."""
         table = snapshot.table
+        # A table that was dropped and created again has other field ids, which are in the parts' files: its readers
+        # would find other columns under them, or nothing.
         if table is None or table.metadata.table_uuid != self.table.metadata.table_uuid:
             raise OutputError(f"{self.shown}: the table was dropped during the job. Run the same command again.")
         if checked_spec(self.shown, table) != self.partition_by:
             raise OutputError(
                 f"{self.shown}: the table's partitions were changed during the job. Run the same command again."
             )
+        # The property names one commit only. The mark of the previous one is written before it is replaced: with a
+        # crash in between it is known twice, in the other order not at all, and its job would add its rows again.
         previous = table.properties.get(COMMIT)
         if previous is not None and previous != change.id:
             folder_at(_root(table)).write(_mark(table, previous), b"", site="commit.mark")
@@ -213,6 +218,8 @@ class IcebergTarget:
         with opened_catalog(self.name) as catalog:
             attempt, transaction = single_attempt(catalog, table)
             try:
+                # Property and snapshot are one transaction, so a commit is never known without its rows. The summary
+                # has the id too, by which `has` notices that the snapshot was rolled back.
                 transaction.set_properties({COMMIT: change.id, **positions})
                 _stage(table, change, transaction.update_snapshot(snapshot_properties={COMMIT: change.id}))
             except OSError as error:
@@ -220,14 +227,19 @@ class IcebergTarget:
             try:
                 transaction.commit_transaction()
             except Conflict:
+                # Each refused attempt has written manifests that no snapshot lists. After an unclear answer they stay,
+                # because the snapshot may exist.
                 self._discard(attempt)
                 raise
 
     def _discard(self, attempt: Attempt) -> None:
         """Delete the manifests of a refused commit once it is certain that it was not made and cannot be made later."""
         written, table = attempt.written, self.snapshot().table
+        # While the parent is still current, a copy of the request that a proxy sent twice could yet succeed. Once
+        # another snapshot is on top of the parent, the catalog refuses every copy.
         if written is None or table is None or table.metadata.current_snapshot_id == written.parent_snapshot_id:
             return
+        # A refusal may be the answer to the second copy of a request whose first copy succeeded.
         if table.metadata.snapshot_by_id(written.snapshot_id) is not None:
             return
         for manifest in written.manifests(table.io):

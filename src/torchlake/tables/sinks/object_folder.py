@@ -125,12 +125,15 @@ class FolderTarget:
             made = self.objects.replace(COMMIT, content, snapshot.found.version, site="commit")
         if not made:
             raise Conflict(f"{self.shown}: another commit was made")
+        # Only after the record: until then, readers and resumed jobs use what this commit replaces.
         self._clean(change, snapshot.record)
 
     def _clean(self, change: Change, replaced: Mapping[str, Any] | None) -> None:
         """Delete what this commit made obsolete."""
         before = [*([] if replaced is None else [str(replaced["commit"])]), *change.discarded]
         listed = {part.name for part in change.files}
+        # Never everything that the record does not list: the parts of a writer that began after this commit are not
+        # listed either. Parts that the replaced commit kept are in the folders of commits before it.
         ended = {f"{name[:16]}/" for name in (change.id, *before)}
         ended |= {f"{part['name'].partition('/')[0]}/" for part in (replaced or {}).get("parts", ())}
         parts = folder_at(f"{self.root}/{PARTS}")

@@ -60,6 +60,8 @@ class ObjectFolder:
                 break
             except _Refused:
                 found = self.read(name)
+            # Equal content is this writer's: the first request succeeded, and the refusal answered its repetition. A
+            # missing object after a refusal is a 409, of a put that was in flight at the same moment: try again.
             if found is not None:
                 if found.content != content:
                     return False
@@ -78,6 +80,7 @@ class ObjectFolder:
                 break
             except _Refused:
                 found = self.read(name)
+            # As in `write_new`. The old version after a refusal is a 409 without effect: try again.
             if found is None or found.content == content:
                 if found is None:
                     return False
