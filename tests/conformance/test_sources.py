@@ -179,7 +179,7 @@ def test_a_file_that_is_gone_is_named(kind: SourceKind, tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(DataError, match=gone.name):
         ChunkReader(["id"]).read(plan.chunks[0])
-    with pytest.raises(DataError, match=gone.name if kind.source != "files" else "no table files there"):
+    with pytest.raises(DataError, match=gone.name if kind.source != "files" else "has no table files"):
         open_table(source)
 
 

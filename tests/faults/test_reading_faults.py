@@ -23,7 +23,7 @@ TEXTS = [
 ]
 KILLED = "killed_process: twice, while it was tokenized"
 HUNG = "timeout: gave no answer, twice, while it was tokenized"
-UNREADABLE = f"in.parquet: the rows {FIRST} to {LAST} cannot be read: 3 processes that tried died"
+UNREADABLE = f"in.parquet: the rows {FIRST} to {LAST} cannot be read: 3 processes died while reading"
 
 
 @pytest.fixture(scope="module")
@@ -140,5 +140,7 @@ def test_prepare_names_a_row_whose_tokenizing_kills(model: Path, source: Path, t
 @pytest.mark.slow
 def test_prepare_names_the_rows_whose_reading_kills(model: Path, source: Path, tmp_path: Path) -> None:
     engine = Crashing("read", "kill", 99, tmp_path / "log")
-    with pytest.raises(TableError, match=r"in\.parquet: the rows 0 to 29 cannot be read: 3 processes that tried died"):
+    with pytest.raises(
+        TableError, match=r"in\.parquet: the rows 0 to 29 cannot be read: 3 processes died while reading"
+    ):
         prepare(source, tmp_path / "out", tokenizer=model, spec=tiny.SPEC, engine=engine)

@@ -105,7 +105,7 @@ def test_damage_is_found_named_and_set_aside(store: CheckpointStore, file: str, 
     assert found is not None
     assert found.state["step"] == 3
     assert f"{store}/step_00000006/{file}" in problem
-    assert "Set aside as step_00000006/manifest.json.torn" in problem
+    assert "set aside as step_00000006/manifest.json.torn" in problem
     save(store, 6)
     assert [name for name in stored(store) if "torn" in name] == []
 

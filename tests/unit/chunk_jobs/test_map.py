@@ -121,7 +121,7 @@ def returning(value: Any, batch: pa.Table) -> Any:
     ("result", "message"),
     [
         ({"words": [1]}, "returned a dict, not a pyarrow Table"),
-        (pa.table({"words": [1, 2]}), r"rows 0 to 99: the function returned 2 rows for 100.*are a list"),
+        (pa.table({"words": [1, 2]}), r"rows 0 to 99: the function returned 2 rows for 100.*as a list"),
         (pa.table({"word": [1] * 100}), "returned the columns word, but schema has words"),
         (pa.table({"words": ["1"] * 100}), "'words' is string, but int64 in schema"),
         (pa.table({"words": [0.5] * 100}), "'words' is double, but int64 in schema"),

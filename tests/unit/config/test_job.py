@@ -92,7 +92,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
         ("train.min_learning_rate=1", "above learning_rate"),
         ("train.optimizer=adam", "did you mean adamw?"),
         ("train.momentum=0.9", "setting of optimizer sgd"),
-        ("train.betas=0.9", "write [0.9, 0.95]"),
+        ("train.betas=0.9", "expected two numbers, such as [0.9, 0.95], got 0.9"),
         ("train.betas=[0.9, 1]", "less than 1"),
         ("train.layer_decay=1.1", "at most 1"),
         ("model.freeze=0", "at least 1"),

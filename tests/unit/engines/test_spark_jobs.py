@@ -151,7 +151,7 @@ def discovery(tmp_path: Path) -> Path:
         # Two for one process.
         ("", 2, {"chunks": {"0,1"}, "frame": {"0", "1"}, "launch": "refused", "one rank": "0,1"}),
         # A part of one: fine for scoring, not for ranks that would share it.
-        ("0.5", None, {"chunks": {"0"}, "frame": {"0"}, "launch": "more than one rank", "one rank": {"0"}}),
+        ("0.5", None, {"chunks": {"0"}, "frame": {"0"}, "launch": "granted to several ranks", "one rank": {"0"}}),
     ],
 )
 def test_every_job_uses_what_spark_granted(

@@ -140,7 +140,7 @@ def test_what_cannot_be_followed_is_refused_before_any_work(tiny_model: Path, tm
             score(tiny_model, source, out, **options)
     with pytest.raises(UsageError, match="without a version"):
         score(tiny_model, f"{source}@v0", out)
-    with pytest.raises(UsageError, match="one table"):
+    with pytest.raises(UsageError, match="reads one Delta or Iceberg table"):
         score(tiny_model, [source, source], out)
     add(out, 0, 2)
     with pytest.raises(OutputError, match="has rows that this job did not write"):

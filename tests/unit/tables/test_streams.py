@@ -167,9 +167,9 @@ def test_the_dialect_is_part_of_the_plan_and_of_its_record(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"delimiter": ";;"}, "delimiter is one character"),
+        ({"delimiter": ";;"}, "delimiter must be one character"),
         ({"delimiter": '"'}, "they must differ"),
-        ({"quote": "\n"}, "quote is one character"),
+        ({"quote": "\n"}, "quote must be one character"),
         ({"encoding": "latin-one"}, "there is no encoding 'latin-one'"),
         ({"encoding": "base64"}, "there is no encoding 'base64'"),
         ({"separator": ";"}, "there is no option 'separator'"),

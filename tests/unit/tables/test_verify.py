@@ -240,4 +240,4 @@ def test_a_changed_or_missing_input_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "in.parquet").unlink()
     found = verify(out)
     assert found.problems == []
-    assert "input is gone" in found.notes[0]
+    assert "input was removed" in found.notes[0]
