@@ -95,6 +95,6 @@ def check_owner(store: CheckpointStore, attempt: str) -> None:
     found = store.read_json(RUN)
     if not isinstance(found, dict) or found.get("attempt") != attempt:
         raise LeaseLost(
-            f"{store}: another process has taken over this run, or {RUN} was deleted there. Nothing more of this run "
+            f"{store}: another process has taken this run over, or {RUN} was deleted there. Nothing more of this run "
             "is saved."
         )

@@ -124,9 +124,7 @@ def open_table(
     formats = {one.format: one.path.file for one in files}
     if len(formats) > 1:
         listed = ", ".join(f"{format} ({file})" for format, file in formats.items())
-        raise TableError(
-            f"{describe(source)}: has files of several formats: {listed}. Give only the files of one format."
-        )
+        raise TableError(f"{describe(source)}: files of several formats: {listed}. Give the files of one format.")
     format = files[0].format if files else "parquet"
     schema = pa.schema([pa.field(field.name, common.get(field.name, (field.type,))[0]) for field in schema])
     return Table(

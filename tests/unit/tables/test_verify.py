@@ -193,14 +193,18 @@ CASES: dict[str, tuple[str | None, Callable[[Path], object], str]] = {
     "part listed twice": (
         None,
         lambda out: edit(out / COMMIT, lambda record: record["parts"].append(record["parts"][0])),
-        r"doubled: \[0\]",
+        r"duplicate: \[0\]",
     ),
     "part not listed": (
         None,
         lambda out: edit(out / COMMIT, lambda record: record["parts"].pop()),
         r"do not match one to one \(missing: \[2\]",
     ),
-    "failed": (None, lambda out: edit(out / COMMIT, lambda record: record.update(failed=0)), "12 rows and 0 failed"),
+    "failed": (
+        None,
+        lambda out: edit(out / COMMIT, lambda record: record.update(failed=0)),
+        "12 rows, 0 of them failed",
+    ),
     "plan edited": (
         None,
         lambda out: edit(out / PLAN, lambda plan: plan["inputs"].update(sha256=["0" * 64])),
