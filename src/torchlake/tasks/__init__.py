@@ -6,14 +6,15 @@
 A file here ends with `task = MyTask()`. An installed package adds tasks by the entry point group `torchlake.tasks`, and
 `train`, `predict` and `evaluate` take one as `task=MyTask()`. Read `text_classification.py` first.
 
-`Task` itself is a classifier or a regression of texts, whose label column decides which; a task overrides where it
-differs. The engine, the strategy and the number of ranks never matter to it:
+`Task` itself is a classifier or a regression of texts, whose label column decides which; a task overrides the methods
+in which it differs. The engine, the strategy and the number of ranks never matter to it:
 
     Inputs    come from columns by their names in `inputs`; a row that lacks one never reaches the task. A row that the
               task itself cannot use is an entry of `Features.errors`: one error row, or a refused training row.
     Features  are flat arrays: `Ragged` for values of any number per row, or numpy of a fixed width. Training stores
               them once and reads each batch from disk, so an epoch does no preprocessing except `collate`.
-    A batch   is a dict of numpy arrays of B rows, the keyword arguments of the model. An exception there costs scoring
+A batch   is a dict of numpy arrays of B rows, the keyword arguments of the model. An exception in `collate` costs
+scoring
               the one row that causes it; RowErrors names all such rows of the batch at once.
     The loss  is summed over the rows that a rank has at once, and divided by `divisor` of the whole batch: it must not
               be a mean, or it would depend on the number of ranks.
@@ -94,23 +95,23 @@ class Task:
     optional: Collection[str] = ()
     "Inputs that a table may lack, besides the second text of a pair: they are read if `data.inputs` names them."
     has_labels: bool = True
-    "Whether it learns a label column (`data.label`)."
+    "Whether the task learns a label column (`data.label`)."
     labeled: Collection[str] = ()
-    "Values of `data.problem` with which a task without labels learns one nevertheless."
+    "Values of `data.problem` with which a task that reads no labels learns a label column after all."
     problems: Mapping[str, Problem] = {}
-    "By `data.learn`, what a task without labels predicts; by default the task's name."
+    "What a task without labels predicts, by `data.learn`; by default the task's name."
     auto_class: str = ""
-    "transformers' Auto class of such models; empty: `build` makes the model."
+    "transformers' Auto class of the models; empty: `build` makes the model."
     checks_padding: bool = False
     """Whether the model reads texts by a model of transformers (with `auto_class`: True).
 
-    Then it is tried whether padding changes its outputs despite the mask, and `attention_mask` is None for a batch
-    without padding. Another module is trusted to ignore padding by its mask.
+    If so, a test finds out whether padding changes its outputs despite the mask, and `attention_mask` is None for a
+    batch without padding. Another module is trusted to ignore padding by its mask.
     """
     hub_task: str = "other"
-    "The hub's name of the task, for the model card."
+    "The Hugging Face Hub's name of the task, for the model card."
     trains: bool = True
-    "Whether its models can be trained here; False: only scored."
+    "Whether torchlake can train its models; False: it can only score them."
     packs: bool = False
     "Whether training concatenates rows into blocks of tokens, as for a causal language model."
     generates: bool = False
@@ -120,33 +121,33 @@ class Task:
     measures_outputs: bool = True
     "Whether `metrics` are computed from outputs; False: only from the loss, and a validation keeps no outputs."
     options: Mapping[str, Any] = {}
-    "Its own options (`model.task_options`, `predict(task_options=)`) with their defaults, as values of JSON."
+    "The task's own options (`model.task_options`, `predict(task_options=)`) with their defaults, as JSON values."
     token_arrays: Sequence[str] = (INPUT_IDS,)
     "Arrays of token ids; a row with an id that the model has no embedding for is an error."
     collates_ahead: bool = False
     "Whether `collate` takes long (decoding images): then threads do it while the model computes."
     chunk_rows: int | None = None
-    "Most rows of a chunk by default, if rows take longer, or more memory, than their columns show; None: no limit."
+    "Default maximum of rows per chunk, if rows take more time or memory than their columns suggest; None: no limit."
     forward_options: Mapping[str, Any] = {}
     "Keyword arguments of the model besides the batch."
     kept_back: Sequence[str] = ()
     "Arrays of a batch that the model does not get, only `reduce_outputs`, such as the places of tokens in the text."
     default_metric: Mapping[Problem, str] = _classes.DEFAULT_METRIC
-    "By problem, the validation metric that chooses the best model; without an entry the loss."
+    "The validation metric that chooses the best model, by problem; the loss for problems without an entry."
     directions: Mapping[str, Direction] = DIRECTIONS
-    "Whether higher or lower is better, for its metrics and for loss."
+    "Whether higher or lower is better, for each metric and for loss."
 
     def __init_subclass__(cls) -> None:
-        """Give the class its name."""
+        """Set the task's name from the class's name."""
         cls.name = vars(cls).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         cls.checks_padding = cls.checks_padding or bool(cls.auto_class)
 
     # Columns to features.
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return what turns inputs into numbers, from a base or model folder: by default its tokenizer.
+        """Return the processor that turns inputs into numbers, by default the tokenizer of a base or model folder.
 
-        `folder` is None in the training of a job without a base model; without texts there is no tokenizer either.
+        `folder` is None if the job has no base model; a task without texts has no tokenizer either.
         """
         if folder is None or not spec.text:
             return None
@@ -161,25 +162,25 @@ class Task:
     def count_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
     ) -> Any:
-        """Return what is to be known of a part of the training table's label column, in any process."""
+        """Count a part of the training table's label column, in any process; return picklable counts."""
         return _label_column.count_labels(arrays, problem, drop_bad=drop_bad)
 
     def decide_labels(self, parts: Iterable[Any], problem: Problem | None = None) -> LabelColumn:
-        """Return the label column of which these are the parts; infer the problem if it is None."""
+        """Combine the counts of all parts into the label column; infer the problem if it is None."""
         return _label_column.decide_labels(parts, problem)
 
     def name_labels(self, found: LabelColumn, spec: TaskSpec) -> LabelColumn:
-        """Return the label column with the classes as the options say; by default as found."""
+        """Return the label column with its classes named by the options; by default as found."""
         return found
 
     def find_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
     ) -> LabelColumn:
-        """Return what a whole label column holds."""
+        """Return the content of a whole label column."""
         return self.decide_labels([self.count_labels(arrays, problem, drop_bad=drop_bad)], problem)
 
     def complete(self, spec: TaskSpec, base: Path | None) -> TaskSpec:
-        """Return a job's task with what the base model says. Raises ConfigError for a job that it cannot learn."""
+        """Return a job's task, completed from the base model. Raises ConfigError for a job that it cannot learn."""
         return spec
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
@@ -204,7 +205,7 @@ class Task:
         return self.features(inputs, processor, spec), targets
 
     def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs | None:
-        """Return inputs made of `texts`, if the task reads texts only: a model is tried on them; else None."""
+        """Return inputs made of `texts`, if the task reads texts only; a model is tested with them. Else None."""
         return _inputs.sample_inputs(self.inputs, spec, tuple(texts))
 
     def target_type(self, spec: TaskSpec) -> pa.DataType:
@@ -226,7 +227,7 @@ class Task:
     ) -> dict[str, np.ndarray]:
         """Return the model's keyword arguments for the rows (B,) of the arrays.
 
-        `seed` is one for each epoch, for augmentation that depends on it and on the row's number; None: no
+        `seed` is different in each epoch, for augmentation that depends on it and on the row's number; None: no
         augmentation. By default `input_ids` are padded with the processor's padding token, beside an `attention_mask`;
         other values are padded with 0.
         """
@@ -241,12 +242,13 @@ class Task:
         return batch
 
     def text_lengths(self, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
-        """Return the tokens of each text of a batch (B,), or of several for each row (B, K), without padding."""
+        """Return the number of tokens of each text of a batch, (B,), or of several texts per row, (B, K), without
+        padding."""
         lengths: np.ndarray = batch["attention_mask"].sum(axis=-1).clip(min=1)
         return lengths
 
     def collate_targets(self, targets: Array, rows: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return the targets of the rows (B,), those of different numbers filled up with NO_TARGET."""
+        """Return the targets of the rows (B,), those of different lengths filled up with NO_TARGET."""
         if isinstance(targets, np.ndarray):
             chosen: np.ndarray = targets[rows]
             return chosen
@@ -259,7 +261,7 @@ class Task:
         """Return the task's own module, in fp32; only for tasks without an `auto_class`.
 
         `folder` is the base model, whose weights are read if `weights` (None: the job has none), or a trained model
-        folder, whose weights are loaded into the module afterwards: `load_encoder` knows both.
+        folder, whose weights are loaded into the module afterwards: `load_encoder` handles both.
         """
         raise TaskError(f"the task {self.name!r} has neither an auto_class nor a method build")
 
@@ -307,7 +309,7 @@ class Task:
         return self.couples_rows
 
     def before_forward(self, rows: int) -> None:
-        """Called in training before a forward pass of a rank's `rows`; with 0 it computes a row that does not count."""
+        """Prepare a forward pass of a rank's `rows` in training; if 0, the rank computes a row that does not count."""
 
     def divisor(self, targets: Array, spec: TaskSpec, objective: Objective = UNWEIGHTED) -> float:
         """Return the divisor of the loss summed over all ranks, whose rows have these targets."""
@@ -316,11 +318,12 @@ class Task:
         return _classes.divisor(targets, spec, objective)
 
     def reduce_outputs(self, outputs: np.ndarray, batch: Mapping[str, np.ndarray], spec: TaskSpec) -> np.ndarray:
-        """Return what to keep of a batch's outputs (B, ...); batches of other widths are filled up with NaN or -1."""
+        """Return the part of a batch's outputs (B, ...) to keep; batches of other widths are filled up with NaN or
+        -1."""
         return outputs
 
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return what the outputs of N rows mean: probabilities, or numbers in the unit of the labels."""
+        """Return the answers in the outputs of N rows: probabilities, or numbers in the unit of the labels."""
         self._check_width(outputs.shape, spec)
         return _classes.probabilities(outputs, spec)
 
@@ -330,13 +333,13 @@ class Task:
         return validation_metrics(answers, targets, spec.problem)
 
     def metric_names(self, spec: TaskSpec) -> list[str]:
-        """Return the metrics that can choose the best model, besides loss: those in `directions` that it has."""
+        """Return the metrics that can choose the best model, besides loss: those in `directions` that the task has."""
         if type(self).metrics is Task.metrics and self.measures_outputs:
             return _classes.metric_names(spec)
         return [name for name in self.directions if name != "loss"]
 
     def loss_metrics(self, loss: float) -> dict[str, float]:
-        """Return metrics of the mean loss."""
+        """Return the metrics that follow from the mean loss."""
         return {}
 
     # Outputs to columns.
@@ -361,7 +364,8 @@ class Task:
         return np.column_stack([scored[name].to_numpy(zero_copy_only=False) for name in names])
 
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
-        """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; no row lacks one."""
+        """Return the metrics of prediction columns (all probabilities) and labels, for `evaluate`; every row has
+        both."""
         answers = self.read_answers(scored, spec)
         targets = from_arrow(self.encode_labels(labels, spec))
         return self.metrics(answers, self.collate_targets(as_matrix(targets), np.arange(len(labels)), spec), spec)
@@ -373,25 +377,25 @@ class Task:
 
     @property
     def measures_classes(self) -> bool:
-        """Whether its metrics are those of `torchlake.metrics`, which `evaluate` computes with intervals."""
+        """Whether the task's metrics are those of `torchlake.metrics`, which `evaluate` computes with intervals."""
         mine = type(self)
         own = (mine.metrics, mine.measure, mine.count_labels, mine.decide_labels)
         return own == (Task.metrics, Task.measure, Task.count_labels, Task.decide_labels)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError for a value that `options` cannot have, other than one of another type."""
+        """Raise ValueError for an invalid value of an option; types are checked before."""
 
-    # What torchlake calls: the methods above, checked.
+    # The checked forms of the methods above, which torchlake calls.
 
     def checked_options(self, given: Mapping[str, Any], error: type[TorchlakeError]) -> dict[str, Any]:
-        """Return all options with the values that are given. Raises `error` for one that the task does not have."""
+        """Return all options, with the given values. Raises `error` for an option that the task does not have."""
         known = ", ".join(self.options) or "none"
         for name, value in given.items():
             if name not in self.options:
                 raise error(f"task_options: {self.name} has no option {name!r}; it has: {known}")
             default = self.options[name]
             if not _is_like(value, default):
-                raise error(f"task_options: {name} is {value!r}; a value like {default!r} is expected")
+                raise error(f"task_options: {name} is {value!r}, but a value like {default!r} is expected")
         options = {**self.options, **{name: _as_json(value) for name, value in given.items()}}
         try:
             self.check_options(options)
@@ -404,8 +408,8 @@ class Task:
         wanted = (max(1, len(spec.labels)),)
         if tuple(shape[1:]) != wanted:
             raise TaskError(
-                f"the task {self.name!r}: the model's outputs have the shape {tuple(shape)}; for {spec.problem} with "
-                f"{len(spec.labels)} classes they have the shape (rows, {wanted[0]})"
+                f"the task {self.name!r}: the model's outputs have the shape {tuple(shape)}, but for {spec.problem} "
+                f"with {len(spec.labels)} classes the shape must be (rows, {wanted[0]})"
             )
 
     def checked_batch(
@@ -417,23 +421,23 @@ class Task:
             if array.ndim == 0 or len(array) != len(rows):
                 raise TaskError(
                     f"the task {self.name!r}: collate returned {name!r} of shape {array.shape} for {len(rows)} rows; "
-                    "its first dimension has to be the rows"
+                    "its first dimension must be the rows"
                 )
         return batch
 
     def checked_outputs(self, answer: Any, rows: int) -> "torch.Tensor":
-        """Return `outputs` of what the model returned for so many rows. Raises TaskError if they are of other rows."""
+        """Return `outputs` of the model's answer for `rows` rows. Raises TaskError for another number of rows."""
         try:
             outputs = self.outputs(answer)
         except AttributeError:
             raise TaskError(
-                f"the task {self.name!r}: the model returned a {type(answer).__name__}; the method outputs has to make "
-                "a tensor of it"
+                f"the task {self.name!r}: the model returned a {type(answer).__name__}; the method outputs must turn "
+                "it into a tensor"
             ) from None
         if outputs.ndim == 0 or len(outputs) != rows:
             raise TaskError(
                 f"the task {self.name!r}: the model's outputs have the shape {tuple(outputs.shape)} for {rows} rows; "
-                "their first dimension has to be the rows"
+                "their first dimension must be the rows"
             )
         return outputs
 
@@ -445,10 +449,13 @@ class Task:
         shape = getattr(loss, "shape", None)
         if shape is None or len(shape):
             what = f"a {type(loss).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
-            raise TaskError(f"the task {self.name!r}: loss_sum returned {what}; it has to be the sum over the rows, ()")
+            raise TaskError(
+                f"the task {self.name!r}: loss_sum returned {what}; it must return the sum over the rows, ()"
+            )
         if outputs.requires_grad and not loss.requires_grad:
             raise TaskError(
-                f"the task {self.name!r}: the loss does not depend on the model's outputs; is one detached?"
+                f"the task {self.name!r}: the loss does not depend on the model's outputs. Check whether a tensor is "
+                "detached"
             )
         return loss
 
@@ -467,9 +474,9 @@ def _as_json(value: Any) -> Any:
 
 
 def load_encoder(folder: Path, *, weights: bool) -> "nn.Module":
-    """Return the transformers model in a folder without its head, for a task's own module: of T5 the encoder alone.
+    """Return the transformers model in a folder without its head, for a task's own module; of T5 only the encoder.
 
-    `weights=False` makes the same module without reading weights. Refuses folders as every load does.
+    `weights=False` makes the same module without reading weights. Checks the folder like every load.
     """
     from torchlake.tasks import _pretrained
 

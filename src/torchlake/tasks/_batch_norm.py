@@ -1,9 +1,10 @@
 """BatchNorm layers in training.
 
-    frozen   they compute with the statistics of the base model, which stay; scale and shift are trained. A row's output
+frozen   they compute with the statistics of the base model, which do not change; scale and shift are trained. A row's
+output
              does not depend on other rows, so every number of ranks and size of micro-batches gives the same losses.
-    batch    they compute with the statistics of the batch, summed over all ranks, as a model without statistics needs
-             it. Losses are the same on any number of ranks as long as a step is one micro-batch: the rows of a
+    batch    they compute with the statistics of the batch, summed over all ranks; a model without statistics needs
+             this. Losses are the same on any number of ranks as long as a step is one micro-batch: the rows of a
              micro-batch are those that share statistics.
 
 Plain PyTorch under DDP has each rank normalize by its own rows, and keeps the running statistics of rank 0.
@@ -18,7 +19,7 @@ from torch import distributed, nn
 from torchlake.errors import ConfigError
 
 counts = True
-"Whether the rows that this process computes count in the statistics; set before each forward pass."
+"Whether the rows that this process computes count in the statistics. Set before each forward pass."
 
 
 class FrozenBatchNorm(nn.BatchNorm2d):
@@ -107,16 +108,16 @@ def _moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks; it may be in place."""
+    """Return the sum over all ranks; possibly in place."""
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         distributed.all_reduce(values)
     return values
 
 
 def set_up(model: nn.Module, how: str, base: Path, *, check: bool) -> None:
-    """Turn the model's BatchNorm layers into those of `how`.
+    """Replace the model's BatchNorm layers by those that `how` names.
 
-    Raises ConfigError if layers are to be frozen that have no statistics (only if `check`: the model has its values).
+    Raises ConfigError for layers without statistics that are to be frozen (only if `check`: the model has its values).
     """
     for name, layer in model.named_modules():
         if type(layer) is not nn.BatchNorm2d or layer.running_mean is None:

@@ -32,7 +32,7 @@ def is_chat(kind: pa.DataType) -> bool:
 
 
 def render_chats(tokenizer: Any, column: pa.Array, *, add_generation_prompt: bool) -> tuple[pa.Array, dict[int, str]]:
-    """Render a column of conversations, structs or JSON strings, as texts; returns them and {row: reason} for errors.
+    """Render a column of conversations, structs or JSON strings, as texts; return them and {row: reason} for errors.
 
     With `add_generation_prompt`, each text ends where the assistant's answer begins. Nulls and blank strings become
     null.
@@ -52,7 +52,7 @@ def tokenize_chats(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | N
     """Tokenize a column of conversations, with ~id (below zero) for tokens outside the assistant's turns.
 
     Each ends with one end token, which belongs to the turn before it. Errors are as in `render_chats`; a conversation
-    without an assistant's turn is an error too.
+    without an assistant's turn is an error, too.
     """
 
     def ids_of(messages: list[dict[str, str]]) -> list[int]:
@@ -66,7 +66,7 @@ def tokenize_chats(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | N
                 after = len(ids) if last is None else last + 1
                 learned[first:after] = [True] * (after - first)
         if not any(learned):
-            raise ValueError("it has no turn of the assistant to learn")
+            raise ValueError("it has no assistant's turn to learn from")
         if ids[-1] != tokenizer.eos_token_id:
             ids, learned = [*ids, tokenizer.eos_token_id], [*learned, learned[-1]]
         return [token if wanted else ~token for token, wanted in zip(ids, learned, strict=True)]
@@ -75,7 +75,7 @@ def tokenize_chats(tokenizer: Any, column: pa.Array) -> tuple[list[list[int] | N
 
 
 def _each(column: pa.Array, make: Callable[[list[dict[str, str]]], Any]) -> tuple[list[Any], dict[int, str]]:
-    """Apply `make` to every conversation; returns the values, None for missing ones, and {row: reason} for errors."""
+    """Apply `make` to every conversation; return the values, None for missing ones, and {row: reason} for errors."""
     made: list[Any] = []
     errors: dict[int, str] = {}
     exceeded = 0
@@ -101,10 +101,10 @@ def _each(column: pa.Array, make: Callable[[list[dict[str, str]]], Any]) -> tupl
 
 def _messages(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
-        raise ValueError("it is no list of messages, or an empty one")
+        raise ValueError("it is not a list of messages, or it is empty")
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
-            raise ValueError(f"message {number} is no object with a role and a content")
+            raise ValueError(f"message {number} is not an object with role and content")
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 raise ValueError(f"message {number} has no text in {name!r}")

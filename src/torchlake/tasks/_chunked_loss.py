@@ -7,9 +7,9 @@ chunks only the largest chunk counts. The gradients are computed in the forward 
 2024), so no product is computed twice. They are kept until the backward pass: fp32 for the weight, none if it is
 frozen.
 
-`attach` puts the loss inside the model's own forward pass, in the place of its head. So the hooks of DDP, FSDP and
-DeepSpeed run as usual: they gather the head's weight before it is used. Some models scale or cap their logits after
-the head. A row shows what a model does (`find`); a model that does anything else keeps its own path.
+`attach` puts the loss inside the model's own forward pass, in place of its head. So the hooks of DDP, FSDP and
+DeepSpeed run as usual: they gather the head's weight before it is used. Some models scale or cap their logits after the
+head. `find` detects this with one row; a model that does anything else keeps its own path.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,12 +25,12 @@ from torchlake.models.probes import evaluating
 
 NO_TARGET = -100
 AGREEMENT = 1e-5
-"Relative; of the logits of a row in fp32, and of its loss."
+"The relative tolerance for the logits of a row in fp32, and for its loss."
 
 
 @dataclass(frozen=True, kw_only=True)
 class AfterHead:
-    """What a model does with its head's output x: factor * x, or cap * tanh(factor * x / cap)."""
+    """A model's computation on its head's output x: factor * x, or cap * tanh(factor * x / cap)."""
 
     factor: float = 1.0
     cap: float | None = None
@@ -43,7 +43,7 @@ class AfterHead:
 
 @dataclass
 class _Call:
-    """One forward pass: the targets that the head gets, and the loss that it gives back."""
+    """One forward pass: the targets that the head gets, and the loss that it returns."""
 
     targets: torch.Tensor | None = None
     loss: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        # Autograd says what needs a gradient even where gradients are off, in validation.
+        # Autograd reports what needs a gradient even while gradients are off, as in validation.
         for_hidden, for_weight, for_bias = (learning and needed for needed in ctx.needs_input_grad[:3])
         # The head's weight is cast once, not for every chunk.
         cast = weight.to(dtype)
@@ -121,11 +121,11 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor, after: AfterHead) -> tup
 
 
 def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tokens: int) -> AfterHead | None:
-    """Return what `model`, a causal language model of transformers, does after its head, for `attach`.
+    """Return the computation of `model`, a causal language model of transformers, after its head, for `attach`.
 
-    `row` (1, L) int64 is a row of token ids to test the model with, `forward` the task's arguments, `tokens` the most
-    that a pass has. None if the logits of `tokens` tokens are small, or the model computes its logits in a way that is
-    not an `AfterHead`. The row is computed in evaluation mode; the mode is restored.
+    `row` (1, L) int64 is a row of token ids to test the model with, `forward` the task's arguments, `tokens` the
+    largest number of one pass. None if the logits of `tokens` tokens are small, or the model computes its logits in a
+    way that is not an `AfterHead`. The row is computed in evaluation mode; the mode is restored.
     """
     head = _head(model)
     if head is None or tokens * head.out_features * 4 <= CHUNK_BYTES:
@@ -145,13 +145,13 @@ def find(model: nn.Module, row: torch.Tensor, forward: Mapping[str, Any], *, tok
 
 
 def attach(model: nn.Module, after: AfterHead, *, compiled: bool = False) -> None:
-    """Let `model` return its loss if its forward pass is given `targets`; `after` is what `find` returned.
+    """Let `model` return its loss if its forward pass gets `targets`; `after` is what `find` returned.
 
     With `targets` (B, L) int64, NO_TARGET where there is none, `model(...)` returns the loss () summed over them in
     fp32; without, it works as before. `compiled`: compile the pointwise part. The model may be on the meta device.
     """
     head = _head(model)
-    assert head is not None, "find() returned what it does after its head"
+    assert head is not None, "find() returned the computation after its head"
     _replace(model, head, after, torch.compile(_terms, dynamic=True) if compiled else _terms)
 
 
@@ -163,8 +163,8 @@ def _head(model: nn.Module) -> nn.Linear | None:
 def _find_after_head(
     model: nn.Module, head: nn.Linear, row: torch.Tensor, forward: Mapping[str, Any]
 ) -> tuple[AfterHead, torch.Tensor] | None:
-    """Return what the model does after its head, found by one row (1, L), and the row's logits; None: something
-    else."""
+    """Return the model's computation after its head, found by one row (1, L), and the row's logits; None: it is not an
+    `AfterHead`."""
     outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
     hook = head.register_forward_hook(lambda _, inputs, output: outputs.append((inputs[0], output)))
     try:
@@ -188,7 +188,7 @@ def _find_after_head(
 
 
 def _replace(model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callable[..., Any]) -> None:
-    """Set the `forward` of the model and of its head; hooks and the names of tensors stay."""
+    """Set the `forward` of the model and of its head; hooks and the names of tensors do not change."""
     call = _Call()
     model_forward, head_forward = model.forward, head.forward
 
@@ -199,7 +199,7 @@ def _replace(model: nn.Module, head: nn.Linear, after: AfterHead, terms: Callabl
         try:
             logits = model_forward(*args, **options).logits
             assert call.loss is not None, "the model did not call its head"
-            # Times zero: it keeps what the head returned in the graph, where strategies hook the backward pass.
+            # Times zero: it keeps the head's output in the graph, where strategies hook the backward pass.
             return call.loss + logits.sum() * 0
         finally:
             call.targets = call.loss = None

@@ -58,7 +58,7 @@ def divisor(targets: np.ndarray, spec: TaskSpec, objective: Objective = UNWEIGHT
 
 
 def probabilities(logits: np.ndarray, spec: TaskSpec) -> np.ndarray:
-    """Apply softmax or sigmoid, or scale to the units of the labels; (B, C) float32 in and out."""
+    """Apply softmax or sigmoid, or scale to the unit of the labels; (B, C) float32 in and out."""
     if spec.problem == "regression":
         if spec.mean is None or spec.deviation is None:
             return logits

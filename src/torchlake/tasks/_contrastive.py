@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 SCALE = 20.0
-"Cosines are multiplied by it before the softmax: a temperature of 0.05."
+"The factor of cosines before the softmax: a temperature of 0.05."
 CUTOFFS = (1, 10)
-"Recall is measured in so many first documents."
+"Recall is measured in these numbers of first documents."
 CLOSE = 1e-6
-"Similarities that differ by less are equal: vectors of equal texts differ by rounding."
+"Similarities that differ by less count as equal: vectors of equal texts differ by rounding."
 ROWS_AT_ONCE = 1024
 
 
@@ -50,10 +50,10 @@ def cosines(vectors: np.ndarray) -> np.ndarray:
 
 
 def found_shares(vectors: np.ndarray) -> dict[str, np.ndarray]:
-    """Return for each row (N,) whether its second text is found by its first one, among all others of the table.
+    """Return for each row, (N,), whether its second text is found by its first one, among all others of the table.
 
     `recall_at_k`: whether it is among the k nearest; `mrr_at_10`: the reciprocal of its rank, 0 beyond 10. Texts that
-    are equally near, as copies are, have a random order: the value is the mean over all orders. Third texts are among
+    are equally near, such as copies, have a random order: the value is the mean over all orders. Third texts are among
     the others. Cost: N x (V - 1) N products of D numbers, 1,024 rows at a time.
     """
     unit = _unit(vectors)

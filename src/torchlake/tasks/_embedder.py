@@ -1,4 +1,4 @@
-"""The module of `feature_extraction`: an encoder, and what makes one vector of its token states.
+"""The module of `feature_extraction`: an encoder, and the layers that make one vector of its token states.
 
     input_ids, attention_mask (B, L) -> encoder -> states (B, L, H) -> pooling -> Dense ... -> truncate -> normalize
 
@@ -72,7 +72,7 @@ class Vectors(nn.Module):
 
 
 def _pooled(name: str, states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Return (B, H) of states (B, L, H), of which those with `real` (B, L, 1) are counted."""
+    """Return (B, H), pooled from those of the states (B, L, H) for which `real` (B, L, 1) is true."""
     counted = real.to(states.dtype)
     count = counted.sum(dim=1)
     if name == "cls":
@@ -99,17 +99,19 @@ def _load_dense(dense: Dense, folder: Path) -> nn.Module:
         linear = nn.Linear(dense.inputs, dense.outputs, bias=dense.bias)
         linear.load_state_dict({name.removeprefix("linear."): tensor.float() for name, tensor in tensors.items()})
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise DataError(f"{file}: are not the weights of this Dense module: {str(error).splitlines()[0]}") from error
+        raise DataError(
+            f"{file}: does not hold the weights of this Dense module: {str(error).splitlines()[0]}"
+        ) from error
     return nn.Sequential(linear, getattr(nn, dense.activation)())
 
 
 def load_vectors(folder: Path) -> Vectors:
-    """Return what follows the encoder in a folder that has passed `check_folder`. Raises DataError."""
+    """Return the layers after the encoder in a folder that has passed `check_folder`. Raises DataError."""
     return Vectors(read_embedding(folder), folder)
 
 
 def load_embedder(folder: Path) -> Embedder:
-    """Return the model in such a folder, in fp32 in evaluation mode. Raises DataError."""
+    """Return the model in such a folder, in fp32 and in evaluation mode. Raises DataError."""
     module = Embedder(load_encoder(folder, weights=True), load_vectors(folder))
     module.train(False)
     return module

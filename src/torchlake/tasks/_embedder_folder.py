@@ -1,6 +1,6 @@
 """Writes a trained embedder in the layout of sentence-transformers, which it and torchlake load.
 
-The encoder's weights lie in the folder itself under transformers' names, those of a Dense module in its own folder.
+The encoder's weights are in the folder itself under transformers' names, those of a Dense module in its own folder.
 Pooling, prompts and the other settings are those of the base model; a plain encoder gets mean pooling.
 """
 
@@ -24,7 +24,8 @@ ENCODER, DENSE = "encoder.", "vectors.dense."
 def write_folder(
     folder: Path, state: "Mapping[str, torch.Tensor]", config: Any, *, base: Path, max_length: int
 ) -> None:
-    """Write the weights, config.json and the files of sentence-transformers; `base` is the model trained from."""
+    """Write the weights, config.json and the files of sentence-transformers; `base` is the model that training started
+    from."""
     from safetensors.torch import save_file
 
     def save(tensors: Mapping[str, Any], path: Path) -> None:

@@ -2,8 +2,8 @@
 
 A row has the content of a file, the path or URL of one, or Hugging Face's struct of both (`bytes`, `path`), of which
 the content counts. JPEG is decoded by simplejpeg if it is installed, several times as fast as Pillow and with the same
-pixels; everything else, and what simplejpeg refuses, by Pillow. Pixels are RGB, turned upright as their EXIF data says.
-A file is at most MAX_FILE_BYTES large, and an image has at most MAX_PIXELS: a small file may say that it has billions.
+pixels; everything else, and what simplejpeg refuses, by Pillow. Pixels are RGB, turned upright by their EXIF data.
+A file is at most MAX_FILE_BYTES large, and an image has at most MAX_PIXELS: a small file may claim billions.
 """
 
 import io
@@ -27,9 +27,9 @@ MAX_FILE_BYTES = 256 << 20
 MAX_PIXELS = 89_478_485
 "Pillow's own limit, above which it warns of a decompression bomb: 268 MB of pixels."
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"What Pillow may open; its other formats are seldom used, and their decoders seldom tested."
+"The formats that Pillow may open; its other formats are rare, and their decoders rarely tested."
 FETCHES = 16
-"Objects that are fetched at the same time."
+"The number of objects that are fetched at the same time."
 UPRIGHT = 1
 ORIENTATION = 0x0112
 
@@ -58,7 +58,7 @@ def files_of(images: pa.Array) -> tuple[Ragged, np.ndarray, dict[int, str]]:
         found, by_path = images.cast(pa.large_binary()), np.zeros(len(images), dtype=bool)
     else:
         raise TableError(
-            f"the column of images holds {kind}; it has to hold paths or URLs (strings), contents of image files "
+            f"the column of images holds {kind}; it must hold paths or URLs (strings), contents of image files "
             "(binary), or structs with `bytes` and `path` as Hugging Face stores images"
         )
     errors = dict.fromkeys(np.flatnonzero(np.asarray(found.is_null())).tolist(), "null_input")
@@ -86,7 +86,7 @@ def contents_of(files: Ragged, by_path: np.ndarray, rows: np.ndarray) -> tuple[l
 
 
 def _fetch(path: str) -> bytes | BadImage:
-    """Return the content of a file, or why it has none."""
+    """Return the content of a file, or the BadImage that explains why it cannot be read."""
     try:
         return read_file(path)
     except BadImage as error:
@@ -94,13 +94,13 @@ def _fetch(path: str) -> bytes | BadImage:
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a file by its path or URL. Raises BadImage, and Unavailable as `contents_of`."""
+    """Return the content of a file by its path or URL. Raises BadImage, and Unavailable like `contents_of`."""
     path = path.removeprefix("file://")
     try:
         if is_url(path):
             check_url(path)
         elif not os.path.isabs(path):
-            raise BadImage(f"missing_image: {path[:200]!r} is no absolute path and no URL")
+            raise BadImage(f"missing_image: {path[:200]!r} is neither an absolute path nor a URL")
         elif not os.path.isfile(path):
             raise BadImage(f"missing_image: there is no file {path[:200]!r}")
         content = read_range(path, 0, MAX_FILE_BYTES + 1)
@@ -136,7 +136,7 @@ def decode(content: bytes) -> Pixels:
         name = "image_too_large" if type(error).__name__.startswith("DecompressionBomb") else "corrupt_image"
         said = str(error).strip() or type(error).__name__
         if not content or type(error).__name__ == "UnidentifiedImageError":  # whose message has an address in memory
-            said = "it is in none of the formats " + ", ".join(FORMATS) if content else "it is empty"
+            said = "it has none of the formats " + ", ".join(FORMATS) if content else "it is empty"
         raise BadImage(f"{name}: {said[:200]}") from None
 
 
@@ -164,7 +164,7 @@ def _fast(content: bytes) -> Pixels | None:
 def random_crop(pixels: Pixels, random: np.random.Generator, smallest: float) -> Pixels:
     """Return a part of the image: a share of its area from `smallest` to 1, of a shape from 3:4 to 4:3.
 
-    As RandomResizedCrop of torchvision; the processor resizes it.
+    Like RandomResizedCrop of torchvision, without the resizing, which the processor does.
     """
     height, width = pixels.shape[:2]
     for _ in range(10):

@@ -3,7 +3,7 @@
     TEXT     one column of strings, or several that are joined: null or blank in all of them is `null_input`
     NUMBER   columns of numbers, booleans or strings that are numbers: null is `null_input`; text, NaN and infinity are
              `bad_number`
-    PROMPT   one column of strings or conversations: null is `null_input`; the task finds what else is blank
+    PROMPT   one column of strings or conversations: null is `null_input`; the task finds other blank rows
     ANY      one column of any type: null is `null_input`
 
 Several texts are joined by `separator` without the blank ones, or put into `template`, where a null is the empty
@@ -31,14 +31,14 @@ Inputs = dict[str, Any]
 
 
 def columns_of(kinds: Mapping[str, str], spec: TaskSpec) -> dict[str, tuple[str, ...]]:
-    """Return the columns of each input that the spec names; the second text of a pair may be missing, and others."""
+    """Return the columns of each input that the spec names; a pair's second text and optional inputs may be missing."""
     named: dict[str, Columns | None] = {"text": spec.text, PAIR: spec.text_pair}
     found = {name: as_columns(named.get(name, spec.inputs.get(name)) or "") for name in kinds}
     return {name: columns for name, columns in found.items() if columns}
 
 
 def check_columns(schema: pa.Schema, kinds: Mapping[str, str], spec: TaskSpec, where: str) -> None:
-    """Raise TableError for a column that is missing, or that holds what the input cannot be."""
+    """Raise TableError for a column that is missing, or whose values the input cannot have."""
     for name, columns in columns_of(kinds, spec).items():
         for column in columns:
             check_column(schema, name, column, kinds[name], where)
@@ -49,7 +49,7 @@ def check_column(schema: pa.Schema, name: str, column: str, kind: str, where: st
     argument = f"{name}=" if name in ("text", PAIR) else f"inputs={{{name!r}: ...}}"
     if column not in schema.names:
         raise TableError(
-            f"{where}: there is no {name} column {column!r}; it has: {', '.join(schema.names)}. Name it with "
+            f"{where}: there is no {name} column {column!r}; the table has: {', '.join(schema.names)}. Name it with "
             f"{argument}."
         )
     held = schema.field(column).type
@@ -73,7 +73,7 @@ def read_inputs(
 ) -> tuple[Inputs, dict[int, str]]:
     """Return the inputs of all rows, and {row: reason} for rows that lack one.
 
-    `unreadable` rows are among these. `null="score"` takes texts that are null as the empty string.
+    `unreadable` rows are among these. `null="score"` reads a null text as the empty string.
     """
     inputs: Inputs = {}
     errors = dict(unreadable)
@@ -93,7 +93,7 @@ def read_inputs(
 
 
 def rows_of(inputs: Inputs, rows: np.ndarray) -> Inputs:
-    """Some rows of the inputs."""
+    """Return some rows of the inputs."""
     places = from_numpy(rows)
     return {name: each[rows] if isinstance(each, np.ndarray) else each.take(places) for name, each in inputs.items()}
 
@@ -125,7 +125,7 @@ def _scalar(text: str | None) -> pa.Scalar:
 
 
 def _numbers(table: pa.Table, columns: tuple[str, ...], errors: dict[int, str]) -> tuple[np.ndarray, pa.Array]:
-    """Return (N, D) float32, and which rows (N,) lack a number; adds rows with a `bad_number` to `errors`."""
+    """Return (N, D) float32, and which rows (N,) lack a number; add rows with a `bad_number` to `errors`."""
     values = np.zeros((len(table), len(columns)), dtype=np.float32)
     missing = np.zeros(len(table), dtype=bool)
     for place, column in enumerate(columns):
@@ -140,7 +140,7 @@ def _numbers(table: pa.Table, columns: tuple[str, ...], errors: dict[int, str]) 
 
 
 def _floats(array: pa.Array) -> np.ndarray:
-    """Return (N,) float32, NaN for nulls and for text that is no number; infinity beyond float32."""
+    """Return the values as (N,) float32, NaN for nulls and for text that is not a number; infinity beyond float32."""
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
     try:

@@ -36,7 +36,7 @@ NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2
 
 @dataclass
 class LabelCounts:
-    """What was counted in a part of a label column."""
+    """The counts of a part of a label column."""
 
     kind: str = ""
     rows: int = 0
@@ -55,14 +55,14 @@ class LabelCounts:
 def find_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False) -> LabelColumn:
     """Read a label column in pieces; `problem` None: infer it. Nulls are skipped.
 
-    `drop_bad` also skips what is not a finite number. Otherwise raises DataError for these; also for fewer than two
+    `drop_bad` also skips values that are not finite numbers; else they raise DataError. So do fewer than two
     classes, too many classes, and types that are not labels or do not fit `problem`.
     """
     return decide_labels([count_labels(arrays, problem, drop_bad=drop_bad)], problem)
 
 
 def count_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False) -> LabelCounts:
-    """Count a part of a label column. Raises DataError as `find_labels`, for what this part shows."""
+    """Count a part of a label column. Raises DataError like `find_labels`, as far as this part shows."""
     seen = LabelCounts()
     for array in arrays:
         array = to_plain_array(array).drop_null()
@@ -83,7 +83,7 @@ def count_labels(arrays: Iterator[pa.Array], problem: Problem | None = None, *, 
 
 
 def decide_labels(parts: Iterable[LabelCounts], problem: Problem | None = None) -> LabelColumn:
-    """Return the label column of which these are the parts, counted with this `problem`. Raises DataError as
+    """Combine the parts, counted with this `problem`, into the label column. Raises the DataErrors of
     `find_labels`."""
     seen = LabelCounts()
     for part in parts:
@@ -120,7 +120,7 @@ def _check_kind(kind: str, problem: Problem | None) -> None:
     if (problem == "multi_label") == (kind == LISTS) or problem is None:
         return
     expected = "lists of strings" if problem == "multi_label" else "one value per row"
-    raise DataError(f"data.problem is {problem}, which needs {expected}; the label column holds {kind}")
+    raise DataError(f"data.problem is {problem}, which needs {expected}, but the label column holds {kind}")
 
 
 def _add_floats(seen: LabelCounts, numbers: np.ndarray) -> None:
@@ -186,8 +186,8 @@ def _too_many(seen: LabelCounts) -> DataError:
         )
     among = "" if seen.word is None else f", {seen.word[:80]!r} among them"
     return DataError(
-        f"the label column holds more than {MAX_CLASSES:,} distinct strings{among}. Is it the right column "
-        "(data.label)?"
+        f"the label column holds more than {MAX_CLASSES:,} distinct strings{among}. Check that it is the right column "
+        "(data.label)."
     )
 
 
@@ -233,14 +233,14 @@ def _of_floats(seen: LabelCounts, problem: Problem | None) -> LabelColumn:
         if seen.many:
             found = f"{seen.word} among its numbers" if seen.word else f"more than {MAX_INTEGER_CLASSES:,} numbers"
             raise DataError(
-                f"data.problem is single_label, and the label column holds {found}: classes are strings, integers or "
+                f"data.problem is single_label, but the label column holds {found}: classes are strings, integers or "
                 "booleans. Write them as strings, or set data.problem to regression."
             )
         return _classes(seen, "single_label")
     few = not seen.many and number <= seen.rows // 2 and max(seen.counts) - min(seen.counts) < FEW
     if not seen.many and (number <= 2 or few):
         note = (
-            f"the label column holds floats that are all whole, {number} different ones: they are taken as classes. "
+            f"the label column holds floats that are all whole, {number} different ones: they are read as classes. "
             "Set data.problem to regression to predict a number."
         )
         return _classes(seen, "single_label", note)
@@ -264,9 +264,10 @@ def _whole(words: dict[str, int]) -> dict[Any, int] | None:
 def _classes(seen: LabelCounts, problem: Problem, note: str | None = None) -> LabelColumn:
     labels = tuple(sorted(seen.counts))
     if len(labels) < (1 if problem == "multi_label" else 2):
-        shown = f"only {labels[0]!r}" if labels else "no label at all"
+        shown = f"only {labels[0]!r}" if labels else "no label"
         raise DataError(
-            f"the label column holds {shown} in every row; there is nothing to learn. Give 2 classes or more."
+            f"the label column holds {shown} in every row, so there is nothing to learn. Training needs 2 or more "
+            "classes."
         )
     return LabelColumn(
         problem=problem,

@@ -1,4 +1,5 @@
-"""The values of a label column of any Arrow type: their kind, as numbers, and the moments of numbers."""
+"""The values of a label column of any Arrow type: their kind, their conversion to numbers, and the moments of
+numbers."""
 
 import math
 from dataclasses import dataclass
@@ -95,10 +96,10 @@ def as_numbers(array: pa.Array, *, drop_bad: bool = False) -> pa.Array:
     try:
         numbers = array.cast(pa.float64())
     except pa.ArrowNotImplementedError:
-        raise DataError(f"the label column holds {array.type}; the model predicts numbers") from None
+        raise DataError(f"the label column holds {array.type}, but the model predicts numbers") from None
     except pa.ArrowInvalid as error:
         if not drop_bad:
-            raise DataError(f"the label column holds something that is no number: {error}") from None
+            raise DataError(f"the label column holds a value that is not a number: {error}") from None
         known = pa.array([word for word in pc.unique(array.drop_null()).to_pylist() if _is_number(word)], pa.string())
         numbers = array.filter(pc.is_in(array, known)).cast(pa.float64())
     fine = pc.is_finite(numbers.cast(pa.float32(), safe=False))

@@ -34,10 +34,10 @@ def encode_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
         values = _as_labels(array, spec)
         return _index(values, spec).cast(pa.int64())
     if kind_of(array.type) != LISTS:
-        raise DataError(f"the label column {spec.label!r} holds {array.type}; the model expects lists of strings")
+        raise DataError(f"the label column {spec.label!r} holds {array.type}, but the model expects lists of strings")
     members = array.flatten()
     if members.null_count:
-        raise DataError(f"the label column {spec.label!r} holds lists with a null in them")
+        raise DataError(f"the label column {spec.label!r} holds lists that contain a null")
     hot = np.zeros((len(array), len(spec.labels)), dtype=np.float32)
     hot[pc.list_parent_indices(array).to_numpy(), _index(members, spec).to_numpy()] = 1.0
     offsets = pa.array(np.arange(len(array) + 1, dtype=np.int32) * len(spec.labels))
@@ -92,11 +92,11 @@ def _as_labels(array: pa.Array, spec: TaskSpec) -> pa.Array:
     try:
         if pa.types.is_string(array.type) and pa.types.is_integer(wanted):
             return _integers(array)
-        # As text first, because Arrow casts every integer but 0 to True.
+        # As strings first, because Arrow casts every integer but 0 to True.
         return array.cast(pa.string()).cast(wanted) if pa.types.is_boolean(wanted) else array.cast(wanted)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"the label column {spec.label!r} holds {array.type} that are not of the model's classes "
+            f"the label column {spec.label!r} holds {array.type} that are not among the model's classes "
             f"({_known(spec)}): {error}"
         ) from None
 

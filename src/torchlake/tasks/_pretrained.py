@@ -38,13 +38,13 @@ _CHOICES = {
     "": "Choose an encoder such as BERT, RoBERTa, DistilBERT, ModernBERT or DeBERTa.",
     "AutoModelForImageClassification": "Choose a model such as ViT, DeiT, Swin, ConvNeXt or ResNet.",
 }
-"What to do about a model that has no head for a task, by its Auto class."
+"The remedy for a model that has no head for a task, by its Auto class."
 
 
 def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool = False) -> "PreTrainedModel":
-    """Load the encoder `base` with a new head for `spec`, in fp32. The head is drawn from torch's global generator.
+    """Load the encoder `base` with a new head for `spec`, in fp32. torch's global generator initializes the head.
 
-    `empty`: the same modules on the meta device; no weights are read, and it is not checked that they are complete.
+    `empty`: the same modules on the meta device; no weights are read, and their completeness is not checked.
 
     A language model keeps its head. So do a classifier with the same classes, whose rows are reordered, and a
     regression in the same units. Raises DataError if the architecture has no such head or weights are missing.
@@ -82,7 +82,11 @@ def base_model(base: str | Path, spec: TaskSpec, auto_class: str, *, empty: bool
     else:
         _order_rows(head[0], kept)
     if trained is not None:
-        what = "drawn: it was trained for other classes or numbers" if kept is None else "kept: it has the same classes"
+        what = (
+            "initialized at random: it was trained for other classes or numbers"
+            if kept is None
+            else "kept: it has the same classes"
+        )
         log.info("%s: the head is %s", folder, what)
     model.config.architectures = [type(model).__name__]
     return model
@@ -112,7 +116,7 @@ def language_model(base: str | Path, auto_class: str, *, empty: bool) -> "PreTra
 
 
 def _empty_model(config: "PretrainedConfig", auto_class: str) -> "PreTrainedModel":
-    """Return the model that `from_pretrained` would, without values: every tensor is on the meta device."""
+    """Return the same model as `from_pretrained`, without values: every tensor is on the meta device."""
     import torch
     import transformers
 
@@ -154,7 +158,7 @@ def _order_rows(head: "torch.nn.Module", rows: list[int]) -> None:
 
 
 def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
-    """Draw the output layer again, also if the folder has one of the same shape: it is for other classes."""
+    """Initialize the output layer again, even if the folder has one of the same shape: it is for other classes."""
     initialize: Any = model._init_weights
     for module in head:
         for tensor in module.parameters(recurse=False):
@@ -163,7 +167,7 @@ def _draw_head(model: "PreTrainedModel", head: "list[torch.nn.Module]") -> None:
 
 
 def own_model(task: Any, base: str | Path | None, spec: TaskSpec, *, empty: bool) -> "torch.nn.Module":
-    """Return the module that a task builds on the model folder `base`, or on none; `empty`: on the meta device."""
+    """Return the module that a task builds on the model folder `base`, or without one; `empty`: on the meta device."""
     import torch
 
     folder = None if base is None else model_folder(base)
@@ -183,7 +187,7 @@ def load_own(
 ) -> "torch.nn.Module":
     """Return a task's module with the weights of a model folder, in evaluation mode.
 
-    Raises TaskError if the module has other tensors than the folder, and as `load_weights`.
+    Raises TaskError if the module has other tensors than the folder, and the errors of `load_weights`.
     """
     from torchlake.checkpoints.format import untied
 
@@ -196,8 +200,8 @@ def load_own(
     differing = [*wrong, *sorted(expected.keys() ^ tensors.keys())]
     if differing:
         raise TaskError(
-            f"the task {task.name!r}: build made a module whose tensors are not those in {folder}: "
-            f"{', '.join(differing[:4])}. Give the task that trained this model."
+            f"the task {task.name!r}: build returned a module whose tensors are not those in {folder}: "
+            f"{', '.join(differing[:4])}. Pass the task that trained this model."
         )
     module.load_state_dict(tensors, strict=False)
     if dtype is not None:
@@ -207,7 +211,8 @@ def load_own(
 
 
 def encoder_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
-    """Return the class of models without a head: of T5 and its kind the encoder alone, as in sentence-transformers.
+    """Return the class of models without a head; of T5 and similar models only the encoder, as in
+    sentence-transformers.
 
     Raises DataError if transformers has none.
     """
@@ -223,9 +228,9 @@ def encoder_class(config: "PretrainedConfig") -> "type[PreTrainedModel]":
 
 
 def load_encoder(folder: Path, *, weights: bool) -> "torch.nn.Module":
-    """Return the transformers model in a folder without its head, or of T5 and its kind without its decoder.
+    """Return the transformers model in a folder without its head; of T5 and similar models without the decoder.
 
-    `weights=False`: none are read.
+    `weights=False`: no weights are read.
     """
     import torch
 

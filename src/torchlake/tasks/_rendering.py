@@ -54,7 +54,8 @@ class Renderer:
     process: subprocess.Popen[bytes]
 
     def ask(self, request: str) -> dict[str, Any] | None:
-        """Return its answer, or None if it has exited. Raises RenderLimitExceeded after WALL_S without an answer."""
+        """Send a request; return the answer, or None if the process has exited. Raises RenderLimitExceeded after WALL_S
+        without an answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -70,7 +71,7 @@ class Renderer:
         return json.loads(line) if line.endswith(b"\n") else None
 
     def end(self) -> int:
-        """Kill it and return its exit status."""
+        """Kill the process and return its exit status."""
         if self.owner == os.getpid():
             self.process.kill()
         for stream in (self.process.stdin, self.process.stdout):

@@ -1,7 +1,7 @@
-"""Spans of labels: from tags of words, from a column of spans, and how well found ones agree with true ones.
+"""Spans of labels: from tags of words, from a column of spans, and how well predicted ones agree with true ones.
 
 A span is (start, end, label), `end` exclusive. Tags are IOB1, IOB2, BIOES or BILOU, or plain labels with O; a span
-begins where one of these says so, or where the label changes, as conlleval and seqeval read them.
+begins where the tag says so, or where the label changes, as conlleval and seqeval read them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -76,18 +76,18 @@ def check_labels(kind: pa.DataType) -> None:
     if is_list(kind) and pa.types.is_large_string(kind.value_type):
         return
     raise DataError(
-        f"the label column holds {kind}; it has to hold a list for each row: of tags of its words (strings, or numbers "
+        f"the label column holds {kind}; it must hold a list for each row: of tags of its words (strings, or numbers "
         "with model.task_options.tags), or of spans (structs with start, end and label)"
     )
 
 
 def row_spans(row: Sequence[dict[str, Any]]) -> list[Span]:
-    """Return one row of a column of spans. Raises ValueError for one that is none."""
+    """Return one row of a column of spans. Raises ValueError for an invalid span."""
     found = []
     for span in row:
         start, end, label = span["start"], span["end"], span["label"]
         if not (isinstance(start, int) and isinstance(end, int) and isinstance(label, str) and 0 <= start < end):
-            raise ValueError(f"{start!r} to {end!r}, {label!r} is no span")
+            raise ValueError(f"{start!r} to {end!r}, {label!r} is not a span")
         found.append((start, end, label))
     return found
 

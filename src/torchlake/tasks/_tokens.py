@@ -20,14 +20,14 @@ def tokenize(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokenize texts, or pairs of texts, into one flat array, with special tokens.
 
-    Truncates to `max_length` on the tokenizer's side, of a pair the longer text first. Returns values (T,) int32,
+    Truncate to `max_length` on the tokenizer's side, of a pair the longer text first. Return values (T,) int32,
     offsets (B+1,) int64 and cut (B,) int64, the number of tokens removed from each text.
     """
     return _tokenize(tokenizer, texts, max_length, types=None)
 
 
 def tokenize_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length: int) -> tuple[Tokens, np.ndarray]:
-    """Tokenize pairs of texts as `tokenize`; also returns each token's type (T,) uint8: 0 first text, 1 second."""
+    """Tokenize pairs of texts like `tokenize`; also return each token's type (T,) uint8: 0 first text, 1 second."""
     types: list[np.ndarray] = []
     tokens = _tokenize(tokenizer, pairs, max_length, types=types)
     return tokens, np.concatenate(types) if types else np.zeros(0, dtype=np.uint8)
@@ -36,7 +36,7 @@ def tokenize_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length:
 def _tokenize(
     tokenizer: Any, texts: Sequence[Any], max_length: int, *, types: list[np.ndarray] | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tokens; appends the tokens' types to `types`, if the texts are pairs."""
+    """Return the tokens; append the tokens' types to `types`, if the texts are pairs."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.enable_truncation(max_length, direction=tokenizer.truncation_side)

@@ -4,9 +4,9 @@
     which window counts       a b c             d e               f g                  half of each overlap
 
 The windows of a row are stored one after the other, all but the last of `size` tokens. A batch of rows with several
-windows is padded to a multiple of `size`, and the model, after `attach`, computes each window as a row of its own; its
+windows is padded to a multiple of `size`, and the model, after `attach`, computes each window as a separate row; its
 outputs are side by side again. So a long row is still one row to the rest of torchlake. Overlaps cost their share of
-the forward pass. `WindowedTask` is what the tasks that read so share.
+the forward pass. `WindowedTask` is the common part of such tasks.
 """
 
 import json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MASK = "attention_mask"
 ROWS_AT_ONCE = 1_000
 PLACES = ("starts", "ends")
-"Arrays of the features: where each token's part of the text starts and ends; -1 for tokens that are no part of it."
+"Arrays of the features: where each token's part of the text starts and ends; -1 for tokens that are not part of it."
 SOURCE = "source"
 "An array of the features: each row's text or list of words, as JSON."
 
@@ -42,18 +42,18 @@ class WindowedTask(Task):
     kept_back = PLACES
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer with all of transformers, which knows a text's characters."""
+        """Return the tokenizer of transformers, which knows the characters of a text's tokens."""
         assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 
     def target_type(self, spec: TaskSpec) -> pa.DataType:
-        """Return the type of targets: a number for each token."""
+        """Return the type of targets: one number for each token."""
         return pa.list_(pa.int32())
 
     def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
         """Return the labels as they are, nulls kept; their numbers depend on the tokens.
 
-        Raises DataError for a label that is none.
+        Raises DataError for an invalid label.
         """
         for row, reason in self.bad_labels(array, spec).items():
             raise DataError(f"the label column {spec.label!r}, row {row} of {len(array)}: {reason}")
@@ -90,14 +90,14 @@ class WindowedTask(Task):
         return model
 
     def answers(self, outputs: np.ndarray, spec: TaskSpec) -> np.ndarray:
-        """Return what `reduce_outputs` has found, as it is."""
+        """Return the result of `reduce_outputs` unchanged."""
         return outputs
 
 
 def ragged(arrays: Mapping[str, Array], name: str) -> Ragged:
     """Return one of the arrays, which has a number of values for each row."""
     array = arrays[name]
-    assert isinstance(array, Ragged), f"{name} has any length"
+    assert isinstance(array, Ragged), f"rows of {name} have any length"
     return array
 
 
@@ -137,9 +137,9 @@ class Windows:
     ends: np.ndarray
     "(T,) int32, one past its last character."
     counts: np.ndarray
-    "(T,) bool, whether this window decides about the token; False for special tokens, and for one of two overlapping."
+    "(T,) bool, whether this window decides about the token; False for special tokens, and for one of two copies."
     sequences: np.ndarray
-    "(T,) int8, 0 or 1 for the text that a token is of, -1 for special tokens."
+    "(T,) int8, 0 or 1 for the text that a token belongs to, -1 for special tokens."
 
     def ragged(self, values: np.ndarray) -> Ragged:
         """Return one of the arrays, by row."""
@@ -165,7 +165,7 @@ def encode(
 ) -> Windows:
     """Tokenize texts, lists of words or pairs of texts into windows.
 
-    `strategy` "only_second": of pairs, the second texts are cut into windows, each beside the whole first text.
+    `strategy` "only_second" cuts the second texts of pairs into windows, each beside the whole first text.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
@@ -202,7 +202,7 @@ def _is_pair(window: Any) -> bool:
 
 
 def _window(window: Any, place: int, of: int, stride: int, *, overlapping: int) -> tuple[np.ndarray, ...]:
-    """Return the arrays of one window; `overlapping` is the text that is cut."""
+    """Return the arrays of one window; `overlapping` is the text that is cut into windows."""
     sequences = np.array([-1 if one is None else one for one in window.sequence_ids], dtype=np.int8)
     words = np.array([-1 if one is None else one for one in window.word_ids], dtype=np.int32)
     spans = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)
@@ -217,7 +217,7 @@ def _window(window: Any, place: int, of: int, stride: int, *, overlapping: int) 
 
 
 def pad_windows(batch: Mapping[str, np.ndarray], size: int, pad_id: int) -> dict[str, np.ndarray]:
-    """Return a padded batch (B, L) with L a multiple of `size`, if it has rows of several windows."""
+    """Return the batch (B, L); if it has rows of several windows, padded to an L that is a multiple of `size`."""
     width = batch[MASK].shape[1]
     if width <= size:
         return dict(batch)
@@ -242,7 +242,7 @@ def attach(model: "nn.Module", size: int) -> None:
         inside = {name: each.reshape(-1, size) if _is_wide(each) else each for name, each in batch.items()}
         answer = forward(**inside)
         for name, each in list(answer.items()):
-            # Encoder-decoders also return states and caches, which are of windows.
+            # Encoder-decoders also return states and caches, which belong to windows.
             if hasattr(each, "shape") and tuple(each.shape[:2]) == (len(inside["input_ids"]), size):
                 answer[name] = each.reshape(rows, ids.shape[1], *each.shape[2:])
         return answer

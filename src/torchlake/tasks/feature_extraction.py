@@ -1,7 +1,7 @@
 """Feature extraction: a text in; one vector out, its embedding, for search, clustering or another model.
 
-It scores the folders of sentence-transformers, and of plain encoders, as they are. `config/embedding.py` says what is
-read from them, `_embedder.py` what is computed.
+It scores the folders of sentence-transformers, and of plain encoders, as they are. `config/embedding.py` describes what
+is read from them, `_embedder.py` what is computed.
 
 It learns from pairs of texts that belong together, from triplets with a text that does not belong to the first
 (`data.inputs: {negative: column}`), or from pairs with a number, their similarity (`data.problem: regression`);
@@ -43,7 +43,7 @@ BEYOND = "is not from -1 to 1, as the cosine of two texts is: scale the column (
 
 
 class TextReader:
-    """A tokenizer, and what happens to a text before it."""
+    """A tokenizer, and the preparation of a text for it."""
 
     def __init__(self, tokenizer: Any, how: Embedding, folder: Path) -> None:
         self.tokenizer = tokenizer
@@ -51,13 +51,13 @@ class TextReader:
         self.folder = folder
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the tokenizer has."""
-        if name == "tokenizer":  # not there yet: the object is being copied
+        """Return the tokenizer's attribute."""
+        if name == "tokenizer":  # not set yet: the object is being copied
             raise AttributeError(name)
         return getattr(self.tokenizer, name)
 
     def __len__(self) -> int:
-        """Return the number of tokens that there are."""
+        """Return the size of the vocabulary."""
         return len(self.tokenizer)
 
     def prepare(self, text: str) -> str:
@@ -105,13 +105,11 @@ class FeatureExtraction(Task):
         assert base is not None, "it needs a base"
         if spec.text_pair is None:
             raise ConfigError(
-                f"data.text_pair: {self.name} learns from pairs of texts that belong together; name the column of the "
+                f"data.text_pair: {self.name} learns from pairs of texts that belong together. Name the column of the "
                 "second text"
             )
         if spec.label is not None and spec.inputs:
-            raise ConfigError(
-                "data.inputs: pairs with a number (data.problem: regression) have no negative; leave it out"
-            )
+            raise ConfigError("data.inputs: pairs with a number (data.problem: regression) have no negative; remove it")
         return replace(spec, dimensions=read_embedding(base).dimensions)
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
@@ -133,7 +131,7 @@ class FeatureExtraction(Task):
         )
 
     def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
-        """Return similarities as they are. Raises DataError for one that no cosine can be."""
+        """Return similarities as they are. Raises DataError for values outside -1 to 1."""
         targets = super().encode_labels(array, spec)
         wrong = next(iter(self._beyond(targets)), None)
         if wrong is not None:
@@ -189,7 +187,7 @@ class FeatureExtraction(Task):
         return module if options.get("dtype") is None else module.to(options["dtype"])
 
     def load_vectors(self, folder: Path) -> "nn.Module":
-        """Return what makes vectors of token states, for runtimes with an encoder of their own."""
+        """Return the layers that make vectors of token states, for runtimes with their own encoder."""
         from torchlake.tasks._embedder import load_vectors
 
         return load_vectors(folder)
@@ -197,7 +195,7 @@ class FeatureExtraction(Task):
     def save_model(
         self, folder: Path, model_or_state: Any, config: Any, processor: TextReader, spec: TaskSpec, **card: Any
     ) -> None:
-        """Write a folder that sentence-transformers loads too; its task reads single texts."""
+        """Write a folder that sentence-transformers can load, too; its task reads single texts."""
         from torchlake.tasks._embedder_folder import write_folder
 
         layout = partial(write_folder, base=processor.folder, max_length=spec.max_length)
@@ -206,7 +204,7 @@ class FeatureExtraction(Task):
         write.save_model_folder(folder, model_or_state, config, processor.tokenizer, scoring, about=about, **card)
 
     def couples(self, spec: TaskSpec) -> bool:
-        """Return whether the batch's other texts are negatives: without similarities."""
+        """Return whether the batch's other texts are negatives; they are if there are no similarities."""
         return spec.label is None
 
     def loss_sum(
@@ -232,8 +230,8 @@ class FeatureExtraction(Task):
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
         """Return one column of vectors.
 
-        A list of any size, though all have the same: pyarrow 25 cannot read a Parquet file of fixed-size lists with a
-        null, and a row with an error has one.
+        The type is a list of any size, although all have the same size: pyarrow 25 cannot read a Parquet file of
+        fixed-size lists with a null, and a row with an error has one.
         """
         if options.all_probabilities:
             raise UsageError("all_probabilities: an embedding model has no classes.")
@@ -242,7 +240,7 @@ class FeatureExtraction(Task):
     def output_columns(
         self, answers: np.ndarray, processor: Any, spec: TaskSpec, options: ColumnOptions = ColumnOptions()
     ) -> pa.Table:
-        """Return the vectors as a column, of rows of several texts those of the first."""
+        """Return the vectors as a column; for rows of several texts, those of the first."""
         vectors = (answers[:, 0] if answers.ndim == 3 else answers).astype(np.float32, copy=False)
         numbers: np.ndarray = vectors
         if options.embedding == "int8":
@@ -264,7 +262,7 @@ class FeatureExtraction(Task):
 
 
 def _in_8_bits(vectors: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """Return vectors (N, D) as int8: 256 equal steps of each range (2, D); what is outside gets the nearest step."""
+    """Return vectors (N, D) as int8: 256 equal steps of each range (2, D); values outside get the nearest step."""
     steps = (ranges[1] - ranges[0]) / 255
     levels = np.floor((vectors - ranges[0]) / np.where(steps == 0, 1, steps))
     numbers: np.ndarray = (np.clip(levels, 0, 255) - 128).astype(np.int8)

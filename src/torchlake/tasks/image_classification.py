@@ -1,14 +1,14 @@
 """Image classification and regression: an image in; one class, several classes or a number out.
 
-Training stores the files as they are (`_images.py`), after each was decoded once, so that a bad one is found before the
-first step; every epoch decodes them again, in threads beside the model. Scoring reads the files that paths name in
-those threads too, so a chunk takes the memory of its paths.
+Training stores the files as they are (`_images.py`), after decoding each once, so that a bad one is found before the
+first step. Every epoch decodes them again, in threads beside the model. Scoring reads files by their paths in these
+threads, too, so a chunk takes only the memory of its paths.
 
 The image processor of the model folder resizes and crops. Its last two steps, pixels to numbers around 0, are one
 multiplication here: the numbers differ from the processor's by rounding.
 
 BatchNorm (ResNet and other convolutional models) would make a row's output depend on the rows beside it, and so on the
-number of ranks. `_batch_norm.py` says what is done about it.
+number of ranks. `_batch_norm.py` describes how this is prevented.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,16 +45,16 @@ class ImageClassification(Task):
     chunk_rows = 1024
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError for a share that is none, and for another way of BatchNorm."""
+        """Raise ValueError if random_crop is not a share above 0 and up to 1, or batch_norm is unknown."""
         if not 0 < options["random_crop"] <= 1:
-            raise ValueError("random_crop is the smallest share of an image's area, above 0 and up to 1 (no crop)")
+            raise ValueError("random_crop must be the smallest share of an image's area, above 0 and up to 1 (no crop)")
         if options["batch_norm"] not in ("frozen", "batch"):
-            raise ValueError(f"batch_norm is {options['batch_norm']!r}; it is frozen or batch")
+            raise ValueError(f"batch_norm must be frozen or batch, not {options['batch_norm']!r}")
 
     def max_length(self, base: Path | None, requested: int | None) -> int:
-        """Return 0: it reads no text."""
+        """Return 0: the task reads no text."""
         if requested is not None:
-            raise ConfigError(f"model.max_length: {self.name} reads no text; leave it out")
+            raise ConfigError(f"model.max_length: {self.name} reads no text; remove the setting")
         return 0
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
@@ -77,7 +77,7 @@ class ImageClassification(Task):
         return processor
 
     def feature_types(self, spec: TaskSpec) -> dict[str, pa.DataType]:
-        """Return the types of the files, and of whether they are named by their paths."""
+        """Return the types of the files, and of the flags that mark paths."""
         return {"image": pa.large_binary(), "by_path": pa.uint8()}
 
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
@@ -88,7 +88,7 @@ class ImageClassification(Task):
     def examples(
         self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
     ) -> tuple[Features, pa.Array | None]:
-        """Return the contents of the images, each decoded once to find the bad ones, and the targets."""
+        """Return the contents of the images, each decoded once to find invalid ones, and the targets."""
         files, by_path, errors = _images.files_of(inputs["image"])
         contents, unread = _images.contents_of(files, by_path, np.arange(len(files)))
         errors = {**unread, **errors}
@@ -103,7 +103,7 @@ class ImageClassification(Task):
     def collate(
         self, arrays: Mapping[str, Array], rows: np.ndarray, processor: Any, spec: TaskSpec, *, seed: int | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the pixels (B, 3, H, W) float32; raises RowErrors for images that cannot be decoded."""
+        """Return the pixels (B, 3, H, W) float32. Raises RowErrors for images that cannot be decoded."""
         files, by_path = arrays["image"], arrays["by_path"]
         assert isinstance(files, Ragged), "files have any length"
         assert isinstance(by_path, np.ndarray), "one number for each row"
@@ -123,13 +123,13 @@ class ImageClassification(Task):
         return {"pixel_values": _processed(images, processor)}
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
-        """Return a trained model, its weights in the order in which convolutions are faster (ResNet-50 by a sixth)."""
+        """Return a trained model, in the memory format in which convolutions are faster (ResNet-50 by a sixth)."""
         import torch
 
         return super().load_model(folder, spec, **options).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def base_model(self, base: Path | None, spec: TaskSpec, *, empty: bool = False) -> "nn.Module":
-        """Return the model that training starts from, its BatchNorm layers as `batch_norm` says."""
+        """Return the model that training starts from, with the BatchNorm layers that `batch_norm` names."""
         from torchlake.tasks import _batch_norm
 
         model = super().base_model(base, spec, empty=empty)
@@ -151,7 +151,7 @@ def _features(files: Ragged, by_path: np.ndarray, errors: dict[int, str], proces
 
 
 def _pixels_of(processor: Any) -> int:
-    """Return the pixels of an image that the model gets. Raises DataError if images have different sizes."""
+    """Return the number of pixels of an image as the model gets it. Raises DataError if images have different sizes."""
     cropped = getattr(processor, "do_center_crop", False) and getattr(processor, "crop_size", None)
     size = dict(cropped or processor.size)
     height, width = (size.get(name) for name in ("height", "width"))
@@ -159,7 +159,7 @@ def _pixels_of(processor: Any) -> int:
         height = width = size.get("shortest_edge")
     if not height or not width:
         raise DataError(
-            f"the image processor {type(processor).__name__} gives images of different sizes ({size}), which do "
+            f"the image processor {type(processor).__name__} returns images of different sizes ({size}), which do "
             f"not fit into a batch. Set height and width in {CONFIG}."
         )
     return int(height) * int(width)

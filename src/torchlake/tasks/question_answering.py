@@ -3,10 +3,10 @@
 A long text is read in windows, each beside the whole question (`_windows.py`). The start and the end of the answer are
 each one choice among all tokens of the text, over its windows, so scores of different windows can be compared; a token
 in two windows is a choice twice. A text of one window has the loss of transformers, but for padding and the question's
-tokens, which are no choices here.
-
+in two windows is two choices. A text of one window has the loss of transformers, except that padding and the
+question's tokens are not choices here.
 Labels are SQuAD's structs: `text` and `answer_start`, in characters, each one value or a list. Of several answers the
-first is learned. With the option `no_answer` an empty list means that there is none, and the model may say so.
+first is learned. With the option `no_answer` an empty list means that there is no answer, which the model may predict.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ NO_ANSWER = -2
 CHOICE, IS_START, IS_END = 1, 2, 4
 "A target is a sum of these, one for each token."
 FIRST, LAST, START, END, SCORE = range(5)
-"What is kept of a row's answer: the places of its tokens, its characters and its probability."
+"The numbers kept for a row's answer: the places of its tokens, its characters and its probability."
 
 Answer = tuple[int, int] | None
 "(first character, one past the last) of an answer; None: there is none."
@@ -49,18 +49,18 @@ class QuestionAnswering(WindowedTask):
     directions = {"exact_match": "higher", "f1": "higher", "loss": "lower"}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError for a negative overlap or an answer without tokens."""
+        """Raise ValueError for a negative overlap or a maximum answer length below 1."""
         if options["stride"] < 0 or options["max_answer_tokens"] < 1:
-            raise ValueError("stride is 0 or more, and max_answer_tokens 1 or more")
+            raise ValueError("stride must be 0 or more, and max_answer_tokens 1 or more")
 
     # Labels.
 
     def count_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
     ) -> int:
-        """Return the rows with a label."""
+        """Return the number of rows with a label."""
         if problem is not None:
-            raise DataError(f"data.problem is {problem}, and the task {self.name} learns answers; leave it out")
+            raise DataError(f"data.problem is {problem}, but the task {self.name} learns answers; remove the setting")
         rows = 0
         for array in arrays:
             _check_type(array.type)
@@ -75,7 +75,7 @@ class QuestionAnswering(WindowedTask):
         return LabelColumn(problem="answer", labels=("start", "end"), counts=(), rows=rows)
 
     def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
-        """Return {row: reason} for rows whose label is no answer."""
+        """Return {row: reason} for rows whose label is not an answer."""
         _check_type(array.type)
         bad = {}
         for row, label in enumerate(array.to_pylist()):
@@ -102,7 +102,7 @@ class QuestionAnswering(WindowedTask):
         backend, room = processor.backend_tokenizer, spec.max_length // 2
         backend.no_truncation()
         long = {
-            row: f"question_too_long: {len(each.ids)} tokens; of {spec.max_length} at most half are for the question"
+            row: f"question_too_long: {len(each.ids)} tokens; at most half of {spec.max_length} are for the question"
             for row, each in enumerate(backend.encode_batch_fast(questions, add_special_tokens=False))
             if len(each.ids) > room
         }
@@ -246,28 +246,28 @@ class QuestionAnswering(WindowedTask):
 
 
 def _check_type(kind: pa.DataType) -> None:
-    """Raise DataError for a column of labels that are no answers."""
+    """Raise DataError for a column whose type cannot hold answers."""
     if not (pa.types.is_struct(kind) and {"text", "answer_start"} <= {field.name for field in kind}):
         raise DataError(
-            f"the label column holds {kind}; answers are structs of `text` and `answer_start` (characters), each one "
-            "value or a list, as in SQuAD"
+            f"the label column holds {kind}; answers must be structs of `text` and `answer_start` (characters), each "
+            "one value or a list, as in SQuAD"
         )
 
 
 def _answers_of(label: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the text and the first character of a row's answers. Raises ValueError for what is none."""
+    """Return the text and the first character of a row's answers. Raises ValueError for an invalid answer."""
     texts, starts = label["text"], label["answer_start"]
     if not isinstance(texts, list):
         texts, starts = [] if texts is None else [texts], [] if starts is None else [starts]
     if not isinstance(starts, list) or len(texts) != len(starts):
         raise ValueError("it has different numbers of text and answer_start")
     if any(not text or start is None or start < 0 for text, start in zip(texts, starts, strict=True)):
-        raise ValueError("an answer has no text, or no place in the text")
+        raise ValueError("an answer has no text, or no position in the text")
     return list(zip(texts, starts, strict=True))
 
 
 def _first_answer(label: Mapping[str, Any], text: str) -> Answer:
-    """Return the place of a row's first answer. Raises ValueError if the text has another text there."""
+    """Return the place of a row's first answer. Raises ValueError if the text has something else there."""
     answers = _answers_of(label)
     if not answers:
         return None

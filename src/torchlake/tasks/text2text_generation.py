@@ -48,10 +48,10 @@ class Text2textGeneration(Task):
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for targets without a token."""
         if options["max_target_tokens"] < 2:
-            raise ValueError("max_target_tokens is 2 or more: one and the end token")
+            raise ValueError("max_target_tokens must be 2 or more: one and the end token")
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer with all of transformers, which decodes, and knows how answers begin."""
+        """Return the tokenizer of transformers, which decodes, and knows how answers begin."""
         assert folder is not None, "it needs a base"
         tokenizer: Any = load.load_tokenizer(folder)
         tokenizer.decoder_start = decoder_start(load.load_config(folder))
@@ -62,9 +62,9 @@ class Text2textGeneration(Task):
     def count_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
     ) -> int:
-        """Return the rows with a target."""
+        """Return the number of rows with a target."""
         if problem is not None:
-            raise DataError(f"data.problem is {problem}, and the task {self.name} learns texts; leave it out")
+            raise DataError(f"data.problem is {problem}, but the task {self.name} learns texts; remove the setting")
         rows = 0
         for array in arrays:
             texts = _texts(array)
@@ -72,7 +72,7 @@ class Text2textGeneration(Task):
         return rows
 
     def decide_labels(self, parts: Iterable[Any], problem: Problem | None = None) -> LabelColumn:
-        """Return that targets are texts."""
+        """Return a label column without classes: targets are texts."""
         rows = sum(parts)
         if not rows:
             raise DataError("the label column is empty, or null in every row")
@@ -83,11 +83,11 @@ class Text2textGeneration(Task):
         return pa.list_(pa.int32())
 
     def encode_labels(self, array: pa.Array, spec: TaskSpec) -> pa.Array:
-        """Return the target texts, nulls kept; `examples` makes tokens of them."""
+        """Return the target texts, nulls kept; `examples` tokenizes them."""
         return _texts(array)
 
     def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
-        """Return no row: every text can be learned."""
+        """Return {}: every text can be learned."""
         _texts(array)
         return {}
 
@@ -109,7 +109,7 @@ class Text2textGeneration(Task):
     def examples(
         self, inputs: Inputs, labels: pa.Array | None, processor: Any, spec: TaskSpec
     ) -> tuple[Features, pa.Array | None]:
-        """Return the tokens of the texts, and of the targets; without targets the texts stand for them."""
+        """Return the tokens of the texts, and of the targets; if there are none, the texts themselves."""
         made = self.features(inputs, processor, spec)
         wanted = (inputs["text"] if labels is None else self.encode_labels(labels, spec)).to_pylist()
         most = spec.options["max_target_tokens"]
@@ -141,7 +141,7 @@ class Text2textGeneration(Task):
         return _pretrained.language_model(base, self.auto_class, empty=empty)
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
-        """Return a trained model; it has no classes to compare with."""
+        """Return a trained model; it has no classes to check."""
         return load.load_model(folder, auto_class=self.auto_class, **options)
 
     def loss_sum(
@@ -176,7 +176,7 @@ class Text2textGeneration(Task):
         return written_columns(answers, processor, options.stop)
 
     def measure(self, scored: pa.Table, labels: pa.Array, spec: TaskSpec) -> dict[str, float]:
-        """Return the share of texts that are their targets, but for space around them."""
+        """Return the share of texts that are their targets, except for space around them."""
         pairs = zip(scored["generated_text"].to_pylist(), labels.to_pylist(), strict=True)
         return {"exact_match": float(np.mean([written.strip() == wanted.strip() for written, wanted in pairs]))}
 
@@ -185,7 +185,7 @@ def _texts(array: pa.Array) -> pa.Array:
     """Return a column of targets as one array of strings. Raises DataError for other types."""
     plain = to_plain_array(array)
     if not (pa.types.is_string(plain.type) or pa.types.is_null(plain.type)):
-        raise DataError(f"the label column holds {array.type}; the task learns texts")
+        raise DataError(f"the label column holds {array.type}, but the task learns texts")
     return plain.cast(pa.string())
 
 

@@ -4,7 +4,7 @@ from torchlake.tasks import Task
 
 
 class TextClassification(Task):
-    """A transformers model with a head for classes; everything else is `Task`'s own."""
+    """A transformers model with a head for classes; everything else is inherited from `Task`."""
 
     auto_class = "AutoModelForSequenceClassification"
     hub_task = "text-classification"

@@ -6,8 +6,8 @@ each row would rule out the fast kernels. For conversations the loss covers ever
 (`next_answer_token`). Those are packed whole (`data/bins.py`), so that an answer follows its own question only; a
 conversation longer than a block is truncated.
 
-Scoring: a prompt is a row without an end token. It is never truncated; a prompt that leaves no room for the answer is
-an error row.
+Scoring: a prompt is a row without an end token. It is never truncated; a prompt that leaves no room for the answer
+becomes an error row.
 """
 
 import math
@@ -110,7 +110,7 @@ class TextGeneration(Task):
     """A causal language model, which learns its texts and writes their continuations."""
 
     inputs = {"text": PROMPT}
-    "Strings or conversations."
+    "The input: strings or conversations."
     has_labels = False
     problems = PROBLEMS
     auto_class = "AutoModelForCausalLM"
@@ -128,7 +128,7 @@ class TextGeneration(Task):
     marks_answers = staticmethod(marks_answers)
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer with all of transformers, which decodes and renders templates."""
+        """Return the tokenizer of transformers, which decodes and renders templates."""
         assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 
@@ -166,15 +166,15 @@ class TextGeneration(Task):
         """Return the cross entropy summed over all targets, in fp32. `outputs` (B, L, V); `targets` (B, L) int64."""
         from torch.nn import functional
 
-        assert targets is not None, "every token is one"
+        assert targets is not None, "every token is a target"
         return functional.cross_entropy(
             outputs.float().flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum"
         )
 
     def find_chunks(self, model: "nn.Module", row: np.ndarray, *, tokens: int) -> dict[str, Any] | None:
-        """Return how the model can compute its loss without holding a micro-batch's logits, as JSON; None: it cannot.
+        """Return as JSON how the model can compute its loss without holding a micro-batch's logits; None if it cannot.
 
-        See `_chunked_loss.find`. `row` (L,) int64: token ids; `tokens`: the most of one call.
+        See `_chunked_loss.find`. `row` (L,) int64: token ids; `tokens`: the largest number of one call.
         """
         import torch
 
@@ -190,7 +190,7 @@ class TextGeneration(Task):
         _chunked_loss.attach(model, _chunked_loss.AfterHead(**found), compiled=compiled)
 
     def num_targets(self, lengths: np.ndarray, spec: TaskSpec) -> int:
-        """Number of targets in blocks of these lengths (B,): every token except the first of each block."""
+        """Return the number of targets in blocks of these lengths (B,): every token except the first of each block."""
         return int(lengths.sum()) - len(lengths)
 
     def loss_metrics(self, loss: float) -> dict[str, float]:

@@ -32,7 +32,7 @@ SPANS = pa.list_(
     )
 )
 TAG, SCORE, START, END = range(4)
-"What is kept of a word."
+"The numbers kept for a word."
 
 
 class TokenClassification(WindowedTask):
@@ -48,7 +48,7 @@ class TokenClassification(WindowedTask):
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for a negative overlap."""
         if options["stride"] < 0:
-            raise ValueError("stride is the number of tokens that windows of a long text share, 0 or more")
+            raise ValueError("stride, the number of tokens that windows of a long text share, must be 0 or more")
 
     def sample_inputs(self, spec: TaskSpec, texts: Sequence[str]) -> Inputs | None:
         """Return the texts as strings, not as lists of words; None if a subclass reads more than the text."""
@@ -59,10 +59,10 @@ class TokenClassification(WindowedTask):
     def count_labels(
         self, arrays: Iterator[pa.Array], problem: Problem | None = None, *, drop_bad: bool = False
     ) -> tuple[int, dict[Any, int]]:
-        """Return the rows with labels, and the spans of each label, or the words of each numbered tag."""
+        """Return the number of rows with labels, and the spans of each label, or the words of each numbered tag."""
         rows, counts = 0, dict[Any, int]()
         if problem is not None:
-            raise DataError(f"data.problem is {problem}, and the task {self.name} learns spans; leave it out")
+            raise DataError(f"data.problem is {problem}, but the task {self.name} learns spans; remove the setting")
         for array in arrays:
             _spans.check_labels(array.type)
             values = pc.list_flatten(array)
@@ -80,11 +80,11 @@ class TokenClassification(WindowedTask):
             for tag, number in found.items():
                 counts[tag] = counts.get(tag, 0) + number
         if len({type(tag) for tag in counts}) > 1:
-            raise DataError("the label column holds tags that are numbers, and others that are strings")
+            raise DataError("the label column holds both numbers and strings as tags")
         return LabelColumn(problem="spans", labels=tuple(sorted(counts)), counts=(), rows=rows)
 
     def name_labels(self, found: LabelColumn, spec: TaskSpec) -> LabelColumn:
-        """Return the IOB2 tags of all labels. Raises DataError for numbers without names, and without any span."""
+        """Return the IOB2 tags of all labels. Raises DataError for numbers without names, and if there are no spans."""
         tags = [_tag(tag, spec) for tag in found.labels]
         labels = sorted({label for _, label in map(_spans.label_of, tags)} - {""})
         if not labels:
@@ -92,7 +92,7 @@ class TokenClassification(WindowedTask):
         return replace(found, labels=(OUTSIDE, *(f"{prefix}-{label}" for label in labels for prefix in "BI")))
 
     def bad_labels(self, array: pa.Array, spec: TaskSpec) -> dict[int, str]:
-        """Return {row: reason} for rows with labels that the model does not have, or that are no spans."""
+        """Return {row: reason} for rows with labels that the model does not have, or that are not spans."""
         _spans.check_labels(array.type)
         bad: dict[int, str] = {}
         known = {_spans.label_of(str(tag))[1] for tag in spec.labels}
@@ -104,7 +104,7 @@ class TokenClassification(WindowedTask):
                 continue
             strange = next((label for _, _, label in spans if label not in known), None)
             if strange is not None:
-                bad[row] = f"bad_label: {strange[:80]!r} is none of the model's labels"
+                bad[row] = f"bad_label: {strange[:80]!r} is not one of the model's labels"
         return bad
 
     # Features.
@@ -199,7 +199,7 @@ class TokenClassification(WindowedTask):
         return _spans.agreement(true, found)
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return one column, of each row's spans."""
+        """Return one column, with each row's spans."""
         return pa.schema([("spans", SPANS)])
 
     def output_columns(
@@ -224,13 +224,13 @@ def _tag(tag: Any, spec: TaskSpec) -> str:
     if not 0 <= tag < len(names):
         raise DataError(
             f"the tag {tag} has no name. Name the tags in their order: model.task_options.tags=[O, B-PER, I-PER, ...]; "
-            'of a dataset of Hugging Face these are features["ner_tags"].feature.names.'
+            'in a Hugging Face dataset these are features["ner_tags"].feature.names.'
         )
     return str(names[tag])
 
 
 def _spans_of(labels: Sequence[Any], spec: TaskSpec) -> list[_spans.Span]:
-    """Return the spans of one row's labels. Raises ValueError for what is none."""
+    """Return the spans of one row's labels. Raises ValueError for an invalid span or tag."""
     if labels and isinstance(labels[0], dict):
         return _spans.row_spans(labels)
     if any(tag is None for tag in labels):
@@ -242,19 +242,19 @@ def _mismatch(labels: Sequence[Any], size: int, *, lists: bool) -> str | None:
     """Return why labels do not belong to a text of `size` characters, or a list of as many words."""
     if labels and isinstance(labels[0], dict):
         last = max(span["end"] for span in labels)
-        return f"a span ends at {last}, and the text at {size}" if last > size else None
+        return f"a span ends at {last}, but the text ends at {size}" if last > size else None
     if labels and not lists:
-        return "tags are for lists of words; the row is a text, which needs spans"
+        return "tags are for lists of words; the row is a string, which needs spans"
     return f"{len(labels)} tags for {size} words" if lists and labels and len(labels) != size else None
 
 
 def _words(row: np.ndarray) -> np.ndarray:
-    """Return the words (W, 4) of a row without those that fill it up."""
+    """Return the words (W, 4) of a row without its padding."""
     return np.asarray(row[~np.isnan(row[:, TAG])])
 
 
 def _spans_with_text(words: np.ndarray, text: str | list[str], spec: TaskSpec) -> list[dict[str, Any]]:
-    """Return a row's spans as the column has them."""
+    """Return a row's spans in the form of the column."""
     spans = []
     for first, stop, label in _spans.spans_of(str(spec.labels[int(tag)]) for tag in words[:, TAG]):
         start, end = int(words[first, START]), int(words[stop - 1, END])

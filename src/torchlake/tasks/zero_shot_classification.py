@@ -1,7 +1,7 @@
-"""Zero-shot classification: a text in, one of classes that are only named in the job out; scored, not trained.
+"""Zero-shot classification: a text in, one of the classes that the job names out; for scoring only.
 
 A model for natural language inference reads each text beside a hypothesis for every class ("This example is about
-sports."), and says how far the text entails it. The model is any text classifier of transformers with a class named
+sports."), and predicts how far the text entails it. The model is any text classifier of transformers with a class named
 entailment. Cost: one forward pass for each class of a row. The scores are those of transformers' pipeline.
 """
 
@@ -30,7 +30,7 @@ MODEL = "AutoModelForSequenceClassification"
 
 
 class ZeroShotClassification(Task):
-    """A model for natural language inference, asked about every class."""
+    """A model for natural language inference that scores every class."""
 
     inputs = {"text": TEXT}
     has_labels = False
@@ -43,15 +43,15 @@ class ZeroShotClassification(Task):
     directions = {"loss": "lower"}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError without classes, and for a template without a place for one."""
+        """Raise ValueError for fewer than two classes, or a template without a place for one."""
         labels, template = options["candidate_labels"], options["hypothesis_template"]
         if len(labels) < (1 if options["multi_label"] else 2) or len(set(labels)) < len(labels) or not all(labels):
-            raise ValueError("candidate_labels are the names of the classes, at least two, and all different")
+            raise ValueError("candidate_labels must be the names of at least two different classes")
         if template.count("{}") != 1:
-            raise ValueError(f"hypothesis_template is {template!r}; it has to have {{}} once, where the class goes")
+            raise ValueError(f"hypothesis_template is {template!r}; it must contain {{}} once, in place of the class")
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer with all of transformers, which tokenizes pairs."""
+        """Return the tokenizer of transformers, which tokenizes pairs."""
         assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 
@@ -62,7 +62,7 @@ class ZeroShotClassification(Task):
         return {**types, SIZES: pa.list_(pa.int32(), classes)}
 
     def features(self, inputs: Inputs, processor: Any, spec: TaskSpec) -> Features:
-        """Return the tokens of each text beside every hypothesis, one pair after the other; long texts are cut."""
+        """Return the tokens of each text beside every hypothesis, one pair after another; long texts are cut."""
         template, labels = spec.options["hypothesis_template"], spec.options["candidate_labels"]
         hypotheses = [template.replace("{}", label) for label in labels]
         pairs = [(text, hypothesis) for text in inputs["text"].to_pylist() for hypothesis in hypotheses]
@@ -93,7 +93,7 @@ class ZeroShotClassification(Task):
         return {name: each.reshape(*sizes.shape, -1) for name, each in batch.items()}
 
     def load_model(self, folder: Path, spec: TaskSpec, **options: Any) -> "nn.Module":
-        """Return the classifier, which answers with (B, K, 2): the logits of contradiction and entailment.
+        """Return the classifier, which returns (B, K, 2): the logits of contradiction and entailment.
 
         Raises DataError if it has no class named entailment.
         """
@@ -106,7 +106,7 @@ class ZeroShotClassification(Task):
         if entails is None:
             raise DataError(
                 f"{folder / 'config.json'}: no class is named entailment (id2label has {', '.join(names.values())}). "
-                "Give a model for natural language inference."
+                "Use a model for natural language inference."
             )
         contradicts = len(names) - 1 if entails == 0 else 0
         return Entailment(load.load_model(folder, auto_class=MODEL, **options), (contradicts, entails))
@@ -135,7 +135,7 @@ class ZeroShotClassification(Task):
 
 
 def _of_classes(spec: TaskSpec) -> TaskSpec:
-    """Return the task as a text classification of the classes that were given."""
+    """Return the task as a text classification with the given classes."""
     problem = "multi_label" if spec.options["multi_label"] else "single_label"
     return replace(spec, problem=problem, labels=tuple(spec.options["candidate_labels"]))
 

@@ -185,7 +185,7 @@ def test_a_model_trained_on_trains_again_and_with_adapters(trained: Path, tmp_pa
         (
             lambda data: data.update(problem="regression", label="same", inputs={"negative": "other"}),
             ConfigError,
-            "have no negative; leave it out",
+            "have no negative; remove it",
         ),
         (lambda data: data.update(problem="regression", label="id"), DataError, "is not from -1 to 1"),
     ],

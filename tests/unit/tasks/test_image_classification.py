@@ -164,8 +164,8 @@ def test_crops_and_flips_depend_on_seed_and_row_alone() -> None:
 
 def test_options_that_cannot_be_are_refused() -> None:
     for given, message in (
-        ({"random_crop": 0}, "random_crop is the smallest share"),
-        ({"batch_norm": "sync"}, "it is frozen or batch"),
+        ({"random_crop": 0}, "random_crop must be the smallest share"),
+        ({"batch_norm": "sync"}, "batch_norm must be frozen or batch"),
         ({"flip": True}, "has no option 'flip'; it has: random_crop, random_flip, batch_norm"),
         ({"random_flip": 1}, "random_flip is 1; a value like False is expected"),
     ):

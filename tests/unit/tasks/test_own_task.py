@@ -277,7 +277,9 @@ def test_weights_that_the_task_does_not_build_are_refused(trained: Path) -> None
 
     before = plugins._given.pop("text_and_numbers", None)
     try:
-        with pytest.raises(UsageError, match="'text_and_numbers': build made a module whose tensors are not those in"):
+        with pytest.raises(
+            UsageError, match="'text_and_numbers': build returned a module whose tensors are not those in"
+        ):
             tl.load(trained / "model", task=TextAndNumbers())
     finally:
         plugins._given["text_and_numbers"] = before

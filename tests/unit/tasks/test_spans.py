@@ -151,11 +151,11 @@ def test_labels_that_do_not_fit_a_row_are_named(tiny_bert: Path) -> None:
     processor = tagging.load_processor(tiny_bert, SPEC, scoring=True)
     span = {"start": 2, "end": 99, "label": "GOOD"}
     made, _ = tagging.examples({"text": pa.array(["a good film"])}, pa.array([[span]]), processor, SPEC)
-    assert made.errors == {0: "bad_label: a span ends at 99, and the text at 11"}
+    assert made.errors == {0: "bad_label: a span ends at 99, but the text ends at 11"}
     made, _ = tagging.examples({"text": pa.array([["a", "good"]])}, pa.array([["O"]]), processor, SPEC)
     assert made.errors == {0: "bad_label: 1 tags for 2 words"}
     bad = tagging.bad_labels(pa.array([["O", "B-X"], ["B-GOOD", "O"], None]), SPEC)
-    assert bad == {0: "bad_label: 'X' is none of the model's labels"}
+    assert bad == {0: "bad_label: 'X' is not one of the model's labels"}
     assert 0 in tagging.bad_labels(pa.array([[{"start": 3, "end": 3, "label": "GOOD"}]]), SPEC)
 
 

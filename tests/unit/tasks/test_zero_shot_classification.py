@@ -43,10 +43,10 @@ def test_a_loaded_model_has_its_options(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "candidate_labels are the names"),
+        ({}, "candidate_labels must be the names"),
         ({"candidate_labels": ["one"]}, "at least two"),
-        ({"candidate_labels": ["one", "one"]}, "all different"),
-        ({"candidate_labels": LABELS, "hypothesis_template": "about it"}, "has to have {} once"),
+        ({"candidate_labels": ["one", "one"]}, "two different classes"),
+        ({"candidate_labels": LABELS, "hypothesis_template": "about it"}, "must contain {} once"),
     ],
 )
 def test_options_that_cannot_be_are_refused(model: Path, options: dict[str, object], message: str) -> None:
