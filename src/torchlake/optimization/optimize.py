@@ -103,20 +103,21 @@ def optimize(
     **options: Unpack[OptimizeOptions],
 ) -> Optimized:
     """Find the fastest runtime for `model` that agrees with `eager`, and let `predict` use it from now on.
+
     `sample` is a stored table, a frame or a stream, as in `predict`; at most `rows` of its rows are scored, in the
     proportions of the table. `where` and `limit` restrict these to the first `limit` rows for which `where` is true.
     `text`, `text_pair`, `inputs` and `label` name the columns if they differ from those of the training table; the
     sample does not need labels. `task` is as in `predict`. A candidate is inside the tolerance if at least
     `min_agreement` of the labels are eager's and the accuracy (several labels per row: the task's F1; regression: the
     error, in standard deviations of the target) drops by no more than `max_drop`; vectors, if their mean cosine to
-    eager's is at least
-    `min_agreement`, and the lowest not ten times as far from 1. `budget` ("5min", or seconds) is for all candidates
-    together; eager, the reference, is always measured. `runtimes` are the names to try (default: all), or functions as
-    in `predict`.
+    eager's is at least `min_agreement`, and the lowest not ten times as far from 1. `budget` ("5min", or seconds) is
+    for all candidates together; eager, the reference, is always measured. `runtimes` are the names to try (default:
+    all), or functions as in `predict`.
 
     The choice is written into the model folder (runtime.json), beside the exports of the runtimes. A function can be
-        measured but not written there: that file would name code to run.
-        Raises UsageError for invalid arguments and for a model folder in the hub's cache or without write permission,
+    measured but not written there: that file would name code to run.
+
+    Raises UsageError for invalid arguments and for a model folder in the hub's cache or without write permission,
     DataError for a sample without usable rows, TorchlakeError if eager cannot score it, and the errors of `predict`.
     """
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
