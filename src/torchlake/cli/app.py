@@ -377,7 +377,7 @@ def version() -> Work:
 def _options(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """The options before the command; `cli.main` answers --version."""
+    """Declare the options before the command; `cli.main` handles --version."""
 
 
 def _settings(overrides: list[str] | None, processes: int | None, engine: str | None) -> list[str]:

@@ -71,7 +71,7 @@ def schema() -> Outcome:
 
 
 def train(job: str | None, overrides: Sequence[str], run: str | None, folds: int | None, *, as_json: bool) -> Outcome:
-    """Train, or continue a run; with `folds`, once for each."""
+    """Train, or continue a run; with `folds`, once per fold."""
     _check_job(job, overrides, "train")
     from torchlake.training.train import train
 
@@ -264,7 +264,7 @@ def launch(
 
 
 def verify(output: str, engine: "Engine | None") -> Outcome:
-    """Check a scored table; exit status 65 when a check fails."""
+    """Check a scored table; the exit status is 65 if a check fails."""
     from torchlake.tables.verification.verify import verify
 
     done = verify(output, spread=None if engine is None else engine.spread)
@@ -294,7 +294,7 @@ def report(run: str) -> Outcome:
 
 
 def doctor() -> Outcome:
-    """Show what this machine can run; the exit status is not 0 when torchlake cannot run on it."""
+    """Show what this machine can run; the exit status is not 0 if torchlake cannot run on it."""
     from torchlake.reporting.doctor import doctor
 
     found = doctor()
@@ -378,7 +378,7 @@ def _seconds_running() -> float:
 
 
 def _demo_model() -> Path:
-    """Return the encoder in the package of the extra [demo]; located, not imported, because its imports are not
+    """Return the encoder in the package of the extra [demo]. The package is located, not imported: its imports are not
     needed."""
     from importlib.util import find_spec
 

@@ -35,7 +35,7 @@ def resume_hint(words: Sequence[str]) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """The first SIGTERM in the block raises Terminated; further ones do nothing."""
+    """Raise Terminated on the first SIGTERM in the block; ignore further ones."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield

@@ -21,7 +21,7 @@ class Outcome:
 
 
 def grid(rows: Sequence[Sequence[Any]], left: Sequence[int] = (0,)) -> list[str]:
-    """Lines of aligned columns: those in `left` to the left, the others to the right."""
+    """Align columns as lines: those in `left` to the left, the others to the right."""
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     aligned = (
         [
@@ -54,12 +54,12 @@ def metric_lines(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def metric_values(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Metrics and their intervals for --json."""
+    """Return metrics and their intervals for --json."""
     return {name: {"value": m.value, "low": m.low, "high": m.high} for name, m in metrics.items()}
 
 
 def candidate_lines(candidates: Sequence[Any]) -> list[str]:
-    """Return a line for each runtime that `optimize` tried; a dash for what was not measured."""
+    """Return a line for each runtime that `optimize` tried; a dash for numbers that were not measured."""
     head = ["runtime", "threads", "batch", "rows/s", "agreement", "difference", "change", "95 % interval", "verdict"]
     rows = []
     for one in candidates:
@@ -71,7 +71,8 @@ def candidate_lines(candidates: Sequence[Any]) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as strict JSON allows it: dataclasses as objects, paths as strings, NaN as null, no numpy types."""
+    """Convert `value` to what strict JSON allows: dataclasses as objects, paths as strings, NaN as null, no numpy
+    types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

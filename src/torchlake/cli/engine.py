@@ -1,4 +1,4 @@
-"""The engine that command-line options or a job ask for."""
+"""The engine that the command-line options or a job select."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -29,7 +29,8 @@ def make_engine(
 
 
 def engine_of_job(job: str | None, overrides: Sequence[str], *, as_json: bool) -> "Engine | None":
-    """Under --json the job's engine, its children's output sent to standard error; else None: the job decides."""
+    """Return, under --json, the job's engine with its children's output on standard error; else None: the job
+    decides."""
     if not as_json:
         return None
     from torchlake.config.job import load_job
@@ -38,7 +39,7 @@ def engine_of_job(job: str | None, overrides: Sequence[str], *, as_json: bool) -
 
 
 def engine_settings(name: str | None, processes: int | None) -> list[str]:
-    """--engine and --processes as overrides of a job. Raises UsageError for an unknown engine."""
+    """Return --engine and --processes as overrides of a job. Raises UsageError for an unknown engine."""
     problem = None if name is None else plugins.explain_unknown("engines", name)
     if problem is not None:
         raise UsageError(f"--engine: {problem}")

@@ -1,6 +1,6 @@
 """Help texts with options in groups and lines that fit the terminal.
 
-Typer's plain help has no groups, truncates the commands' summaries and shows types instead of meanings; its rich help
+Typer's plain help has no groups, truncates the commands' summaries, and shows types instead of meanings; its rich help
 takes 0.1 s to load. Every argument and option has its own `metavar`.
 """
 
@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 WIDEST = 110
 NARROW = 60
-"Below this width descriptions are under the options, not beside them."
+"Below this width, descriptions are under the options, not beside them."
 
 
 class Command(TyperCommand):

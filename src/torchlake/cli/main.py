@@ -94,7 +94,7 @@ def _setting_hint(words: Sequence[str], option: str | None) -> str:
 
 
 def _value_after(words: Sequence[str], option: str) -> str:
-    """Return the value given to an option; VALUE if there is none."""
+    """Return the value that follows an option; VALUE if there is none."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word == option:
             return after if after and not after.startswith("--") else "VALUE"

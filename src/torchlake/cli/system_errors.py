@@ -25,9 +25,9 @@ REMEDIES = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENFILE: "Raise the limit of open files (ulimit -n).",
 }
-"By error number; never a fault in torchlake."
+"Remedies by error number; never a fault in torchlake."
 NAMED_PATH_REMEDIES = {
-    errno.ENOENT: "Look for a typing error, or for what removed it.",
+    errno.ENOENT: "Check the spelling, or whether the file was removed.",
     errno.ENOTDIR: "A part of this path is a file, not a folder.",
     errno.EISDIR: "A file is expected there: name another path.",
     errno.EEXIST: "A folder is expected there: name another path.",
@@ -35,7 +35,7 @@ NAMED_PATH_REMEDIES = {
     errno.ENODEV: "Name a file or folder.",
     errno.EINVAL: "Name a file or folder.",
 }
-"By error number; the user's error only at a path that the user named."
+"Remedies by error number; the user's error only at a path that the user named."
 SHOWN = 300
 "Characters of a path that a message shows."
 

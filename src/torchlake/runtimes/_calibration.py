@@ -42,10 +42,10 @@ LOUD_CHANNELS = 4
 MIN_ERROR_RATIO = 2.0
 "Channels stay in fp32 if that divides a layer's squared error by this factor."
 MAX_PLAIN_ERROR_RATIO = 1.5
-"Largest factor in squared error for skipping smoothing, which saves a pass over x."
+"The largest factor in squared error that is accepted for skipping smoothing, which saves a pass over x."
 SAMPLE_TOKENS = 512
 MARGIN = 4.0
-"Widening for unseen extremes: 130 calibration tokens widen every range by a third, 8,000 by a twentieth."
+"The widening for unseen extremes: 130 calibration tokens widen every range by a third, 8,000 by a twentieth."
 TOKENS_AT_ONCE = 512
 "Tokens of a calibration batch; all linear inputs are in memory, 130 MB for roberta-base."
 
@@ -59,7 +59,7 @@ class ActivationStats:
     high: np.ndarray
     "(I,)"
     sample: list[np.ndarray] = field(default_factory=list)
-    "(S, I) in total."
+    "The sample: (S, I) in total."
     tokens: int = 0
 
     def add(self, values: np.ndarray, sample: np.ndarray) -> None:
@@ -70,13 +70,13 @@ class ActivationStats:
             self.sample.append(sample[:SAMPLE_TOKENS])
 
     def widened(self) -> "ActivationStats":
-        """Return it with ranges widened for rows to come."""
+        """Return the same with ranges widened for unseen rows."""
         more = np.float32(1 + MARGIN / np.sqrt(self.tokens))
         return ActivationStats(self.low * more, self.high * more, self.sample, self.tokens)
 
 
 def empty_stats(channels: int) -> ActivationStats:
-    """Return the stats of no tokens."""
+    """Return the stats of zero tokens."""
     return ActivationStats(np.full(channels, np.inf, np.float32), np.full(channels, -np.inf, np.float32))
 
 
@@ -95,7 +95,7 @@ def check_rows(folder: Path, batches: Batches) -> None:
     """Raise UsageError if there are no calibration rows."""
     if not batches:
         raise UsageError(
-            f"{folder}: 8-bit ranges are found on rows like those to score, and there are none. Give some: "
+            f"{folder}: 8-bit ranges are computed from rows like those to score, and there are none. Pass some: "
             f"torchlake optimize {folder} --sample TABLE"
         )
 

@@ -1,4 +1,4 @@
-"""What the runtimes that compile a model share: refusals, and how to pad batches so that one graph serves all shapes.
+"""Common parts of the runtimes that compile a model: refusals, and padding so that one graph serves all shapes.
 
 Rows and lengths are dynamic, both at least 2 (the compiler specializes 0 and 1), and lengths are rounded up to a
 multiple of 8 for its vector code. So a process compiles only once.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 MULTIPLE = 8
-"Lengths are rounded up to a multiple of it."
+"Lengths are rounded up to a multiple of this."
 
 Compute = Callable[[dict[str, "torch.Tensor"]], "torch.Tensor"]
 
@@ -33,7 +33,7 @@ def refusal(folder: Path) -> str | None:
     config = atomic_io.read_json(folder / "config.json")
     classifies = any("ForSequenceClassification" in name for name in config.get("architectures") or ())
     if config.get("is_encoder_decoder") and classifies:
-        return "the compiler cannot follow how an encoder-decoder finds the end token that its answer is read at"
+        return "the compiler cannot trace how an encoder-decoder finds the end token whose state it reads"
     if find_spec("triton") is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler (g++ or clang++), and there is none on the PATH"
     return None
@@ -42,7 +42,8 @@ def refusal(folder: Path) -> str | None:
 def load_with_rows(folder: Path, spec: TaskSpec, *, name: str) -> tuple[Any, dict[str, np.ndarray]]:
     """Return the model in fp32 in main memory, and a batch of two rows to try it with.
 
-    `name` is the runtime's. Raises UsageError if padding changes the model's results, and as `models.load_model`.
+    `name` is the runtime's. Raises UsageError if padding changes the model's results, and the errors of
+    `models.load_model`.
     """
     from torchlake.models import probes
 
@@ -52,8 +53,8 @@ def load_with_rows(folder: Path, spec: TaskSpec, *, name: str) -> tuple[Any, dic
     assert rows is not None  # the tasks of these runtimes read texts
     if probes.padding_matters(model, task, rows, processor, spec):
         raise UsageError(
-            f"{folder}: padding changes what a model of type {model.config.model_type!r} answers, and the runtime "
-            f"{name!r} pads rows. Take 'eager', which computes rows of one length together."
+            f"{folder}: padding changes what a model of type {model.config.model_type!r} returns, but the runtime "
+            f"{name!r} pads rows. Use 'eager', which computes rows of one length together."
         )
     return model, task.checked_batch(rows.arrays, np.arange(len(rows)), processor, spec)
 
@@ -66,13 +67,13 @@ def outputs_of(model: Any, task: Any) -> Compute:
         outputs: torch.Tensor = task.outputs(model(**inputs))
         return outputs
 
-    # torch counts compilations, eight at most, by the function's code, and keeps the models of all of them.
+    # A new function for each model: torch allows eight compilations per code object, and keeps all their models.
     compute.__code__ = compute.__code__.replace()
     return compute
 
 
 def compile_outputs(model: Any, task: Any, **options: Any) -> Compute:
-    """Return `outputs_of` the model as one compiled graph; `options` are torch.compile's."""
+    """Return `outputs_of` the model as one compiled graph; `options` are those of torch.compile."""
     import torch
 
     compiled: Compute = torch.compile(outputs_of(model, task), fullgraph=True, dynamic=True, **options)
@@ -80,7 +81,7 @@ def compile_outputs(model: Any, task: Any, **options: Any) -> Compute:
 
 
 def make_forward(compute: Compute, model: Any, spec: TaskSpec, *, device: str) -> Forward:
-    """Return the forward pass that pads each batch to a shape of the graph and drops the rows that it added."""
+    """Return the forward pass that pads each batch to a shape of the graph, and drops the added rows."""
     import torch
 
     pad_id = model.config.pad_token_id or 0
@@ -105,7 +106,7 @@ def make_forward(compute: Compute, model: Any, spec: TaskSpec, *, device: str) -
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Ignore that torch's compiler imports deprecated parts of torch."""
+    """Ignore the warnings about deprecated parts of torch that its compiler imports."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
         yield

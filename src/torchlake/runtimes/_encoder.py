@@ -6,7 +6,7 @@
 These encoders (Vaswani et al. 2017, with the norm after each block; Devlin et al. 2018) consist of the same few
 products under different module names. With the plain tensors a runtime can skip padding, and in the last layer
 everything but the first token, if that is the only one that is read, as by classifiers (a twelfth of RoBERTa-base's
-work, a sixth of MiniLM's). What pools tokens is the task's own module.
+work, a sixth of MiniLM's). Tokens are pooled by the task's own module.
 
 In a batch sorted by length, rows of equal length are neighbors, so attention runs over them together without a mask;
 each further length in a batch costs one more call per layer.
@@ -32,15 +32,15 @@ ACTIVATIONS = ("gelu", "relu")
 ROBERTA_LIKE = ("camembert", "roberta", "xlm-roberta")
 MODEL_TYPES = ("bert", "distilbert", "electra", "mpnet", *ROBERTA_LIKE)
 OTHERS = {
-    "deberta": "its attention reads the distance of tokens, too",
-    "deberta-v2": "its attention reads the distance of tokens, too",
+    "deberta": "its attention also reads the distance of tokens",
+    "deberta-v2": "its attention also reads the distance of tokens",
     "modernbert": "its positions turn queries and keys, and most of its layers read neighbors only",
     "nomic_bert": "its positions turn queries and keys",
 }
-"Why other well-known encoders are not of this family."
+"Why other well-known encoders do not belong to this family."
 
 BODIES = {"camembert": "roberta", "xlm-roberta": "roberta"}
-"Prefix of the encoder's tensor names, if it is not the model type."
+"The prefix of the encoder's tensor names, if it is not the model type."
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ class Encoder:
     words: "torch.Tensor"
     "(vocabulary, H)"
     positions: "torch.Tensor"
-    "(positions, H), including the embedding of the first text of a pair."
+    "The position embeddings (positions, H), including the embedding of the first text of a pair."
     second: "torch.Tensor | None"
-    "(H,), added to tokens of the second text; None: the model has no token types."
+    "The vector (H,) added to tokens of the second text; None: the model has no token types."
     norm: Norm
     layers: tuple[Layer, ...]
     heads: int
@@ -131,17 +131,17 @@ class Encoder:
     padding_id: int | None
     "RoBERTa-like models count positions from this id; None: from 0."
     head: "torch.nn.Module"
-    "First tokens (B, H) -> logits (B, C); of an embedding model, pooled tokens (B, P) -> vectors (B, D) in fp32."
+    "First tokens (B, H) to logits (B, C); of an embedding model, pooled tokens (B, P) to vectors (B, D) in fp32."
     pools: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None" = None
-    "States (B, L, H) and mask (B, L) -> pooled tokens (B, P); None: the head gets first tokens."
+    "The pooling: states (B, L, H) and mask (B, L) -> pooled tokens (B, P); None: the head gets first tokens."
 
     embeds: bool = False
     distances: "torch.Tensor | None" = None
-    "(heads, positions, positions), added to the scores of attention, by the distance of two tokens (MPNet)."
+    "Numbers added to the scores of attention, by the distance of two tokens (MPNet): (heads, positions, positions)."
 
     @property
     def width(self) -> int:
-        """H."""
+        """The hidden width H."""
         return self.words.shape[1]
 
     def to(self, device: str, dtype: "torch.dtype") -> "Encoder":
@@ -171,24 +171,25 @@ def heads(folder: Path) -> int:
 
 
 def refusal(folder: Path) -> str | None:
-    """Return why the model is not of this family, or None."""
+    """Return why the model does not belong to this family, or None."""
     config = atomic_io.read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         why = f": {OTHERS[kind]}" if kind in OTHERS else ""
-        return f"it knows the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}{why}"
+        return f"it supports the encoders {', '.join(MODEL_TYPES)} only, and this is {kind!r}{why}"
     activation = config.get("hidden_act", config.get("activation", "gelu"))
     if activation not in ACTIVATIONS:
-        return f"it knows the activations {' and '.join(ACTIVATIONS)} only, and this model has {activation!r}"
+        return f"it supports the activations {' and '.join(ACTIVATIONS)} only, and this model has {activation!r}"
     if config.get("is_decoder") or config.get("position_embedding_type", "absolute") != "absolute":
-        return "it knows encoders with absolute positions only"
+        return "it supports encoders with absolute positions only"
     if kind == "electra" and config.get("embedding_size", 128) != config.get("hidden_size", 256):
-        return "it knows ELECTRA with embeddings as wide as its states only"
+        return "it supports ELECTRA only with embeddings as wide as its states"
     return None
 
 
 def read(folder: Path, spec: TaskSpec) -> Encoder:
-    """Load the classifier of a model folder as an `Encoder`, in fp32 in main memory. Raises as `models.load_model`.
+    """Load the classifier of a model folder as an `Encoder`, in fp32 in main memory. Raises the errors of
+    `models.load_model`.
 
     The tensors are read from the file by name, because importing transformers takes longer than everything else. The
     weights of queries, keys and values are concatenated and therefore copied; the others stay in a memory map that
@@ -231,7 +232,7 @@ def read(folder: Path, spec: TaskSpec) -> Encoder:
 
 
 def _distances(by_bucket: "torch.Tensor", positions: int) -> "torch.Tensor":
-    """Return (heads, positions, positions) of MPNet's numbers by bucket of distances, (buckets, heads)."""
+    """Expand MPNet's numbers by bucket of distances, (buckets, heads), to (heads, positions, positions)."""
     import torch
     from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
@@ -255,7 +256,7 @@ def _classifier(take: "_TensorReader", names: _Names, spec: TaskSpec, config: Ma
         head += [module] if head else [module, activation()]
     if len(linear.bias) != max(1, len(spec.labels)):
         raise DataError(
-            f"{take.folder}: the head has {len(linear.bias)} outputs, {TASK_FILE} names {len(spec.labels)} classes"
+            f"{take.folder}: the head has {len(linear.bias)} outputs, but {TASK_FILE} names {len(spec.labels)} classes"
         )
     return torch.nn.Sequential(*head)
 
@@ -273,7 +274,7 @@ class PackedRows:
 
     @property
     def starts(self) -> np.ndarray:
-        """(B,) int64: index of each row's first token."""
+        """The index of each row's first token, (B,) int64."""
         starts: np.ndarray = np.cumsum(self.lengths) - self.lengths
         return starts
 
@@ -296,7 +297,7 @@ def remove_padding(padding_id: int | None, input_ids: np.ndarray, attention_mask
 
 @dataclass(frozen=True, slots=True)
 class _TensorReader:
-    """Reads tensors by name; raises DataError for a missing one."""
+    """Reads tensors by name. Raises DataError for a missing one."""
 
     folder: Path
     tensors: "dict[str, torch.Tensor]"
@@ -304,8 +305,8 @@ class _TensorReader:
     def __call__(self, name: str) -> "torch.Tensor":
         if name not in self.tensors:
             raise DataError(
-                f"{self.folder}: the weights lack {name}. It is not a fine-tuned model of its kind: its answers would "
-                "be random. Fine-tune it first (torchlake train)."
+                f"{self.folder}: the weights lack {name}. This is not a fine-tuned model of its type: its answers "
+                "would be random. Fine-tune it first (torchlake train)."
             )
         return self.tensors[name].float()
 

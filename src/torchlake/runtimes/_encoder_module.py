@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 HIDDEN_KEY = -10_000.0
-"Added to the scores of padding: its exp is 0, and a row of only padding gives no NaN."
+"Added to the scores of padding: its exp is 0, and a row of only padding does not become NaN."
 
 
 def make_module(encoder: Encoder) -> "torch.nn.Module":

@@ -1,4 +1,4 @@
-"""What the exporting runtimes share: requirements, the export's folder, and versions."""
+"""Common parts of the exporting runtimes: requirements, the export's folder, and versions."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | No
             return f"the library {library!r} is not installed: pip install 'torchlake[{extra}]'"
     size = folders.weight_bytes(folder)
     if size > MAX_WEIGHT_BYTES:
-        return f"its weights take {size / 1e9:.1f} GB, and an ONNX file holds 2 GB: take 'varlen', or 'eager'"
+        return f"its weights take {size / 1e9:.1f} GB, but an ONNX file holds 2 GB: use 'varlen' or 'eager'"
     return None
 
 
@@ -28,7 +28,7 @@ def export_folder(folder: Path, name: str, *, calibrated: bool, task: str) -> Pa
     if export is None:
         why = ", calibrated on rows like those to score" if calibrated else ""
         raise UsageError(
-            f"{folder}: holds no export for the runtime {name!r} of these very weights. Make it{why}: "
+            f"{folder}: there is no export of these weights for the runtime {name!r}. Make one{why}: "
             f"torchlake optimize {folder} --sample TABLE"
         )
     return export
@@ -37,7 +37,7 @@ def export_folder(folder: Path, name: str, *, calibrated: bool, task: str) -> Pa
 def check_cpu(name: str, device: str) -> None:
     """Raise UsageError for a GPU."""
     if device != "cpu":
-        raise UsageError(f"The runtime {name!r} runs on CPUs only; on a GPU take 'varlen' or 'compiled'.")
+        raise UsageError(f"The runtime {name!r} runs on CPUs only; on a GPU use 'varlen' or 'compiled'.")
 
 
 def versions(*libraries: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ def generator(model: Any, folder: Path, options: GenerationOptions) -> Forward:
     """Return the Forward that answers prompts with `model`, loaded from `folder` and already on its device."""
     tokenizer = load_tokenizer(folder)
     ends, reads_apart = _ends(model, tokenizer), bool(model.config.is_encoder_decoder)
-    # Ignore the folder's generation_config.json (sampling, penalties): no job shows those settings.
+    # Ignore the folder's generation_config.json (sampling, penalties): no job file shows those settings.
     model.generation_config = GenerationConfig()
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,

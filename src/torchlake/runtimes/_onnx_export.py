@@ -29,11 +29,11 @@ OPSET = 18
 INPUTS = ("input_ids", "attention_mask")
 SHAPES = ((1, 1), (3, 1), (1, 9), (4, 6))
 OUTPUTS = {EMBEDS: "embedding"}
-"By task, the name of the output; else logits."
+"The name of the output, by task; else logits."
 AGREEMENT = 1e-3
-"Of outputs, as a share of the largest: far above rounding, far below the error of a wrong graph."
+"The tolerance of outputs, as a share of the largest: far above rounding, far below the error of a wrong graph."
 SMALL = 0.1
-"Outputs below are compared as if the largest were this; the numbers of a vector of length 1 are about this large."
+"The smallest value that counts as the largest output: the size of the numbers of a vector of length 1."
 
 
 def write(folder: Path, spec: TaskSpec, path: Path) -> None:
@@ -64,7 +64,7 @@ def write(folder: Path, spec: TaskSpec, path: Path) -> None:
     except Exception as error:
         words = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"
         raise UsageError(
-            f"{folder}: the architecture {model.config.model_type!r} cannot be exported to ONNX ({words}). Take "
+            f"{folder}: the architecture {model.config.model_type!r} cannot be exported to ONNX ({words}). Use "
             "another runtime; 'eager' runs every model."
         ) from error
 
@@ -91,8 +91,8 @@ def session(path: Path, *, device: str = "cpu") -> Any:
     provider = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
     if provider not in onnxruntime.get_available_providers():
         raise UsageError(
-            "The installed ONNX Runtime does not run on GPUs (pip install onnxruntime-gpu, in the place of "
-            "onnxruntime). On a GPU 'varlen' and 'compiled' are at hand."
+            "The installed ONNX Runtime does not run on GPUs (pip install onnxruntime-gpu, in place of "
+            "onnxruntime). On a GPU, 'varlen' and 'compiled' also work."
         )
     return onnxruntime.InferenceSession(str(path), options, providers=[provider])
 
@@ -109,7 +109,7 @@ def forward(path: Path, *, device: str = "cpu") -> Forward:
 
 
 def _module(folder: Path, spec: TaskSpec, task: Any, model: "torch.nn.Module") -> "torch.nn.Module":
-    """Return the module to export: for known encoders, only what is read of them."""
+    """Return the module to export: of known encoders, only the parts that are read."""
     import torch
 
     if _encoder.refusal(folder) is None:
@@ -141,8 +141,8 @@ def _check(task: Any, model: "torch.nn.Module", exported: Forward) -> None:
         difference = float(np.abs(exported(ids, mask) - expected).max())
         if not difference <= AGREEMENT * max(SMALL, float(np.abs(expected).max())):
             raise UsageError(
-                f"its ONNX graph gives other answers than the model: they differ by {difference:.3g} for a batch of "
-                f"{shape[0]} x {shape[1]} tokens. Take another runtime; 'eager' runs every model."
+                f"its ONNX graph returns other answers than the model: they differ by {difference:.3g} for a batch of "
+                f"{shape[0]} x {shape[1]} tokens. Use another runtime; 'eager' runs every model."
             )
 
 

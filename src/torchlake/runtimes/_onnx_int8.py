@@ -40,7 +40,7 @@ def write(folder: Path, spec: TaskSpec, batches: Batches, place: Path) -> None:
         del model.graph.value_info[:]
         layers = _linear_layers(model)
         if not layers:
-            raise UsageError(f"{folder}: its graph has no linear layers that could be put in 8 bits. Take 'onnx'.")
+            raise UsageError(f"{folder}: its graph has no linear layers to quantize to 8 bits. Use 'onnx'.")
         seen = _observe(model, list(layers), batches, Path(scratch) / "observed.onnx")
     _quantize(model, layers, seen)
     onnx.save(model, str(place / _onnx_export.GRAPH))
@@ -79,7 +79,8 @@ def _linear_layers(model: "onnx.ModelProto") -> dict[str, list["onnx.NodeProto"]
 
 
 def _biases(model: "onnx.ModelProto") -> dict[str, tuple["onnx.NodeProto", int, np.ndarray]]:
-    """Return, by output name, the Add that is its only user: the node, the place of its constant vector, the vector."""
+    """Return, by output name, the Add that is its only user: the node, the position of its constant vector, the
+    vector."""
     from onnx import numpy_helper
 
     # Equal biases are one constant with several names.

@@ -2,8 +2,8 @@
 
     ids, mask (B, L) -> tokens (1, T), positions -> the model, with `_attend` in place of its attention -> pooling
 
-For encoders that are no `Encoder` (`_encoder.py`) but take positions, and whose attention is an entry of transformers'
-table: ModernBERT, NomicBERT. Linear layers are the runtime's products, everything else is transformers'.
+For encoders that are not an `Encoder` (`_encoder.py`) but take positions, and whose attention is an entry of
+transformers' table: ModernBERT, NomicBERT. Linear layers are the runtime's products, everything else is transformers'.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ def refusal(folder: Path) -> str | None:
 
 
 def check_device(runtime: str, folder: Path, device: str) -> None:
-    """Raise UsageError on a GPU, for a model whose attention its kernel for rows of any length does not have."""
+    """Raise UsageError on a GPU, for a model whose attention the kernel for rows of any length does not support."""
     if device != "cpu":
         kind = atomic_io.read_json(folder / "config.json").get("model_type")
         raise UsageError(
-            f"The runtime {runtime!r} computes models of type {kind!r} on CPUs only; on a GPU take 'eager'."
+            f"The runtime {runtime!r} supports models of type {kind!r} on CPUs only; on a GPU use 'eager'."
         )
 
 
@@ -55,7 +55,8 @@ def make_forward(
     linear: Callable[[Linear], _ragged.Multiply],
     dtype: "torch.dtype | None" = None,
 ) -> Forward:
-    """Return the forward pass of an embedding model on CPUs; the encoder is in `dtype`. Raises as the task."""
+    """Return the forward pass of an embedding model on CPUs; the encoder is in `dtype`. Raises the errors of the
+    task."""
     import torch
     from transformers import AttentionInterface
 
@@ -97,9 +98,9 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> "tuple[torch.Tensor, None]":
-    """Attention within each row, as transformers calls it: all (1, heads, T, D); returns (1, T, heads, D).
+    """Compute attention within each row, as transformers calls it: all (1, heads, T, D); return (1, T, heads, D).
 
-    With a `sliding_window` tokens attend to those at a smaller distance.
+    With a `sliding_window`, tokens attend to those at a smaller distance.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """Which library multiplies fp32 matrices: torch's default, or oneDNN where that is known to be faster.
 
 torch uses MKL, which is limited to AVX2 on CPUs of other makers than Intel. On AMD's CPUs with AVX-512 oneDNN was
-measured at 1.07 to 2.2 times its speed, and it fuses what follows a product (the bias, GELU, the residual). The choice
-depends on the maker and is not timed, so that a retry makes the same one.
+measured at 1.07 to 2.2 times its speed, and it fuses the operations after a product (the bias, GELU, the residual). The
+choice depends on the maker and is not timed, so that a retry makes the same one.
 
 oneDNN compiles a kernel for each number of rows, in milliseconds, and keeps the last thousand, each with memory of the
 size of the weights. So x gets rows of zeros up to a multiple of `STEP`: a copy of x, but a few kernels in all.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchlake.runtimes._ragged import Multiply
 
 STEP = 32
-"Numbers of rows that a product is compiled for are multiples of it."
+"Products are compiled for multiples of this number of rows."
 
 
 @cache

@@ -94,7 +94,7 @@ def _split(qkv: Linear, width: int) -> tuple[Linear, Linear]:
 
 
 def pool(x: "torch.Tensor", rows: PackedRows, pools: Callable[..., "torch.Tensor"]) -> "torch.Tensor":
-    """Return (B, P) of states (T, H): rows of equal length together, which need no mask."""
+    """Return (B, P) of states (T, H): rows of equal length are pooled together, without a mask."""
     import torch
 
     found, at = [], 0
@@ -120,7 +120,8 @@ def _attend(
     first: bool,
     distances: "torch.Tensor | None",
 ) -> "torch.Tensor":
-    """Attention within each row: keys and values (T, heads, D); queries likewise, or first tokens' (B, heads, D).
+    """Compute attention within each row: keys and values (T, heads, D); queries likewise, or first tokens' (B, heads,
+    D).
 
     `distances` as in `Encoder`. Returns (T, H) or (B, H).
     """
@@ -159,7 +160,7 @@ def _mix_short(queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Ten
 def _attend_flash(
     queries: "torch.Tensor", keys: "torch.Tensor", values: "torch.Tensor", rows: PackedRows, *, first: bool
 ) -> "torch.Tensor":
-    """`_attend` on a GPU, by one kernel for rows of any length."""
+    """Compute `_attend` on a GPU, by one kernel for rows of any length."""
     import torch
     from torch.nn.attention.varlen import varlen_attn
 

@@ -7,7 +7,7 @@ By tensor parallelism if transformers has a plan for the model: this process is 
     ranks 1...N-1                 (a pipe)   +-> forward -+-> "done"
 
 Rank 0 is the process that the engine started; it alone reads rows, writes and answers the engine. The others are its
-children and get every batch from it, so for the engine, the commit and the log of attempts the group is one process.
+children and get every batch from it. So for the engine, the commit and the log of attempts the group is one process.
 
 If a rank dies, rank 0 exits at once, as if the batch had killed it: it is restarted with its followers, and the chunk
 is scored again. No rank waits for a lost one, because rank 0 watches processes, not collectives. An exception is passed
@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 
 _NO_CHILD: Any = None
 DISAGREE_S = 30.0
-"From the first rank's exception to that of the last."
+"The longest time from the first rank's exception to the last one's."
 LOAD_S = 3600.0
-"For a rank to wait for another one, which may read its weights from a slower disk."
+"The longest time that a rank waits for another one, which may read its weights from a slower disk."
 HOST = "127.0.0.1"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -65,14 +65,14 @@ def load_sharded(
 ) -> Forward:
     """Load a model over `number` GPUs or, where there are none ("cpu"), ranks.
 
-    By tensor parallelism if the model allows it, else layer by layer. Raises as `models.load_model`, and UsageError if
-    the model or this machine does not allow it.
+    By tensor parallelism if the model allows it, else layer by layer. Raises the errors of `models.load_model`, and
+    UsageError if the model or this machine does not allow it.
     """
     import torch
 
     if device == "cuda" and torch.cuda.device_count() < number:
         raise UsageError(
-            f"gpus_per_process={number}: this process sees {torch.cuda.device_count()} GPUs. Ask for fewer, or grant "
+            f"gpus_per_process={number}: this process sees {torch.cuda.device_count()} GPUs. Request fewer, or grant "
             "more to each process."
         )
     reason = tensor_parallel_refusal(models.load_config(folder), number)
@@ -112,7 +112,7 @@ class _Group:
             self._run = join()
 
     def forward(self, **batch: np.ndarray) -> np.ndarray:
-        """Run a batch on all ranks. Raises what all of them raised; exits if they differ."""
+        """Run a batch on all ranks. Raises the error that all of them raised; exits if they differ."""
         for follower in self._followers:
             follower.send(batch)
         error: Exception | None = None
@@ -157,7 +157,8 @@ class _Group:
 
 
 def make_follower(join: Callable[[], Forward]) -> Callable[[Batches], Iterator[str | None]]:
-    """Load this rank's part of the model; the worker runs batches and yields the kind of error, or None, of each."""
+    """Load this rank's part of the model; the worker runs batches, and yields for each the kind of its error, or
+    None."""
     run = join()
 
     def worker(batches: Batches) -> Iterator[str | None]:
@@ -199,7 +200,7 @@ def _load(
 
 
 def tensor_parallel(ranks: int) -> Mapping[str, Any]:
-    """Return what `load_model` passes to transformers to load the parts of this rank; needs a process group."""
+    """Return the arguments with which `load_model` lets transformers load this rank's parts; needs a process group."""
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError as error:
@@ -209,7 +210,7 @@ def tensor_parallel(ranks: int) -> Mapping[str, Any]:
 
 
 def layer_by_layer() -> Mapping[str, Any]:
-    """Return what `load_model` passes to transformers to place layers over the GPUs of this process.
+    """Return the arguments with which `load_model` lets transformers place layers over the GPUs of this process.
 
     Raises MissingExtra without accelerate, which moves activations from one GPU to the next.
     """
@@ -222,7 +223,8 @@ def layer_by_layer() -> Mapping[str, Any]:
 
 
 def check_on_gpus(model: "torch.nn.Module", folder: Path) -> None:
-    """Raise UsageError if a part is in main memory or, as "meta", on disk: accelerate places there what GPUs lack."""
+    """Raise UsageError if a part is in main memory or, as "meta", on disk, where accelerate places parts that do not
+    fit on GPUs."""
     if any(parameter.device.type != "cuda" for parameter in model.parameters()):
         raise UsageError(
             f"{folder}: the model does not fit into the memory of the process's GPUs: a part is in main memory or on "

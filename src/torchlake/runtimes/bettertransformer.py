@@ -25,16 +25,16 @@ TOKEN_TYPES = False
 
 
 def refusal(folder: Path) -> str | None:
-    """As `_encoder.refusal`; the fused operator also needs an even number of heads, and no numbers by distance."""
+    """Return why the model cannot run here, or None; the operator needs an even number of heads, and no distances."""
     if atomic_io.read_json(folder / "config.json").get("model_type") == "mpnet":
-        return "PyTorch's fused layer adds no numbers to the scores of attention, as 'mpnet' does"
+        return "PyTorch's fused layer cannot add numbers to the scores of attention, as 'mpnet' needs"
     return _encoder.refusal(folder) or (
-        "PyTorch's fused layer wants an even number of attention heads" if _encoder.heads(folder) % 2 else None
+        "PyTorch's fused layer needs an even number of attention heads" if _encoder.heads(folder) % 2 else None
     )
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the encoder into PyTorch's own layers. Raises as `models.load_model`."""
+    """Load the encoder into PyTorch's own layers. Raises the errors of `models.load_model`."""
     import torch
 
     encoder = _encoder.read(folder, spec)

@@ -26,18 +26,18 @@ TOKENS = 512
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
     if not hardware.supports_bf16():
-        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'int8'"
+        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): use 'varlen' or 'int8'"
     return _packed.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the encoder. Raises as `models.load_model`, and UsageError if it cannot run here."""
+    """Load the encoder. Raises the errors of `models.load_model`, and UsageError if it cannot run here."""
     import torch
 
     if device != "cpu":
-        raise UsageError("The runtime 'bf16' runs on CPUs only; on a GPU take 'varlen', which is in bf16 there.")
+        raise UsageError("The runtime 'bf16' runs on CPUs only; on a GPU use 'varlen', which is in bf16 there.")
     if not hardware.supports_bf16() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        reason = refusal(folder) or "this torch was built without oneDNN: take 'varlen'"
+        reason = refusal(folder) or "this torch was built without oneDNN: use 'varlen'"
         raise UsageError(f"The runtime 'bf16' cannot run {folder}: {reason}")
     if _packed.is_one(folder):
         return _packed.make_forward(folder, spec, linear=_linear, dtype=torch.bfloat16)

@@ -19,9 +19,9 @@ refusal = _compiler.refusal
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the model, to be compiled by its first batch.
+    """Load the model; its first batch compiles it.
 
-    Raises UsageError if padding changes the model's results, and as `models.load_model`.
+    Raises UsageError if padding changes the model's results, and the errors of `models.load_model`.
     """
     import torch
 

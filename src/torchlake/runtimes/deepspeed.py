@@ -26,33 +26,33 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = False
 
 KINDS = ("bert", "distilbert", "roberta")
-"Model types whose layers it can replace; it would silently keep others."
+"The model types whose layers DeepSpeed can replace; it would silently keep others."
 DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 AGREEMENT = 0.05
-"Of logits, relative to the largest; the error of fp16 is a tenth of it."
+"The tolerance of logits, relative to the largest; the error of fp16 is a tenth of it."
 
 
 def refusal(folder: Path) -> str | None:
-    """Return why the model cannot run here as far as is quickly known, or None."""
+    """Return why the model cannot run here, or None; quick checks only."""
     if find_spec("deepspeed") is None:
         return "the library 'deepspeed' is not installed: pip install 'torchlake[deepspeed]'"
     if not any(Path(device).exists() for device in DEVICES):
-        return "its kernels exist for CUDA only, and there is no GPU here: take 'int8', 'varlen' or 'openvino_int8'"
+        return "its kernels exist for CUDA only, and there is no GPU here: use 'int8', 'varlen' or 'openvino_int8'"
     kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
     if kind not in KINDS:
-        return f"it has kernels for {', '.join(KINDS)}, not for {kind!r}: take 'compiled', or 'eager'"
+        return f"it has kernels for {', '.join(KINDS)}, not for {kind!r}: use 'compiled' or 'eager'"
     return None
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load the model with DeepSpeed's layers.
 
-    Raises UsageError on a CPU, and if the kernels are unavailable or do not agree with the model; else as
+    Raises UsageError on a CPU, and if the kernels are unavailable or do not agree with the model; and the errors of
     `models.load_model`.
     """
     if device == "cpu":
         raise UsageError(
-            "The runtime 'deepspeed' has kernels for CUDA only. On a CPU take 'int8', 'openvino_int8' or 'onnx_int8' "
+            "The runtime 'deepspeed' has kernels for CUDA only. On a CPU use 'int8', 'openvino_int8' or 'onnx_int8' "
             "(8 bits), or 'varlen' (exact)."
         )
     import torch
@@ -69,12 +69,12 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     except Exception as error:
         raise UsageError(
             f"{folder}: DeepSpeed's kernels cannot be put into the model ({type(error).__name__}: {str(error)[:300]}). "
-            "On a GPU 'varlen' and 'compiled' are at hand."
+            "On a GPU, 'varlen' and 'compiled' also work."
         ) from error
     if not difference <= AGREEMENT:
         raise UsageError(
             f"{folder}: with DeepSpeed's kernels the logits differ by {difference:.1%}: they do not fit the installed "
-            "transformers. On a GPU 'varlen' and 'compiled' are at hand."
+            "transformers. On a GPU, 'varlen' and 'compiled' also work."
         )
     return forward
 
@@ -87,7 +87,7 @@ def _inject(model: Any, device: str) -> Forward:
     engine = deepspeed.init_inference(model, dtype=torch.float16, replace_with_kernel_inject=True)
     layers = [module for module in engine.module.modules() if hasattr(module, "allocate_workspace")]
     if not layers:
-        raise UsageError("it replaced no layer")
+        raise UsageError("it did not replace any layer")
     for layer in layers:
         layer.register_forward_hook(_first)
 

@@ -37,12 +37,12 @@ def refusal(folder: Path) -> str | None:
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the model on `device` ("cpu", "cuda"). Raises as `models.load_model`."""
+    """Load the model on `device` ("cpu", "cuda"). Raises the errors of `models.load_model`."""
     return forward_of(_loaded(folder, spec, device), folder, spec, device)
 
 
 def forward_of(model: Any, folder: Path, spec: TaskSpec, device: str) -> Forward:
-    """Return the Forward of a model loaded from `folder`; `device` is that of its inputs."""
+    """Return the Forward of a model loaded from `folder`; `device` is the one of its inputs."""
     # Imported here because the driver reads only this file's declarations.
     import torch
 
@@ -82,8 +82,8 @@ def _length_by_length(
 ) -> np.ndarray:
     """Return the outputs of a batch whose texts of equal lengths are computed together.
 
-    `lengths` are of texts (B,), or of several for each row (B, K), and `padded` the arrays that have a value for each
-    token. Outputs of tokens (B, L, ...) are 0 where a text has ended.
+    `lengths` are those of texts (B,), or of several per row (B, K); `padded` names the arrays that have a value for
+    each token. Outputs of tokens (B, L, ...) are 0 where a text has ended.
     """
     shape, flat = lengths.shape, lengths.ravel()
     texts = {

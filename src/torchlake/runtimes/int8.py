@@ -23,9 +23,9 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 
 LOWEST = {"gelu": 0.17, "relu": 0.0}
-"The negated minimum of an activation."
+"The negated minimum of each activation."
 SMALLEST_SCALE = 1e-30
-"For a token of zeros."
+"The smallest scale, for a token of zeros."
 
 
 def refusal(folder: Path) -> str | None:
@@ -34,17 +34,15 @@ def refusal(folder: Path) -> str | None:
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the encoder with int8 layers. Raises as `models.load_model`, and UsageError on a GPU."""
+    """Load the encoder with int8 layers. Raises the errors of `models.load_model`, and UsageError on a GPU."""
     import torch
 
     if device != "cpu":
-        raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU take 'varlen'.")
+        raise UsageError("The runtime 'int8' runs on CPUs only; on a GPU use 'varlen'.")
     if reason := hardware.int8_refusal():
         raise UsageError(f"The runtime 'int8' cannot run {folder}: {reason}")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
-        raise UsageError(
-            "The runtime 'int8' needs a torch that was built with oneDNN; this one was not. Take 'varlen'."
-        )
+        raise UsageError("The runtime 'int8' needs a torch that was built with oneDNN; this one was not. Use 'varlen'.")
     if _packed.is_one(folder):
         return _packed.make_forward(folder, spec, linear=_linear)
     encoder = _encoder.read(folder, spec)

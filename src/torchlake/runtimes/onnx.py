@@ -1,7 +1,7 @@
 """ONNX Runtime in fp32: the model is exported once to an ONNX graph in the model folder (`_onnx_export.py`).
 
 On CPUs it is about as fast as PyTorch; it is for users who have it in production, and for GPUs with its CUDA provider.
-`onnx_int8` is the fast one.
+`onnx_int8` is faster.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ refusal = partial(_exported.refusal, extra="onnx", libraries=("onnx", "onnxrunti
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Export the model into its folder. Raises UsageError if that fails, StorageError, and as `models.load_model`."""
+    """Export the model into its folder. Raises UsageError if that fails, StorageError, and the errors of
+    `models.load_model`."""
     with exports.making(
         folder, "onnx", rows=0, versions=_exported.versions("onnx", "onnxruntime"), task=spec.task
     ) as place:
@@ -31,6 +32,6 @@ def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the export on `device`. Raises UsageError without an export of these weights or such a device."""
+    """Load the export on `device`. Raises UsageError if there is no export of these weights, or no such device."""
     export = _exported.export_folder(folder, "onnx", calibrated=CALIBRATED, task=spec.task)
     return _onnx_export.forward(export / _onnx_export.GRAPH, device=device)

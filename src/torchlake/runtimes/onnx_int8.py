@@ -30,7 +30,7 @@ def refusal(folder: Path) -> str | None:
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Export the model, calibrated on `batches`, into its folder.
 
-    Raises UsageError without rows or if the export fails, StorageError, and as `models.load_model`.
+    Raises UsageError without rows or if the export fails, StorageError, and the errors of `models.load_model`.
     """
     rows, versions = _calibration.num_rows(batches), _exported.versions("onnx", "onnxruntime")
     with exports.making(folder, "onnx_int8", rows=rows, versions=versions, task=spec.task) as place:

@@ -1,6 +1,6 @@
 """OpenVINO on CPUs in fp32: the model is exported once to OpenVINO's two files in the model folder (`_openvino.py`).
 
-It is about as fast as PyTorch; `openvino_int8` is the fast one.
+It is about as fast as PyTorch; `openvino_int8` is faster.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "o
 
 
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Export the model into its folder. Raises UsageError if that fails, StorageError, and as `models.load_model`."""
+    """Export the model into its folder. Raises UsageError if that fails, StorageError, and the errors of
+    `models.load_model`."""
     with (
         exports.making(
             folder, "openvino", rows=0, versions=_exported.versions("openvino", "onnx"), task=spec.task

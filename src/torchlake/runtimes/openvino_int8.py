@@ -27,7 +27,7 @@ refusal = partial(_exported.refusal, extra="openvino", libraries=("openvino", "o
 def prepare(folder: Path, spec: TaskSpec, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Export the model, calibrated on `batches`, into its folder.
 
-    Raises UsageError without rows or if the export fails, StorageError, and as `models.load_model`.
+    Raises UsageError without rows or if the export fails, StorageError, and the errors of `models.load_model`.
     """
     rows, versions = _calibration.num_rows(batches), _exported.versions("openvino", "onnx", "onnxruntime")
     with (

@@ -18,7 +18,7 @@ refusal = _packed.refusal
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
-    """Load the encoder. Raises as `models.load_model`."""
+    """Load the encoder. Raises the errors of `models.load_model`."""
     import torch
 
     linear = _products.linear if device == "cpu" and _products.use_onednn() else _linear

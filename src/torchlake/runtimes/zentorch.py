@@ -1,9 +1,9 @@
 """The stock model in bf16, compiled by AMD's zentorch: any architecture that can be traced, on x86 CPUs with bf16.
 
 zentorch (https://github.com/amd/ZenDNN-pytorch-plugin) rearranges weights and stores them under their addresses in
-memory. Where weights are freed, or exist for one call only as under autocast, others get their addresses: it then
-multiplies by the old ones, without a warning. So this runtime empties that store before it compiles a model, never uses
-autocast, and compares the compiled model with the unchanged one before it returns any result.
+memory. Where weights are freed, or exist for one call only as under autocast, others may get their addresses, and
+zentorch then multiplies by the old ones without a warning. So this runtime empties that store before it compiles a
+model, never uses autocast, and compares the compiled model with the unchanged one before it returns any result.
 Cost: 15 to 40 s per process before the first row.
 """
 
@@ -29,10 +29,10 @@ never: dict[str, str] = {"text_generation": "it has no key-value cache"}
 TOKEN_TYPES = True
 
 AGREEMENT = 0.05
-"Of outputs, relative to the largest: several times the error of bf16, a small part of that of other weights."
-OTHERS = "Take 'bf16', 'varlen' or 'compiled'."
+"The tolerance of outputs, relative to the largest: several times bf16's error, a small part of other weights' error."
+OTHERS = "Use 'bf16', 'varlen' or 'compiled'."
 SMALLEST = {EMBEDS: 0.1}
-"By task, what the largest output counts as at least; else 1. The numbers of a vector of length 1 are about 0.1."
+"The smallest value that counts as the largest output, by task; else 1. A vector of length 1 has numbers of about 0.1."
 
 
 def refusal(folder: Path) -> str | None:
@@ -43,20 +43,21 @@ def refusal(folder: Path) -> str | None:
     except PackageNotFoundError:
         return f"the library 'zentorch' is not installed: pip install 'zentorch=={release}.*'"
     if found != release:
-        return f"zentorch {found} is made for torch {found}, and this is {release}: pip install 'zentorch=={release}.*'"
+        return f"zentorch {found} is made for torch {found}, but this is {release}: pip install 'zentorch=={release}.*'"
     if not hardware.supports_bf16():
-        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): take 'varlen' or 'compiled'"
+        return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): use 'varlen' or 'compiled'"
     return _compiler.refusal(folder)
 
 
 def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     """Load and compile the model.
 
-    Raises UsageError if its outputs are not those of the unchanged model, if padding changes them, on a GPU, and as
+    Raises UsageError on a GPU, if its outputs are not those of the unchanged model, or if padding changes them; and the
+    errors of
     `models.load_model`.
     """
     if device != "cpu":
-        raise UsageError("The runtime 'zentorch' runs on CPUs only; on a GPU take 'varlen' or 'compiled'.")
+        raise UsageError("The runtime 'zentorch' runs on CPUs only; on a GPU use 'varlen' or 'compiled'.")
     if (reason := refusal(folder)) is not None:
         raise UsageError(f"The runtime 'zentorch' cannot run {folder}: {reason}")
     import torch
@@ -80,7 +81,7 @@ def load(folder: Path, spec: TaskSpec, *, device: str) -> Forward:
     difference = float(np.abs(outputs - expected).max()) / largest
     if not difference <= AGREEMENT:
         raise UsageError(
-            f"{folder}: as zentorch compiles this model, its outputs differ by {difference:.1%} from those of the "
+            f"{folder}: compiled by zentorch, the model's outputs differ by {difference:.1%} from those of the "
             f"unchanged one. {OTHERS}"
         )
     return forward

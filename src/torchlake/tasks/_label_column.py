@@ -264,10 +264,9 @@ def _whole(words: dict[str, int]) -> dict[Any, int] | None:
 def _classes(seen: LabelCounts, problem: Problem, note: str | None = None) -> LabelColumn:
     labels = tuple(sorted(seen.counts))
     if len(labels) < (1 if problem == "multi_label" else 2):
-        shown = f"only {labels[0]!r}" if labels else "no label"
+        shown = f"only {labels[0]!r} in every row" if labels else "no label in any row"
         raise DataError(
-            f"the label column holds {shown} in every row, so there is nothing to learn. Training needs 2 or more "
-            "classes."
+            f"the label column holds {shown}, so there is nothing to learn. Training needs 2 or more classes."
         )
     return LabelColumn(
         problem=problem,

@@ -69,7 +69,7 @@ def test_what_was_found_can_be_encoded(values: list[str]) -> None:
         ([pa.nulls(3)], "empty, or null"),
         ([pa.array(["a", "a"])], "only 'a' in every row"),
         ([pa.array([1, 1])], "only 1 in every row"),
-        ([pa.array([[], []], pa.list_(pa.string()))], "holds no label in every row"),
+        ([pa.array([[], []], pa.list_(pa.string()))], "holds no label in any row"),
         ([pa.array([1]), pa.array(["a"])], "integers and strings"),
         ([pa.array(range(1001))], "distinct integers.*data.problem to regression"),
         ([pa.array(map(str, range(1001)))], "distinct integers"),

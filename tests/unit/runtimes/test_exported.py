@@ -98,7 +98,7 @@ def test_without_an_export_of_these_weights_the_remedy_is_said(name: str, export
     trained_again = copy_of(exported, tmp_path / "again")
     (trained_again / "manifest.json").unlink()
     (trained_again / "config.json").write_text((exported / "config.json").read_text() + "\n")
-    with pytest.raises(UsageError, match="of these very weights"):
+    with pytest.raises(UsageError, match="no export of these weights"):
         RUNTIMES[name].load(trained_again, spec, device="cpu")
 
 
