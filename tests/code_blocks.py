@@ -2,8 +2,8 @@
 
 yaml      written to the file that its first line names (`# job.yaml`), else checked as sections of a job
 python    run in one namespace per page, or written to the file that its first line names (`# train.py`)
-bash      `torchlake` commands run in this process, `pip install` is checked against what is installed, and any other
-          command runs in bash; `#` begins a comment
+bash      `torchlake` commands run in this process, `pip install` is checked against what is installed, `git clone` and
+          `make` against the repository, and any other command runs in bash; `#` begins a comment
 """
 
 import os
@@ -26,6 +26,7 @@ from torchlake.cli.main import main
 from torchlake.config.job import load_job
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LANGUAGES = ("bash", "python", "yaml")
 REQUIRED = {"data": {"train": "t.parquet"}, "model": {"base": "roberta-base"}}
 "The settings that a job needs; a block of YAML may leave them out."
@@ -115,6 +116,10 @@ def _run_line(line: str, words: list[str], where: str) -> None:
         assert main(words[1:]) == 0, where
     elif words[:2] == ["pip", "install"]:
         _check_requirements([word for word in words[2:] if not word.startswith("-")], where)
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), where
+    elif words[:2] == ["git", "clone"]:
+        assert words[2:] == [PROJECT["urls"]["Source"], "&&", "cd", "torchlake"], where
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         subprocess.run(["bash", "-euc", line], check=True, env={**os.environ, "PATH": path})
@@ -122,8 +127,10 @@ def _run_line(line: str, words: list[str], where: str) -> None:
 
 def _check_requirements(requirements: list[str], where: str) -> None:
     """Each is installed, or torchlake with extras that exist."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     for requirement in requirements:
+        if requirement == ".":
+            continue
         match = re.fullmatch(r"([\w.-]+)(?:\[([\w,-]+)\])?", requirement)
         assert match, where
         if match[1] == "torchlake":

@@ -28,8 +28,13 @@ Messages say what happened, where (file, row, key, rank), and what to do. `Torch
 of the Python API may catch the standard type.
 """
 
+import os
+import shlex
+import shutil
 import signal
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 
 class TorchlakeError(ValueError):
@@ -152,6 +157,21 @@ class StopAsked(Interrupted):
 
 class MoreRoom(Interrupted):
     """More ranks can run: the ranks saved and stopped, and `train` starts again with more of them."""
+
+
+def pip_install(*requirements: str) -> str:
+    """Return the command that installs `requirements` where torchlake runs, for messages.
+
+    An extra, as in "torchlake[spark]", adds its libraries to the torchlake that is installed, from a clone too. It is
+    "pip install ..." if the shell's pip belongs to this Python; otherwise the command names this Python.
+    """
+    if find_spec("pip") is None:
+        command = f"uv pip install --python {shlex.quote(sys.executable)}"
+    elif os.path.dirname(shutil.which("pip") or "") == os.path.dirname(sys.executable):
+        command = "pip install"
+    else:
+        command = f"{shlex.quote(sys.executable)} -m pip install"
+    return " ".join([command, *map(shlex.quote, requirements)])
 
 
 _OUT_OF_MEMORY = (

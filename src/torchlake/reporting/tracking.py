@@ -21,7 +21,7 @@ from torchlake import atomic_io
 from torchlake.config.job import Job, flat
 from torchlake.config.redaction import redacted
 from torchlake.config.sections.track import TrackConfig
-from torchlake.errors import Interrupted, MissingExtra, UsageError
+from torchlake.errors import Interrupted, MissingExtra, UsageError, pip_install
 from torchlake.models import folders
 from torchlake.runs import metrics_log
 from torchlake.runs.follow import follow_metrics
@@ -48,7 +48,7 @@ def check(track: TrackConfig) -> None:
         if wanted and find_spec(library) is None:
             raise MissingExtra(
                 f"track.{library} needs the library {library!r}, which is not installed: "
-                f"pip install 'torchlake[{library}]'"
+                f"{pip_install(f'torchlake[{library}]')}"
             )
     if track.wandb is not None and os.environ.get("WANDB_MODE", "online") == "online":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -4,7 +4,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchlake.errors import UsageError
+from torchlake.errors import UsageError, pip_install
 from torchlake.models import exports, folders
 
 MAX_WEIGHT_BYTES = 2_000_000_000
@@ -15,7 +15,7 @@ def refusal(folder: Path, *, extra: str, libraries: tuple[str, ...]) -> str | No
     """Return why the model cannot be exported with the installed libraries, or None."""
     for library in libraries:
         if find_spec(library) is None:
-            return f"the library {library!r} is not installed: pip install 'torchlake[{extra}]'"
+            return f"the library {library!r} is not installed: {pip_install(f'torchlake[{extra}]')}"
     size = folders.weight_bytes(folder)
     if size > MAX_WEIGHT_BYTES:
         return f"its weights take {size / 1e9:.1f} GB, but an ONNX file holds 2 GB: use 'varlen' or 'eager'"

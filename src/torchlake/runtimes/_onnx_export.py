@@ -15,7 +15,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import UsageError
+from torchlake.errors import UsageError, pip_install
 from torchlake.models import exports
 from torchlake.models.load import EMBEDS
 from torchlake.processes import hardware
@@ -91,7 +91,7 @@ def session(path: Path, *, device: str = "cpu") -> Any:
     provider = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
     if provider not in onnxruntime.get_available_providers():
         raise UsageError(
-            "The installed ONNX Runtime does not run on GPUs (pip install onnxruntime-gpu, in place of "
+            f"The installed ONNX Runtime does not run on GPUs ({pip_install('onnxruntime-gpu')}, in place of "
             "onnxruntime). On a GPU, 'varlen' and 'compiled' also work."
         )
     return onnxruntime.InferenceSession(str(path), options, providers=[provider])

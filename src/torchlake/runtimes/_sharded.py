@@ -34,7 +34,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
 from torchlake.distributed import process_group
-from torchlake.errors import MissingExtra, UsageError
+from torchlake.errors import MissingExtra, UsageError, pip_install
 from torchlake.failpoints import failpoint
 from torchlake.models import load as models
 from torchlake.models.config import tensor_parallel_refusal
@@ -204,7 +204,9 @@ def tensor_parallel(ranks: int) -> Mapping[str, Any]:
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError as error:
-        raise MissingExtra("Tensor parallelism needs a newer transformers: pip install 'torchlake[large]'") from error
+        raise MissingExtra(
+            f"Tensor parallelism needs a newer transformers: {pip_install('torchlake[large]')}"
+        ) from error
 
     return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
 
@@ -217,7 +219,7 @@ def layer_by_layer() -> Mapping[str, Any]:
     if find_spec("accelerate") is None:
         raise MissingExtra(
             "Placing layers over several GPUs needs the library 'accelerate', which is not installed: "
-            "pip install 'torchlake[large]'"
+            f"{pip_install('torchlake[large]')}"
         )
     return {"device_map": "balanced"}
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import UsageError
+from torchlake.errors import UsageError, pip_install
 from torchlake.runtimes import Forward
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ AGREEMENT = 0.05
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None; quick checks only."""
     if find_spec("deepspeed") is None:
-        return "the library 'deepspeed' is not installed: pip install 'torchlake[deepspeed]'"
+        return f"the library 'deepspeed' is not installed: {pip_install('torchlake[deepspeed]')}"
     if not any(Path(device).exists() for device in DEVICES):
         return "its kernels exist for CUDA only, and there is no GPU here: use 'int8', 'varlen' or 'openvino_int8'"
     kind = json.loads((folder / "config.json").read_bytes()).get("model_type")

@@ -15,7 +15,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
-from torchlake.errors import UsageError
+from torchlake.errors import UsageError, pip_install
 from torchlake.models.load import EMBEDS
 from torchlake.processes import hardware
 from torchlake.runtimes import Forward, _compiler
@@ -38,12 +38,13 @@ SMALLEST = {EMBEDS: 0.1}
 def refusal(folder: Path) -> str | None:
     """Return why the model cannot run here, or None."""
     release = ".".join(version("torch").split(".")[:2])
+    install = pip_install(f"zentorch=={release}.*")
     try:
         found = ".".join(version("zentorch").split(".")[:2])
     except PackageNotFoundError:
-        return f"the library 'zentorch' is not installed: pip install 'zentorch=={release}.*'"
+        return f"the library 'zentorch' is not installed: {install}"
     if found != release:
-        return f"zentorch {found} is made for torch {found}, but this is {release}: pip install 'zentorch=={release}.*'"
+        return f"zentorch {found} is made for torch {found}, but this is {release}: {install}"
     if not hardware.supports_bf16():
         return "this CPU has no product of bf16 numbers (AVX512-BF16 or AMX): use 'varlen' or 'compiled'"
     return _compiler.refusal(folder)

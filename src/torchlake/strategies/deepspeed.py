@@ -31,7 +31,7 @@ from torchlake.checkpoints.format import OPTIMIZER
 from torchlake.checkpoints.shards import Pieces, Shards
 from torchlake.config.sections.train import TrainConfig
 from torchlake.distributed import Group
-from torchlake.errors import ConfigError, DataError
+from torchlake.errors import ConfigError, DataError, pip_install
 from torchlake.optim.precision import find_precision
 from torchlake.strategies import _deepspeed_config, _native, _weights
 
@@ -50,7 +50,7 @@ def refusal(train: TrainConfig) -> str | None:
     """Return why it cannot run here. Raises DataError and ConfigError for a DeepSpeed file that does not fit the
     job."""
     if find_spec("deepspeed") is None:
-        return "the library 'deepspeed' is not installed: pip install 'torchlake[deepspeed]'"
+        return f"the library 'deepspeed' is not installed: {pip_install('torchlake[deepspeed]')}"
     if not torch.cuda.is_available():
         for name in ("offload_optimizer", "offload_parameters"):
             if getattr(train.deepspeed, name):

@@ -19,7 +19,7 @@ import pyarrow as pa
 from torchlake.config.redaction import redacted
 from torchlake.data.batching import Ragged, offsets_of
 from torchlake.data.features import from_arrow
-from torchlake.errors import MissingExtra, TableError, Unavailable
+from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
 from torchlake.tables.storage.access import read_range
 from torchlake.tables.storage.urls import check_url, is_url
 
@@ -144,7 +144,7 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise MissingExtra("images need the library 'pillow': pip install 'torchlake[images]'") from None
+        raise MissingExtra(f"images need the library 'pillow': {pip_install('torchlake[images]')}") from None
     return Image.open, ImageOps.exif_transpose
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torchlake.errors import DataError, MissingExtra
+from torchlake.errors import DataError, MissingExtra, pip_install
 
 OUTSIDE = "O"
 BEGINS, ENDS = "BSU", "ESLU"
@@ -101,7 +101,7 @@ def agreement(true: Sequence[Sequence[Span]], found: Sequence[Sequence[Span]]) -
         from nervaluate.entities import Entity
         from nervaluate.strategies import StrictEvaluation
     except ImportError:
-        raise MissingExtra("the metrics of spans need 'nervaluate': pip install 'torchlake[tokens]'") from None
+        raise MissingExtra(f"the metrics of spans need 'nervaluate': {pip_install('torchlake[tokens]')}") from None
     strict, right, wanted, given = StrictEvaluation(), 0, 0, 0
     for one, other in zip(true, found, strict=True):
         labels = sorted({label for _, _, label in (*one, *other)})

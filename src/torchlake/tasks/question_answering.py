@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from torchlake.config.task_spec import LabelColumn, Problem, TaskSpec
 from torchlake.data.features import INPUT_IDS, Array, Features
-from torchlake.errors import DataError, MissingExtra
+from torchlake.errors import DataError, MissingExtra, pip_install
 from torchlake.loss import UNWEIGHTED, Objective
 from torchlake.tasks import TEXT, TOKEN_TYPES, ColumnOptions, Inputs, _windows
 from torchlake.tasks._windows import PLACES, SOURCE, WindowedTask, ragged, stored_texts, texts_of, without_texts
@@ -234,7 +234,7 @@ class QuestionAnswering(WindowedTask):
         try:
             from torchmetrics.functional.text import squad
         except ImportError:
-            raise MissingExtra("SQuAD's metrics need 'torchmetrics': pip install 'torchlake[answers]'") from None
+            raise MissingExtra(f"SQuAD's metrics need 'torchmetrics': {pip_install('torchlake[answers]')}") from None
         given: list[Any] = [
             {"id": str(row), "prediction_text": answer or ""} for row, answer in enumerate(scored["answer"].to_pylist())
         ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from torchlake.errors import MissingExtra
+from torchlake.errors import MissingExtra, pip_install
 from torchlake.runs import metrics_log
 from torchlake.tuning.search_space import Range, Space
 
@@ -63,7 +63,7 @@ def load_optuna() -> ModuleType:
         import optuna
     except ModuleNotFoundError as error:
         raise MissingExtra(
-            f"tune needs the library {error.name!r}, which is not installed: pip install 'torchlake[tune]'"
+            f"tune needs the library {error.name!r}, which is not installed: {pip_install('torchlake[tune]')}"
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

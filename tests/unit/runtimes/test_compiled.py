@@ -14,7 +14,7 @@ import torch
 
 import tiny
 from torchlake import plugins
-from torchlake.errors import UsageError
+from torchlake.errors import UsageError, pip_install
 from torchlake.models import load
 from torchlake.processes import hardware
 from torchlake.runtimes import _compiler, compiled, eager, zentorch
@@ -109,11 +109,13 @@ def test_zentorch_says_what_is_missing(tiny_model: Path, monkeypatch: pytest.Mon
         return versions[name]
 
     monkeypatch.setattr(zentorch, "version", version)
-    assert "not installed: pip install 'zentorch==2.13.*'" in (zentorch.refusal(tiny_model) or "")
+    assert f"not installed: {pip_install('zentorch==2.13.*')}" in (zentorch.refusal(tiny_model) or "")
     with pytest.raises(UsageError, match="the library 'zentorch' is not installed"):
         zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")
     versions["zentorch"] = "2.14.0.1"
-    assert "is made for torch 2.14, and this is 2.13: pip install 'zentorch==2.13.*'" in zentorch.refusal(tiny_model)
+    assert f"is made for torch 2.14, but this is 2.13: {pip_install('zentorch==2.13.*')}" in zentorch.refusal(
+        tiny_model
+    )
     monkeypatch.setattr(zentorch, "version", lambda name: "2.13.0")
     monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2"}))
     assert "no product of bf16" in (zentorch.refusal(tiny_model) or "")

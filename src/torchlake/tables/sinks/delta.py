@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from torchlake.errors import MissingExtra, OutputError, UsageError
+from torchlake.errors import MissingExtra, OutputError, UsageError, pip_install
 from torchlake.tables.output.grouping import partition_text
 from torchlake.tables.output.parts import Part, PartFolder
 from torchlake.tables.sinks._interface import Change, CommitUnknown, Conflict, SinkOptions
@@ -268,7 +268,7 @@ def open_target(output: str, options: SinkOptions) -> DeltaTarget:
     except ImportError as error:
         raise MissingExtra(
             f"{output}: a Delta table needs the library 'deltalake', which is not installed: "
-            "pip install 'torchlake[delta]'"
+            f"{pip_install('torchlake[delta]')}"
         ) from error
     text = local_path(os.fspath(output))
     if source.VERSION.fullmatch(text) and source.recognizes(text):

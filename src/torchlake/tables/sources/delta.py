@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchlake.errors import MissingExtra, TableError, Unavailable
+from torchlake.errors import MissingExtra, TableError, Unavailable, pip_install
 from torchlake.tables.selection.bounds import UNKNOWN, Bounds
 from torchlake.tables.sources._delta_changes import LOG, added_files, changed_rows
 from torchlake.tables.sources._interface import ChangedRows, Followed, SourceFile, SourceTable, View
@@ -186,7 +186,7 @@ def _load(found: DeltaPath) -> Any:
     except ImportError as error:
         raise MissingExtra(
             f"{found.table}: a Delta table needs the library 'deltalake', which is not installed: "
-            "pip install 'torchlake[delta]'"
+            f"{pip_install('torchlake[delta]')}"
         ) from error
     try:
         return DeltaTable(found.table, version=found.version, storage_options=object_store_options(found.table))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torchlake.config.redaction import redacted
-from torchlake.errors import MissingExtra, TableError, TorchlakeError
+from torchlake.errors import MissingExtra, TableError, TorchlakeError, pip_install
 from torchlake.tables.storage.urls import is_url, s3_address
 
 _NAME = re.compile(r"iceberg:(?P<catalog>[^@./]+)\.(?P<table>[^@]+)(?:@(?P<ref>.+))?")
@@ -117,7 +117,7 @@ def _check_installed(name: TableName) -> None:
     except ImportError as error:
         raise MissingExtra(
             f"{name.shown}: an Iceberg table needs the library 'pyiceberg', which is not installed: "
-            "pip install 'torchlake[iceberg]'"
+            f"{pip_install('torchlake[iceberg]')}"
         ) from error
 
 

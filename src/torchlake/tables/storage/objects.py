@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torchlake.config.redaction import redacted
-from torchlake.errors import AccessError, MissingExtra, StorageError
+from torchlake.errors import AccessError, MissingExtra, StorageError, pip_install
 from torchlake.failpoints import failpoint
 from torchlake.tables.storage.urls import EXTRAS, check_url, credentials_of, is_url, object_store_options
 
@@ -226,7 +226,7 @@ def _opened(protocol: str, bucket: str, options: tuple[tuple[str, str], ...]) ->
         extra = EXTRAS.get(protocol, ("", "s3"))[1]
         raise MissingExtra(
             f"{protocol}:// outputs need the library 'obstore', which is not installed: "
-            f"pip install 'torchlake[{extra}]'"
+            f"{pip_install(f'torchlake[{extra}]')}"
         ) from error
     config: Any = dict(options)
     retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}

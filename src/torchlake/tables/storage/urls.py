@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from torchlake.config.redaction import redacted
-from torchlake.errors import MissingExtra, TableError
+from torchlake.errors import MissingExtra, TableError, pip_install
 
 STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hdfs", "memory")
 """Protocols of storages with files and access control. Excluded: plain http, also as webhdfs, protocols with a password
@@ -56,7 +56,7 @@ def missing_library(url: str, error: ImportError) -> str:
     if protocol not in EXTRAS:
         return str(error)
     library, extra = EXTRAS[protocol]
-    return f"{protocol}:// needs the library {library!r}, which is not installed: pip install 'torchlake[{extra}]'"
+    return f"{protocol}:// needs the library {library!r}, which is not installed: {pip_install(f'torchlake[{extra}]')}"
 
 
 def credentials_of(url: str) -> str:

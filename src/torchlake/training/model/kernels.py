@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import masking_utils
 
 from torchlake.config.sections.train import TrainConfig
-from torchlake.errors import ConfigError, UsageError
+from torchlake.errors import ConfigError, UsageError, pip_install
 from torchlake.models import probes
 from torchlake.optim.parameters import layers
 from torchlake.optim.precision import find_precision
@@ -137,7 +137,7 @@ def _refusal(model: Any, attention: str, device: torch.device, dtype: torch.dtyp
         return "it computes in 16 bits only; set train.precision to bf16"
     # Without this check transformers would download a kernel.
     if attention == "flash" and not is_flash_attn_2_available():
-        return "the library flash-attn is not installed (pip install flash-attn)"
+        return f"the library flash-attn is not installed ({pip_install('flash-attn')})"
     if attention == "flex" and _attention_dropout(model.config) > 0:
         return "it has no dropout, and the model's configuration has dropout of the attention"
     return None

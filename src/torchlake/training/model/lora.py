@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake.config.sections.strategies import LoraOptions
-from torchlake.errors import ConfigError, MissingExtra
+from torchlake.errors import ConfigError, MissingExtra, pip_install
 from torchlake.optim.parameters import head_modules, layers
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ ADAPTER = "adapter"
 def check_installed() -> None:
     """Raise MissingExtra with the pip command if peft is not installed."""
     if find_spec("peft") is None:
-        raise MissingExtra("model.lora needs the library 'peft', which is not installed: pip install 'torchlake[lora]'")
+        raise MissingExtra(
+            f"model.lora needs the library 'peft', which is not installed: {pip_install('torchlake[lora]')}"
+        )
 
 
 def add_adapters(model: "nn.Module", options: LoraOptions) -> "nn.Module":

