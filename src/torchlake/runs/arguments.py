@@ -138,7 +138,7 @@ class TrainSection(TypedDict, total=False):
     checkpoint_every: str
     checkpoint_in_background: bool
     checkpoint_folder: str | Path | None
-    keep_checkpoints: int
+    keep_checkpoints: int | None
     validate_every: str
     metric: str | None
     patience: int | None

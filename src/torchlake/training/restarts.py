@@ -92,6 +92,9 @@ def run_with_restarts(
                     name=f"train {run.name}",
                     stop_file=str(run / folder.INTERRUPTED),
                 )
+            if settings["job"].train.keep_checkpoints is None:
+                location.check_owner(store, launch)
+                format.prune(store, 1)  # a longer run continues from it
             return {**summary, "steps": summary["total_steps"] - first, "world_size": number}
         # Neither this nor OutOfMemory counts as a failure: both start again with other settings. Halving ends at one
         # row, with a UsageError.

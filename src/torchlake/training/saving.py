@@ -35,6 +35,8 @@ from torchlake.training.state import TrainProgress, TrainState
 log = logging.getLogger(__name__)
 
 LOSS = "loss"
+KEPT_WHILE_TRAINING = 2
+"Checkpoints that are kept by default: where the newest is damaged, the one before it is used."
 
 
 def save(
@@ -49,7 +51,7 @@ def save(
         format.step_draft(checkpoints(settings), progress.step, **_writer_fields(settings, state)),
         {format.MODEL: state.model_shard(), format.OPTIMIZER: state.optimizer_shard()},
         background=settings.job.train.checkpoint_in_background,
-        keep=settings.job.train.keep_checkpoints,
+        keep=settings.job.train.keep_checkpoints or KEPT_WHILE_TRAINING,
         state={
             "step": progress.step,
             "epoch": epoch,

@@ -47,6 +47,30 @@ def test_more_epochs_continue_a_finished_run(tmp_path: Path, tiny_bert: Path, sc
     assert validations == [9, 18]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="better"),
+        pytest.param({"learning_rate": 1e-9}, id="not better"),  # the best model stays that of the shorter run
+        pytest.param({"ema": 0.9}, id="averaged", marks=pytest.mark.slow),
+    ],
+)
+def test_a_finished_run_keeps_what_a_longer_one_needs(
+    tmp_path: Path, tiny_bert: Path, options: dict[str, Any]
+) -> None:
+    """One checkpoint and one best model: the longer run has the same bytes as one that was that long at once."""
+    sections = runs.job(tmp_path, tiny_bert, epochs=2, schedule="constant", **options)
+    more = {**sections, "train": {**sections["train"], "epochs": 3}}
+    runs.succeed(tmp_path / "run", sections)
+    assert runs.checkpoints(tmp_path / "run") == ["step_00000018"]
+    assert len(list((tmp_path / "run" / "checkpoints" / "best").iterdir())) == 1
+    assert runs.succeed(tmp_path / "run", more).steps == 9
+    runs.succeed(tmp_path / "whole", more, overrides=("train.keep_checkpoints=2",))
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
+    assert runs.weights_sha256(tmp_path / "run") == runs.weights_sha256(tmp_path / "whole")
+    assert len(runs.checkpoints(tmp_path / "whole")) == 2
+
+
 def test_more_steps_continue_a_run_and_fewer_are_another_job(tmp_path: Path, tiny_bert: Path) -> None:
     sections = runs.job(tmp_path, tiny_bert, epochs=2, max_steps=5)
     runs.succeed(tmp_path / "run", sections)

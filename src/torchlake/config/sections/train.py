@@ -123,8 +123,8 @@ class TrainConfig(BaseModel):
     """Continue training while a checkpoint is written; needs main memory for a copy of it."""
     checkpoint_folder: Name | None = None
     """Where checkpoints are kept: a folder or URL such as s3://bucket/reviews, one per run; null: the run folder."""
-    keep_checkpoints: Int = Field(default=2, ge=1)
-    """Number of checkpoints to keep."""
+    keep_checkpoints: Int | None = Field(default=None, ge=1)
+    """Number of checkpoints to keep. null: two while the run trains, and the last one when it has finished."""
     validate_every: Interval = Field(default="epoch", validate_default=True)
     """Interval between validations: "epoch" or "200steps"."""
     metric: Name | None = None
