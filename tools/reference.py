@@ -14,6 +14,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,15 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:
-        yield f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in row)} |"
+        yield f"| {' | '.join(_cell(text) for text in row)} |"
+
+
+def _cell(text: str) -> str:
+    r"""The text of a cell. A bar is written as `&#124;`: the site shows the backslash of `\|` in code."""
+    code = re.sub(
+        r"`([^`]*\|[^`]*)`", lambda found: f"<code>{escape(found[1], quote=False)}</code>", " ".join(text.split())
+    )
+    return code.replace("|", "&#124;")
 
 
 def described(found: set[str], given: Mapping[str, str], what: str) -> list[tuple[str, str]]:
