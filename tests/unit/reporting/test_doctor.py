@@ -77,7 +77,7 @@ def test_little_disk_and_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(diagnosing, "LOW_MEMORY_BYTES", 2**62)
     problems = doctor().problems
     assert any("of memory are free" in problem for problem in problems)
-    assert sum("Make room" in problem for problem in problems) == 2
+    assert sum("Free some space" in problem for problem in problems) == 2
 
 
 def test_no_java_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
