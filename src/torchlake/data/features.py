@@ -29,7 +29,7 @@ class Features:
     """The model inputs of N rows."""
 
     arrays: Mapping[str, Array]
-    "By the input's name; each has N rows, or none if every row has an error."
+    "Arrays by the input's name; each has N rows, or none if every row has an error."
     lengths: np.ndarray
     "(N,) int64, what a row costs in a batch: the number of its tokens, or its equivalent."
     cut: np.ndarray

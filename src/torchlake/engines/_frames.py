@@ -53,7 +53,7 @@ def cached_worker(payload: bytes, gpus: Sequence[str] | None = None, driver: Dri
 def map_batches(
     payload: bytes, batches: Iterable[pa.RecordBatch], gpus: Sequence[str] | None, driver: Driver
 ) -> Iterator[pa.RecordBatch]:
-    """Apply the worker to each batch; makes no worker if there are no batches."""
+    """Apply the worker to each batch; make no worker if there are no batches."""
     for batch in batches:
         yield from cached_worker(payload, gpus, driver)(pa.Table.from_batches([batch])).to_batches()
 

@@ -31,7 +31,7 @@ class ProcessResources:
     cpus: float = 1.0
     gpus: float = 0.0
     memory: int | None = None
-    "In bytes; None: not counted."
+    "Bytes of memory; None: not counted."
     resources: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -79,7 +79,8 @@ class Local(Engine):
         name: str = "launch",
         stop_file: str | None = None,
     ) -> Any:
-        # Without assignment, ranks see the same devices as this process, and LOCAL_RANK is the index of their own.
+        # Without assignment, ranks see the same devices as this process, and LOCAL_RANK is the index of each rank's
+        # device.
         gpus_per_process = gpus_per_process or 0
         number = self.num_ranks(processes, gpus_per_process)
         devices = assign_gpus(number, gpus_per_process)

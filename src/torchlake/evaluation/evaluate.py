@@ -303,7 +303,7 @@ def _measure_classes(
 def _measure_task(
     task: Any, predictions: pa.Table, labels: pa.Array, spec: TaskSpec
 ) -> tuple[dict[str, Metric], np.ndarray | None, int]:
-    """Return the same of a task with metrics of its own."""
+    """Return the same for a task that computes its own metrics."""
 
     def estimate(rows: np.ndarray) -> dict[str, float]:
         places = pa.array(rows)

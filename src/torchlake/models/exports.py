@@ -31,8 +31,8 @@ CLASSIFIES = "text_classification"
 
 
 def current(folder: Path, name: str, task: str = CLASSIFIES) -> Path | None:
-    """Return the folder of the runtime's export of the model in `folder`; None if there is none of these weights, this
-    task and this format.
+    """Return the folder of the runtime's export of the model in `folder`; None if there is no export of these weights,
+    this task and this format.
 
     Cost: one read of its files.
     """

@@ -56,7 +56,7 @@ DECIDING_FILES = (
 def model_folder(model: str | Path) -> Path:
     """Return the folder of a local model, of a run's model, or of a hub model's snapshot (downloaded if not cached).
 
-    Raises DataError if there is no such model here and on the hub, or if the run has no model yet.
+    Raises DataError if there is no such model here or on the hub, or if the run has no model yet.
     """
     folder = Path(local_path(os.fspath(model))).expanduser()
     if _is_folder(folder):

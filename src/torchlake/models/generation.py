@@ -34,7 +34,7 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     "Strings that end the text; it is cut before the first of them."
     seed: int = 0
-    "With the row's text, determines the sampled tokens."
+    "The seed that, with the row's text, determines the sampled tokens."
     chat: bool = False
     "Whether rows are conversations, to be rendered by the tokenizer's chat template."
 
@@ -54,7 +54,9 @@ def generation_options(task: str, *, writes: bool, **given: Any) -> GenerationOp
     options = GenerationOptions(**given)
     drawing = [name for name in ("top_k", "top_p", "seed") if name in given]
     if options.temperature == 0 and drawing:
-        raise UsageError(f"{', '.join(drawing)}: there is no sampling at temperature 0; set a temperature above 0 too.")
+        raise UsageError(
+            f"{', '.join(drawing)}: there is no sampling at temperature 0. Set a temperature above 0 as well."
+        )
     _check(options)
     return options
 

@@ -2,7 +2,7 @@
 
 transformers does not simply read that file. For the class `BertTokenizer` it takes the vocabulary and builds the rest
 from tokenizer_config.json; for `TokenizersBackend` it reads the file and adds missing special tokens. A file is used
-here only if the result is certain to be the same; otherwise the caller has to use transformers.
+here only if the result is certain to be the same; otherwise the caller must use transformers.
 `tests/conformance/test_tokenizers.py` compares both for every kind.
 """
 

@@ -38,7 +38,7 @@ class ParameterGroup:
     names: tuple[str, ...]
     weight_decay: float
     scale: float
-    "Their share of the learning rate."
+    "The parameters' share of the learning rate."
 
 
 def check_installed(train: TrainConfig) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchlake.config.sections.model import Freeze
 
 SHOWN = 4
-"Names in an error message."
+"The number of names that an error message shows."
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

@@ -57,7 +57,7 @@ class Shape:
     fused: bool
     "Attention by scaled_dot_product_attention, whose fused kernels keep no L x L matrix."
     outputs: int
-    "Classes or words."
+    "The number of classes or words."
     output_per_token: bool
     untrained: int = 0
     "The number of first layers below everything that is trained: they have no backward pass, and keep nothing for one."
@@ -92,7 +92,7 @@ class ComputeSettings:
     "The forward pass computes in 16 bits (bf16 or fp16)."
     gpu: bool
     weights: bool = False
-    "With 16-bit copies of all weights instead of autocast; frozen weights of LoRA exist in 16 bits only."
+    "Whether 16-bit copies of all weights replace autocast; frozen weights of LoRA exist in 16 bits only."
     checkpointing: bool = False
     "Activation checkpointing: the backward pass recomputes a layer's activations (Chen et al. 2016)."
     selective: bool = False
@@ -128,7 +128,7 @@ SHARDINGS = (
     Sharding(name="deepspeed stage=2", plugin="deepspeed", gradients=True, optimizer=True),
     Sharding(name="deepspeed stage=3", plugin="deepspeed", weights=True, gradients=True, optimizer=True, reshards=True),
 )
-"In order of increasing complexity."
+"The strategies, in order of increasing complexity."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ class StepTime:
     overlapped: float
     "The time with as much overlap as the strategy allows."
     summed: float
-    "Without overlap."
+    "The time without overlap."
 
 
 def layer_bytes(shape: Shape, length: int, setting: ComputeSettings) -> float:

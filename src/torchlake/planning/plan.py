@@ -59,7 +59,7 @@ class Tokens:
     error: float
     "Standard error of `total`; 0 if all rows were read."
     mean: float
-    "Per row."
+    "Tokens per row."
     longest: int
     "Tokens of the longest row; an estimate if not all rows were read."
     truncated: float
@@ -118,7 +118,7 @@ class Plan:
     strategies: tuple[StrategyPlan, ...]
     "Every strategy on `processes` ranks."
     scaling: tuple[StrategyPlan, ...]
-    "For 1, 8, 64 and 512 ranks, the fastest strategy that fits, else the one that needs the least memory."
+    "The plan for 1, 8, 64 and 512 ranks: the fastest strategy that fits, else the one that needs the least memory."
     choice: str | None
     "The recommended strategy; None: none fits."
     reason: str

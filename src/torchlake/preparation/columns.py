@@ -42,7 +42,7 @@ PAIRS = (
 )
 "Usual names of the two columns of pairs of texts. Other columns are never guessed to be a pair."
 MUCH_LONGER = 2.0
-"How many times as long as the others a text column without the usual name has to be."
+"A text column without the usual name must be this many times as long as the others."
 # A letter, a space and more; or a letter of a script without spaces: Thai, kana, Chinese.
 WORDS = r"\pL\s+\S|[\x{0E00}-\x{0E7F}\x{3040}-\x{30FF}\x{3400}-\x{9FFF}]"
 

@@ -26,7 +26,7 @@ from torchlake.tables.record import committed_files, read_commit
 
 SHOWN_CLASSES = 10
 FILE = "data.json"
-"Its file in the run folder."
+"The summary's file in the run folder."
 
 
 def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def summarize(job: Job, spec: TaskSpec, prepared: Sequence[Path]) -> dict[str, A
         others, _, more = _read(prepared[1])
         reasons, validation = reasons + more, len(others)
     elif share is not None and len(lengths) > 1:
-        assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
+        assert not isinstance(share, str | tuple), "a validation table has its own folder"
         classes = targets if spec.problem == "single_label" else None
         training, held_out = order.hold_out(len(lengths), share, job.train.seed, classes)
         validation = len(held_out)

@@ -63,7 +63,7 @@ def check(track: TrackConfig) -> None:
 
 @contextmanager
 def tracked(job: Job, folder: Path) -> Iterator[None]:
-    """While the block trains `job`, log its metrics to the stores of `job.track`; afterwards, log the model."""
+    """Log the metrics of `job` to the stores of `job.track` while the block trains it; afterwards, log the model."""
     status = "FAILED"
     metrics = folder / metrics_log.METRICS
     with ExitStack() as stack:
@@ -179,7 +179,7 @@ def _tracking_state(folder: Path) -> dict[str, Any]:
 
 
 def _run_id(client: "MlflowClient", store: str, folder: Path) -> str:
-    """Return the ID of this run folder's MLflow run in the store; creates the run if there is none."""
+    """Return the ID of this run folder's MLflow run in the store; create the run if there is none."""
     state = _tracking_state(folder)
     shown = str(redacted(store))
     if shown in state:

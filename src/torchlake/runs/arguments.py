@@ -156,7 +156,7 @@ class TrackSection(TypedDict, total=False):
 
 
 class Sections(TypedDict, total=False):
-    """The sections of a job that `train` and `plan` accept as arguments; `engine` is an argument of its own."""
+    """The sections of a job that `train` and `plan` accept as arguments; `engine` is a separate argument."""
 
     data: DataConfig | DataSection
     model: ModelConfig | ModelSection

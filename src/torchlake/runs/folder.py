@@ -38,7 +38,7 @@ LEASE_S = 60.0
 JOB_FILE = "job.yaml"
 RESULT = "result.json"
 FOLDS = "folds.json"
-"In the folder of a cross-validation: its job, and the number of folds."
+"The file of a cross-validation's folder with its job and the number of folds."
 SOURCES = "sources.json"
 "The job's tables, each with the version that the run reads; missing if none has versions."
 AUTO = "auto"

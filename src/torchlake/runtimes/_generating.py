@@ -2,7 +2,7 @@
 
     prompts, padding moved to the left -> generate -> answers, as in torchlake/models/generation.py
 
-An encoder-decoder (T5, BART) reads its prompts as they are, and its answer begins with a token of its own.
+An encoder-decoder (T5, BART) reads its prompts as they are, and its answer begins with a separate start token.
 
 Rows of a batch do not influence each other. With padding on the left all prompts end at the same position; the mask
 excludes the padding, and positions count from each row's own first token. Sampling uses a counter-based generator

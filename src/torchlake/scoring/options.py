@@ -36,7 +36,7 @@ from torchlake.tasks import PROMPT
 from torchlake.tasks._inputs import check_columns
 
 FORMS = ("float32", "int8", "binary")
-"Of vectors."
+"The forms of vectors."
 
 log = logging.getLogger(__name__)
 

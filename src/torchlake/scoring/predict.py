@@ -176,9 +176,10 @@ def predict(
     through the tokenizer's chat template; with `chat`, so does a column of JSON strings. `batch_tokens` then counts
     prompts and the longest possible answers.
 
-    `gpus_per_process` above 1 is for a model larger than one GPU: so many GPUs of each process share it, by tensor
-    parallelism if transformers has a plan for the model, else layer by layer. Without GPUs so many ranks on CPUs share
-    it, which needs such a plan. Its runtime is `eager`; labels are the same, and scores differ by rounding.
+    `gpus_per_process` above 1 is for a model larger than one GPU: this number of GPUs in each process share it, by
+    tensor parallelism if transformers has a plan for the model, else layer by layer. Without GPUs, this number of ranks
+    on CPUs share it, which needs such a plan. Its runtime is `eager`; labels are the same, and scores differ by
+    rounding.
 
     Raises TooManyErrors if more than `max_error_rate` of the rows fail (nothing is published, finished chunks are
     kept), FingerprintError if `output` belongs to another job, Locked if another writer holds it, TableError and

@@ -29,7 +29,7 @@ SAMPLE_ROWS = 1_000
 def with_ranges(
     settings: ScoringSettings, source: Table, earlier: Mapping[str, Any], engine: Engine
 ) -> ScoringSettings:
-    """Return the settings with ranges, if vectors are to be in 8 bits; `earlier` is the output's fingerprint.
+    """Return the settings with ranges, if vectors are requested in 8 bits; `earlier` is the output's fingerprint.
 
     Raises DataError if no row of the sample has a vector.
     """

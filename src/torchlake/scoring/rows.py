@@ -1,7 +1,7 @@
 """A worker's settings, and rows made ready for the model: checked, tokenized, or a named error.
 
 A row never affects another one: unreadable and empty texts, unknown tokens and prompts without room for an answer
-become errors of their own row and never reach the model.
+become errors of that row only, and never reach the model.
 """
 
 from collections.abc import Callable, Mapping

@@ -140,7 +140,7 @@ class Scorer:
         first = ready if self._samples else first_equal(work.features, ready)
         computed = ready[first == ready]
         alone, free = np.split(computed, [int(np.isin(computed, ready[: suspected.sum()]).sum())])
-        # A suspect may kill the process. In a batch of its own it takes no other row with it, and leaves no doubt which
+        # A suspect may kill the process. Alone in its batch it takes no other row with it, and leaves no doubt which
         # it was.
         for row in alone:
             self._run(work, row[None], found, errors, attempt)
@@ -171,7 +171,7 @@ class Scorer:
             submitted: deque[Future[dict[str, np.ndarray]]] = deque()
 
             def inputs(number: int, stop: int) -> dict[str, np.ndarray]:
-                # Submitted when the batch before is asked for, not all at once: each waiting batch is held in memory.
+                # Submitted when the batch before is requested, not all at once: each waiting batch is held in memory.
                 submitted.extend(pool.submit(make, batch) for batch in batches[number + len(submitted) : stop])
                 return submitted.popleft().result()
 

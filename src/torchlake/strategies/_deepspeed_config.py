@@ -58,7 +58,7 @@ def build(train: TrainConfig, *, ranks: int, dtype: str | None, hidden: int | No
     counts = {"train_batch_size": ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     decided = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", *counts)
     passed = _without_auto({key: value for key, value in given.items() if key not in decided})
-    # The job's optimizer, in main memory too: DeepSpeed's would have to be compiled.
+    # The job's optimizer, also in main memory: DeepSpeed's own one needs a compiler.
     allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": None}
     config = {**allowed, **passed, **counts, "gradient_clipping": train.clip_norm or 0.0, "zero_optimization": zero}
     if dtype is not None:

@@ -89,7 +89,7 @@ class Task:
     """
 
     name: str = ""
-    "In jobs and in task.json; by default the class's name in lower case with underscores."
+    "The task's name in jobs and in task.json; by default the class's name in lower case with underscores."
     inputs: Mapping[str, str] = {"text": TEXT, PAIR: TEXT}
     "Each input and what its columns hold: TEXT, PROMPT, NUMBER or ANY (see `_inputs.py`)."
     optional: Collection[str] = ()
@@ -372,7 +372,7 @@ class Task:
 
     @property
     def needs_base(self) -> bool:
-        """Whether a job has to name a base model."""
+        """Whether a job must name a base model."""
         return bool(self.auto_class)
 
     @property

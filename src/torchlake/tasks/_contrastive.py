@@ -1,8 +1,8 @@
 """Losses of pairs of embeddings, and how well embeddings find each other.
 
-    pairs, triplets       each text's second text is to be nearer than all second and third texts of the batch
+    pairs, triplets       each text's second text should be nearer than all second and third texts of the batch
                           (in-batch negatives; Henderson et al. 2017; van den Oord et al. 2018)
-    pairs with a number   the cosine of both is to be the number
+    pairs with a number   the cosine of both should be the number
 
 The formulas are those of sentence-transformers' MultipleNegativesRankingLoss and CosineSimilarityLoss. B rows of V
 texts each: the first text, the second, and of triplets the third; vectors have D numbers.

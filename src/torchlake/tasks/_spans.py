@@ -93,7 +93,7 @@ def row_spans(row: Sequence[dict[str, Any]]) -> list[Span]:
 
 
 def agreement(true: Sequence[Sequence[Span]], found: Sequence[Sequence[Span]]) -> dict[str, float]:
-    """Return precision, recall and F1 over all spans of rows: start, end and label have to be right, as in seqeval.
+    """Return precision, recall and F1 over all spans of rows: start, end and label must be right, as in seqeval.
 
     nervaluate counts them ("strict").
     """

@@ -86,7 +86,7 @@ class FeatureExtraction(Task):
 
     @property
     def needs_base(self) -> bool:
-        """Whether a job has to name a base model: the encoder."""
+        """Whether a job must name a base model: the encoder."""
         return True
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> TextReader:

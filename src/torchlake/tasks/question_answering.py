@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 ANSWER = pa.schema({"answer": pa.string(), "start": pa.int32(), "end": pa.int32(), "score": pa.float32()})
 NO_ANSWER = -2
-"In `starts`: the token that stands for no answer."
+"The token in `starts` that stands for no answer."
 CHOICE, IS_START, IS_END = 1, 2, 4
 "A target is a sum of these, one for each token."
 FIRST, LAST, START, END, SCORE = range(5)
 "The numbers kept for a row's answer: the places of its tokens, its characters and its probability."
 
 Answer = tuple[int, int] | None
-"(first character, one past the last) of an answer; None: there is none."
+"(first character, one past the last) of an answer; None: no answer."
 
 
 class QuestionAnswering(WindowedTask):
@@ -212,7 +212,7 @@ class QuestionAnswering(WindowedTask):
         return {"exact_match": float(right.mean()) if len(right) else 0.0}
 
     def output_schema(self, spec: TaskSpec, options: ColumnOptions = ColumnOptions()) -> pa.Schema:
-        """Return the answer, null if the model says that there is none, its characters and its probability."""
+        """Return the answer, null if the model predicts that there is none, its characters and its probability."""
         return ANSWER
 
     def output_columns(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PROBLEMS: dict[str, Problem] = {"all": "next_token", "assistant": "next_answer_token"}
-"By `data.learn`."
+"The problems, by `data.learn`."
 ROWS_AT_ONCE = 1_000
 ANSWERS = pa.schema({"generated_text": pa.string(), "generated_tokens": pa.int32(), "finish_reason": pa.string()})
 

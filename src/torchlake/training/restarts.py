@@ -152,7 +152,7 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def _watching_capacity(engine: Engine, processes: ProcessRange, number: int, run: Path) -> Iterator[None]:
-    """While `number` ranks train, ask them to stop as soon as there is capacity for more."""
+    """Ask the `number` ranks that train to stop as soon as there is capacity for more."""
     stop_file, done = run / folder.MORE_ROOM, threading.Event()
     atomic_io.remove([stop_file, run / folder.INTERRUPTED])  # left by a killed launcher
     # At the largest number there is nothing to wait for, and the thread would query the cluster for nothing.

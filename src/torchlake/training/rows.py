@@ -89,7 +89,7 @@ def load_rows(settings: RankSettings, group: Group) -> tuple[Rows, Rows | None]:
     share = settings.job.data.validation
     if share is None:
         return Rows(tables[0], every[0]), None
-    assert not isinstance(share, str | tuple), "a validation table has a folder of its own"
+    assert not isinstance(share, str | tuple), "a validation table has its own folder"
     classes = tables[0].targets if spec.problem == "single_label" else None
     assert classes is None or isinstance(classes, np.ndarray), "one class for each row"
     kept, held_out = order.hold_out(len(tables[0]), share, settings.job.train.seed, classes)

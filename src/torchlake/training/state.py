@@ -70,7 +70,7 @@ class TrainState:
     strategy: ModuleType
     spec: TaskSpec
     model: nn.Module
-    "Its tensors may be sharded; their names are the unwrapped ones."
+    "The model, whose tensors may be sharded; their names are the unwrapped ones."
     module: nn.Module
     "The model as the strategy wrapped it."
     config: Any

@@ -262,7 +262,7 @@ def choose_strategy(job: Job, processes: int) -> str:
 
 
 def _check_tensor_parallel(job: Job, base: Path | None, processes: ProcessRange) -> None:
-    """Raise UsageError if layers are to be split over ranks and the job or the model does not allow it."""
+    """Raise UsageError if layers should be split over ranks and the job or the model does not allow it."""
     number, strategy = job.train.fsdp.tensor_parallel, job.train.strategy
     if number == 1:
         return

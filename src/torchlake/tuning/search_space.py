@@ -35,7 +35,7 @@ class Range:
 
 
 Space = Mapping[str, Range | tuple[Any, ...]]
-"By dotted name: a range, or the choices."
+"The range or the choices of each setting, by dotted name."
 
 
 class Searched(BaseModel):

@@ -44,11 +44,11 @@ class Trial:
     settings: dict[str, Any]
     "The values of the searched settings, by dotted name."
     steps: int
-    "Its optimizer steps."
+    "The trial's optimizer steps."
     path: Path
-    "Its run folder."
+    "The trial's run folder."
     why: str
-    "Why it failed; else empty."
+    "Why the trial failed; else empty."
 
     @property
     def folder(self) -> Path:

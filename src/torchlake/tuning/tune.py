@@ -85,7 +85,7 @@ class Tuning:
     metric: str
     best: Trial
     trials: tuple[Trial, ...]
-    "In order."
+    "The trials, in order."
 
     @property
     def folder(self) -> Path:

@@ -1,7 +1,7 @@
 """Properties of a model, found on a few short rows by the one rank that always has weights, and sent to the others.
 
 Ranks whose weights are on the meta device cannot compute. Besides, the answers decide which collectives a step has, so
-they have to be equal on all ranks.
+they must be equal on all ranks.
 """
 
 from dataclasses import dataclass
