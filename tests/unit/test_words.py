@@ -22,7 +22,7 @@ PHRASES = {
     r"\b(?:anew|lies?|lain|mend(?:s|ed)?|nobody|told|unasked|whoever|whence|thence|likewise)\b": "use a current word",
     r"\bof one's own\b": 'write "your own"',
     r"\bhad from\b": 'write "got from"',
-    r"\bso many\b(?! that)": "name the number",
+    r"(?<!, )\bso many\b(?! that)": "name the number",
     r"\b(?:an)?other \w+ than\b": 'write "... other than"',
     r"\bwithout end\b": 'write "indefinitely"',
     r"\balso (?:after|if|when|where|while)\b": 'write "even if"',

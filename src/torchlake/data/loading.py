@@ -88,7 +88,7 @@ def open_tokens(cache: Path) -> TokenTable:
     about = atomic_io.read_json(cache / "about.json")
     if about["rows"] == 0:
         raise DataError(
-            "the table has no row with both a text and a label (if the task has labels): there is nothing to learn"
+            "the table has no row with both text and label (if the task has labels): there is nothing to learn"
         )
     arrays = {name: _open_array(cache / name, about["rows"], column) for name, column in about["columns"].items()}
     sizes, targets, tokens = arrays.pop("length"), arrays.pop("target", None), arrays.pop(INPUT_IDS, None)

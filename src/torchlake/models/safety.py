@@ -65,7 +65,7 @@ def check_folder(path: str | Path, *, weights: bool = True) -> None:
     """Refuse a model folder that is not plain data; with `weights=False` the folder may contain only a tokenizer.
 
     Raises UnsafeError with file and rule for anything that could run code or leads out of the folder; DataError for
-    files that are missing, too large, too deep or of another format than their name.
+    files that are missing, too large, too deep, or whose format is not that of their name.
     """
     folder = Path(path)
     if not folder.is_dir():

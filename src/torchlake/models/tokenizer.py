@@ -105,8 +105,8 @@ def _padding_token(folder: Path, added_tokens: Container[int], choices: Sequence
         if token is not None and (known is None or token < known):
             return token
     raise DataError(
-        f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json), and no token that ends a "
-        "text, that the model has an embedding for"
+        f"{folder}: its tokenizer has no padding token (pad_token in tokenizer_config.json), and no end token "
+        "that the model has an embedding for"
     )
 
 

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 PROMISING = 2
 "The number of best runtimes that are tried with other thread counts."
 MIN_REFERENCE_S = 600.0
-"The time limit of eager, also if the budget is smaller: without it there is no reference."
+"The time limit of eager, even if the budget is smaller: without eager there is no reference."
 
 
 class OptimizeOptions(FilterArguments, total=False):

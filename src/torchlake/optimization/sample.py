@@ -5,7 +5,7 @@
 Every k-th row of that order keeps the table's proportions: the share of each label to within a row, and within a label
 the lengths from the shortest to the longest. Nothing is random, so the same table gives the same sample.
 
-Calibration uses other rows than the measurement: a runtime fits its activation ranges to its calibration rows, so it
+Calibration and measurement use different rows: a runtime fits its activation ranges to its calibration rows, so it
 would agree better on those than on new ones. Rows that lack an input (or, if the table has labels, a label) are used
 for neither. Cost: at most 32,768 rows in memory, and reading the footers (Parquet, Arrow) or the whole table once (CSV,
 JSON lines).

@@ -13,7 +13,7 @@ def facts(done: Plan) -> dict[str, str]:
     """Return facts about the table and the model."""
     tokens, padding, parameters = done.tokens, done.padding, done.parameters
     looked = "all sampled" if done.sampled == done.rows else f"{done.sampled:,} sampled"
-    left = f", {done.unusable:,} of them without a text or a label" if done.unusable else ""
+    left = f", {done.unusable:,} of them without text or label" if done.unusable else ""
     give_or_take = f", ± {1.96 * tokens.error / tokens.total:.1%}" if tokens.error else ""
     blocks = "" if done.blocks is None else f", in {done.blocks:,} blocks"
     examples = "rows" if done.blocks is None else "blocks"

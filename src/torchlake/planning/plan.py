@@ -96,7 +96,7 @@ class Plan:
     sampled: int
     "Rows read."
     unusable: int
-    "The number of these rows that lack a text or a label."
+    "The number of these rows that lack text or label."
     training_rows: int
     "The estimated number of training rows, without unusable and validation rows."
     blocks: int | None

@@ -57,7 +57,7 @@ class TableSurvey:
     sampled: int
     "The number of rows read; all of them in a small table."
     unusable: int
-    "The number of these rows that lack a text or a label."
+    "The number of these rows that lack text or label."
     truncated: int
     "The number of these rows that are longer than `spec.max_length` tokens."
     cut: int
@@ -126,7 +126,7 @@ def _has_usable_row(pool: pa.Table, task: Any, spec: TaskSpec) -> bool:
 def _no_usable_row(source: str, rows: int, spec: TaskSpec) -> DataError:
     needed = " and ".join(map(repr, spec.input_columns))
     labeled = "" if spec.label is None else f" and a label in {spec.label!r}"
-    what = "a text" if spec.text else "a value"
+    what = "text" if spec.text else "a value"
     return DataError(
         f"{source}: none of {rows:,} sampled rows has {'both ' * bool(labeled)}{what} in {needed}{labeled}."
     )

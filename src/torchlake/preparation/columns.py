@@ -73,7 +73,7 @@ class Column:
 
 
 def survey_columns(table: Table, task: Any) -> tuple[list[Column], int, int]:
-    """Return the columns that can be a text or a label, the rows of the table, and how many of them were read."""
+    """Return the columns that can be text or label, the rows of the table, and how many of them were read."""
     names = [field.name for field in table.schema if _is_plain(field.type)]
     sample, plan = sample_rows(table, names)
     return [_survey(name, sample[name], task) for name in names], plan.rows, len(sample)
@@ -128,7 +128,7 @@ def choose_texts(
 
 
 def choose_label(table: Table, columns: Sequence[Column], texts: Collection[str], given: str | None) -> Column:
-    """Return the label column. Raises UsageError listing the choices if it is not clear, or if `given` is a text."""
+    """Return the label column. Raises UsageError listing the choices if it is not clear, or if `given` has text."""
     if given is not None:
         column = _named(table, columns, given)
         if column is None:

@@ -179,7 +179,7 @@ longest {characters["longest"]:,}.
   # {_comment(done.kind + classes)}
   label: {_scalar(done.label)}
 {problem}\
-  # Leave out rows that lack a text or a label; by default they stop the job.
+  # Leave out rows that lack text or label; by default they stop the job.
   {"" if drop else "# "}bad_rows: drop
 
 model:

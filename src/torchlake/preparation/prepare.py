@@ -75,7 +75,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenize the rows of `table` that `options` select (None: all) into the Parquet folder `output`.
 
-    Return its commit record, also if the output was complete before.
+    Return its commit record, even if the output was complete before.
 
     Columns: `row_id` string, the task's features (of texts `input_ids` list<int32>, with ~id, below zero, for a token
     that is read but not learned), `length` int32, `cut` int32 (tokens truncated), `target` (the task's encoding of the

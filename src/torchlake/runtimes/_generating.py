@@ -6,7 +6,7 @@ An encoder-decoder (T5, BART) reads its prompts as they are, and its answer begi
 
 Rows of a batch do not influence each other. With padding on the left all prompts end at the same position; the mask
 excludes the padding, and positions count from each row's own first token. Sampling uses a counter-based generator
-keyed by a hash of the job's seed and the row's tokens. So a text is the same in another batch, process or attempt
+keyed by a hash of the job's seed and the row's tokens. So the output is the same in another batch, process or attempt
 (except for fp32 rounding if two tokens are almost equally likely), and equal rows get equal texts. A finished row
 keeps its place in the batch until the last one ends.
 

@@ -43,7 +43,7 @@ SMALL_ROWS = 100
 "Above this number of rows, child processes take no longer, and isolate crashes."
 
 Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
-"A text, None, or (text generation) a conversation: messages with `role` and `content`; or a mapping of columns."
+"A string, None, or (text generation) a conversation: messages with `role` and `content`; or a mapping of columns."
 Answer = dict[str, Any]
 
 
@@ -68,7 +68,7 @@ class Model:
     def __call__(self, texts: str | Iterable[Text]) -> Answer | list[Answer]:
         """Return one answer for each text, in their order; for a single string its answer.
 
-        For a model that reads several columns, a row is a mapping with their names. A text that cannot be scored (None,
+        For a model that reads several columns, a row is a mapping with their names. Input that cannot be scored (None,
         empty, invalid Unicode) has an `error`, like a row of a table.
         """
         if isinstance(texts, str):
@@ -165,7 +165,7 @@ def load(
         classify("great film")                  # {"label": "good", ...}
 
     The options are those of `predict`, and so are the answers. Threads may share the model; `close()`, or a `with`
-    block, frees its memory. A text that crashes or hangs a kernel crashes or hangs this process: score untrusted texts
+    block, frees its memory. Text that crashes or hangs a kernel crashes or hangs this process: score untrusted text
     with `predict`.
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)

@@ -1,4 +1,4 @@
-"""Functions of `fsdp` for layers that are split over ranks: their tensors are on another mesh than the others.
+"""Functions of `fsdp` for layers that are split over ranks: their tensors are on a separate mesh.
 
     mesh ("shard", "tensor")    weights of split layers, by rows or columns over "tensor", then by rows over "shard"
     mesh ("shard",)             all other weights, equal on the ranks of "tensor"

@@ -52,7 +52,7 @@ def wrap(
     if receives(train, group):
         _weights.broadcast(model, group)
     nn.Module.to(model, group.device)
-    # The gradient of a convolution may have other strides than its bucket, into which it is copied.
+    # The gradient of a convolution may have strides that differ from its bucket's, into which it is copied.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
     # torch 2.13 renamed the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel).parameters

@@ -45,7 +45,7 @@ def check_columns(schema: pa.Schema, kinds: Mapping[str, str], spec: TaskSpec, w
 
 
 def check_column(schema: pa.Schema, name: str, column: str, kind: str, where: str) -> None:
-    """Raise TableError if the table has no such column, or one of another type than the input's `kind`."""
+    """Raise TableError if the table has no such column, or its type does not fit the input's `kind`."""
     argument = f"{name}=" if name in ("text", PAIR) else f"inputs={{{name!r}: ...}}"
     if column not in schema.names:
         raise TableError(

@@ -1,6 +1,6 @@
 """Encode labels as numbers: the class index, 0 or 1 per class, or the number itself.
 
-Another table may store the same labels in another type than the training table (a CSV file has "1" for 1).
+Another table may store the same labels in a type that differs from the training table's (a CSV file has "1" for 1).
 """
 
 import numpy as np

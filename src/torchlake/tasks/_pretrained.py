@@ -187,7 +187,7 @@ def load_own(
 ) -> "torch.nn.Module":
     """Return a task's module with the weights of a model folder, in evaluation mode.
 
-    Raises TaskError if the module has other tensors than the folder, and the errors of `load_weights`.
+    Raises TaskError if the module and the folder have different tensors, and the errors of `load_weights`.
     """
     from torchlake.checkpoints.format import untied
 

@@ -38,7 +38,7 @@ BOOT = (
 )
 
 Spans = list[tuple[int, int]]
-"The assistant's turns in a text: (first character, one past the last)."
+"The assistant's turns in rendered text: (first character, one past the last)."
 
 
 class RenderLimitExceeded(ValueError):

@@ -42,7 +42,7 @@ class WindowedTask(Task):
     kept_back = PLACES
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:
-        """Return the tokenizer of transformers, which knows the characters of a text's tokens."""
+        """Return the tokenizer of transformers, which knows the characters of each token."""
         assert folder is not None, "it needs a base"
         return load.load_tokenizer(folder)
 

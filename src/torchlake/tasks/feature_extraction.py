@@ -1,9 +1,9 @@
-"""Feature extraction: a text in; one vector out, its embedding, for search, clustering or another model.
+"""Feature extraction: text in; one vector out, its embedding, for search, clustering or another model.
 
 It scores the folders of sentence-transformers, and of plain encoders, as they are. `config/embedding.py` describes what
 is read from them, `_embedder.py` what is computed.
 
-It learns from pairs of texts that belong together, from triplets with a text that does not belong to the first
+It learns from pairs of texts that belong together, from triplets with a negative text
 (`data.inputs: {negative: column}`), or from pairs with a number, their similarity (`data.problem: regression`);
 `_contrastive.py` has the losses and the metrics. The model folder has the layout of sentence-transformers.
 """
@@ -43,7 +43,7 @@ BEYOND = "is not from -1 to 1, as the cosine of two texts is: scale the column (
 
 
 class TextReader:
-    """A tokenizer, and the preparation of a text for it."""
+    """A tokenizer, and the preparation of text for it."""
 
     def __init__(self, tokenizer: Any, how: Embedding, folder: Path) -> None:
         self.tokenizer = tokenizer
@@ -96,7 +96,7 @@ class FeatureExtraction(Task):
         return TextReader(tokenizer, read_embedding(folder), folder)
 
     def max_length(self, base: Path | None, requested: int | None) -> int:
-        """Return the maximum tokens of a text: those of the base model, unless `requested`."""
+        """Return the maximum tokens of a row: those of the base model, unless `requested`."""
         assert base is not None, "it needs a base"
         return load.load_spec(base, self.name).max_length if requested is None else load.max_length(base, requested)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PATCH = 16 * 16
-"Pixels that cost about as much as a token of a text."
+"Pixels that cost about as much as a token of text."
 CONFIG = "preprocessor_config.json"
 
 

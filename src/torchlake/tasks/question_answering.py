@@ -1,10 +1,9 @@
-"""Extractive question answering: a question and a text in; the part of the text that answers it out.
+"""Extractive question answering: a question and a context in; the part of the context that answers it out.
 
-A long text is read in windows, each beside the whole question (`_windows.py`). The start and the end of the answer are
-each one choice among all tokens of the text, over its windows, so scores of different windows can be compared; a token
-in two windows is a choice twice. A text of one window has the loss of transformers, but for padding and the question's
-in two windows is two choices. A text of one window has the loss of transformers, except that padding and the
-question's tokens are not choices here.
+A long context is read in windows, each together with the whole question (`_windows.py`). The start and the end of the
+answer are each one choice among all tokens of the context, over its windows, so scores of different windows can be
+compared; a token in two windows is two choices. A context of one window has the loss of transformers, except that
+padding and the question's tokens are not choices here.
 Labels are SQuAD's structs: `text` and `answer_start`, in characters, each one value or a list. Of several answers the
 first is learned. With the option `no_answer` an empty list means that there is no answer, which the model may predict.
 """
@@ -39,7 +38,7 @@ Answer = tuple[int, int] | None
 
 
 class QuestionAnswering(WindowedTask):
-    """A model of transformers that marks the answer in a text."""
+    """A model of transformers that marks the answer in a context."""
 
     inputs = {"question": TEXT, "context": TEXT}
     auto_class = "AutoModelForQuestionAnswering"

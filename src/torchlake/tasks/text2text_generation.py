@@ -1,6 +1,6 @@
-"""Text-to-text generation with an encoder-decoder (T5, BART and similar): a text in, another text out.
+"""Text-to-text generation with an encoder-decoder (T5, BART and similar): text in, other text out.
 
-Training reads a text and learns its target, a column of texts: the model sees each token of the target before it
+Training reads text and learns its target, a column of texts: the model sees each token of the target before it
 predicts the next. Scoring writes with the options of text generation; `max_length` cuts the text that is read.
 """
 

@@ -1,4 +1,4 @@
-"""Text classification and regression: a text or a pair of texts in; one class, several classes or a number out."""
+"""Text classification and regression: text or a pair of texts in; one class, several classes or a number out."""
 
 from torchlake.tasks import Task
 

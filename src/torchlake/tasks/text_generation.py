@@ -1,4 +1,4 @@
-"""Text generation with a causal language model (GPT, Llama and similar): a text in, its continuation out.
+"""Text generation with a causal language model (GPT, Llama and similar): text in, its continuation out.
 
 Training: each row ends with the tokenizer's end token, and rows are concatenated into blocks (`data/packing.py`). A
 long row continues in the next block. Attention crosses row boundaries within a block, as in GPT training; masks for
@@ -210,7 +210,7 @@ class TextGeneration(Task):
     ) -> pa.Table:
         """Return the prediction columns of the answers (B, W) int32, in row order.
 
-        A text is cut before a stop string; the count includes the stop string's tokens but not the end token.
+        Text is cut before a stop string; the count includes the stop string's tokens but not the end token.
         """
         return written_columns(answers, processor, options.stop)
 

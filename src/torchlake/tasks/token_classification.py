@@ -1,8 +1,8 @@
-"""Token classification: a text in, labeled spans of it out, such as names of people and places.
+"""Token classification: text in, labeled spans of it out, such as names of people and places.
 
 Texts are strings, whose spans are in characters, or lists of words, whose spans are in words. Labels are spans, or tags
 of words (`_spans.py`). The model learns IOB2 tags at the first token of every word, and the tag of that token is the
-word's. A text longer than `max_length` is read in windows (`_windows.py`), so nothing is cut.
+word's. Text longer than `max_length` is read in windows (`_windows.py`), so nothing is cut.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -239,7 +239,7 @@ def _spans_of(labels: Sequence[Any], spec: TaskSpec) -> list[_spans.Span]:
 
 
 def _mismatch(labels: Sequence[Any], size: int, *, lists: bool) -> str | None:
-    """Return why labels do not belong to a text of `size` characters, or a list of as many words."""
+    """Return why labels do not belong to text of `size` characters, or a list of as many words."""
     if labels and isinstance(labels[0], dict):
         last = max(span["end"] for span in labels)
         return f"a span ends at {last}, but the text ends at {size}" if last > size else None

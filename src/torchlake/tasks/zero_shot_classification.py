@@ -1,4 +1,4 @@
-"""Zero-shot classification: a text in, one of the classes that the job names out; for scoring only.
+"""Zero-shot classification: text in, one of the classes that the job names out; for scoring only.
 
 A model for natural language inference reads each text beside a hypothesis for every class ("This example is about
 sports."), and predicts how far the text entails it. The model is any text classifier of transformers with a class named

@@ -50,7 +50,7 @@ def test_rows_that_cannot_be_trained_on_are_left_out(tmp_path: Path, tiny_bert: 
 
 def test_no_row_at_all_is_an_error_in_words(tmp_path: Path, tiny_bert: Path) -> None:
     table = pa.table({"text": pa.array([None, None], pa.string()), "label": ["good", "bad"]})
-    with pytest.raises(DataError, match="no row with both a text and a label"):
+    with pytest.raises(DataError, match="no row with both text and label"):
         load(prepare(table, tmp_path / "tokens", tiny_bert, bad_rows="drop"))
 
 
