@@ -138,7 +138,7 @@ class CheckpointWriter:
                 self._failure = error
                 format.abandon(job.draft)
             finally:
-                # Also after an error, because the loop may be waiting for them. It looks for the error after that,
+                # Even after an error, because the loop may be waiting for them. It looks for the error after that,
                 # before it reports the shard as written.
                 job.shard_written.set()
                 job.done.set()

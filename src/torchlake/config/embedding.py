@@ -1,4 +1,4 @@
-"""How an encoder's token states become the vector of a text, according to the files of a model folder.
+"""How an encoder's token states become the vector of a row, according to the files of a model folder.
 
     modules.json                        Transformer -> Pooling -> Dense ... -> Normalize
     1_Pooling/config.json               how token states become one vector
@@ -59,7 +59,7 @@ class Embedding:
     "Numbers in a vector; fewer than the modules produce if it is truncated, which happens before normalization."
     normalize: bool = False
     max_length: int | None = None
-    "Maximum tokens of a text; None: as many as the encoder has positions for."
+    "Maximum tokens of a row; None: as many as the encoder has positions for."
     lowercase: bool = False
     "Whether texts become lower case before they are tokenized."
     prompt: str = ""

@@ -128,7 +128,7 @@ def _module(folder: Path, spec: TaskSpec, task: Any, model: "torch.nn.Module") -
 
 
 def _check(task: Any, model: "torch.nn.Module", exported: Forward) -> None:
-    """Raise UsageError unless the graph agrees with the model on rows of other shapes than the example."""
+    """Raise UsageError unless the graph agrees with the model on rows whose shapes differ from the example's."""
     import torch
 
     for shape in SHAPES:
@@ -141,7 +141,7 @@ def _check(task: Any, model: "torch.nn.Module", exported: Forward) -> None:
         difference = float(np.abs(exported(ids, mask) - expected).max())
         if not difference <= AGREEMENT * max(SMALL, float(np.abs(expected).max())):
             raise UsageError(
-                f"its ONNX graph returns other answers than the model: they differ by {difference:.3g} for a batch of "
+                f"the outputs of its ONNX graph and of the model differ by {difference:.3g} for a batch of "
                 f"{shape[0]} x {shape[1]} tokens. Use another runtime; 'eager' runs every model."
             )
 

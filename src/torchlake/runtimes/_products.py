@@ -1,6 +1,6 @@
 """Which library multiplies fp32 matrices: torch's default, or oneDNN where that is known to be faster.
 
-torch uses MKL, which is limited to AVX2 on CPUs of other makers than Intel. On AMD's CPUs with AVX-512 oneDNN was
+torch uses MKL, which is limited to AVX2 on CPUs that are not Intel's. On AMD's CPUs with AVX-512 oneDNN was
 measured at 1.07 to 2.2 times its speed, and it fuses the operations after a product (the bias, GELU, the residual). The
 choice depends on the maker and is not timed, so that a retry makes the same one.
 

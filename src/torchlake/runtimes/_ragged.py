@@ -120,8 +120,8 @@ def _attend(
     first: bool,
     distances: "torch.Tensor | None",
 ) -> "torch.Tensor":
-    """Compute attention within each row: keys and values (T, heads, D); queries likewise, or first tokens' (B, heads,
-    D).
+    """Compute attention within each row: keys and values (T, heads, D); queries (T, heads, D), or first
+    tokens' (B, heads, D).
 
     `distances` as in `Encoder`. Returns (T, H) or (B, H).
     """

@@ -83,7 +83,7 @@ def _length_by_length(
     """Return the outputs of a batch whose texts of equal lengths are computed together.
 
     `lengths` are those of texts (B,), or of several per row (B, K); `padded` names the arrays that have a value for
-    each token. Outputs of tokens (B, L, ...) are 0 where a text has ended.
+    each token. Outputs of tokens (B, L, ...) are 0 after a row's end.
     """
     shape, flat = lengths.shape, lengths.ravel()
     texts = {

@@ -129,8 +129,8 @@ def predict(
 
     `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), or a Delta or Iceberg table, scored
     into `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with
-    the prediction columns added; or a Spark DataFrame or Ray Dataset, returned in the same way but lazily: its engine scores
-    it when its rows are needed. With an `output`, it may also be a frame in memory, anything with `__arrow_c_stream__`
+    the prediction columns added; or a Spark DataFrame or Ray Dataset, returned in the same form, but lazily: its engine
+    scores it when its rows are needed. With an `output`, it may also be a frame in memory, anything with `__arrow_c_stream__`
     (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows are stored beside the
     output until the job ends, and the same rows resume a job that was killed.
 

@@ -34,7 +34,7 @@ class Bounds:
     nulls: npt.NDArray[np.int64]
     "(N,) number of nulls; UNKNOWN where unknown."
     rows: npt.NDArray[np.int64]
-    "(N,) likewise."
+    "(N,) number of rows; UNKNOWN where unknown."
 
 
 class Outcomes(NamedTuple):

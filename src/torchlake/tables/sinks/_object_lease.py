@@ -73,7 +73,7 @@ class ObjectLease:
                 if written:
                     self._mine = value
                     return True
-                # The lease is still ours, but has another version than this process knew: an earlier renewal
+                # The lease is still ours, but its version is not the one that this process knew: an earlier renewal
                 # succeeded, and its answer was lost. Write again on top of that version.
 
 
