@@ -130,9 +130,9 @@ def predict(
     `table` is a file, folder, glob or URL (Parquet, CSV, JSON lines, Arrow IPC), or a Delta or Iceberg table, scored
     into `output` and returned as `Scored`; or a pyarrow, pandas or polars frame, returned as a frame of its kind with
     the prediction columns added; or a Spark DataFrame or Ray Dataset, returned in the same form, but lazily: its engine
-    scores it when its rows are needed. With an `output`, it may also be a frame in memory, anything with `__arrow_c_stream__`
-    (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows are stored beside the
-    output until the job ends, and the same rows resume a job that was killed.
+    scores it when its rows are needed. With an `output`, it may also be a frame in memory, anything with
+    `__arrow_c_stream__` (a DuckDB relation, a pyarrow reader), a polars LazyFrame or a Hugging Face dataset: its rows
+    are stored beside the output until the job ends, and the same rows resume a job that was killed.
 
     Columns: `text` is the text column, or several that are joined as in training, `text_pair` the column of the second
     text of a pair, and `inputs` the columns of the task's other inputs by name (defaults: as in training); `key` a
