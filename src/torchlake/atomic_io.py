@@ -39,7 +39,7 @@ def stale_temporaries(path: Path) -> list[Path]:
 def write_bytes(path: Path, content: bytes, *, site: str) -> None:
     """Write `content` to `path` atomically and durably; `site` is the prefix of the failpoints.
 
-    Raises StorageError, with the free space, when the disk is full or the folder is gone.
+    Raises StorageError, with the free space, when the disk is full or the folder was removed.
     """
     _write(path, content, os.replace, site=site)
 

@@ -78,9 +78,9 @@ def process_group(
             device_id=device if device.type == "cuda" else None,
         )
     yield group
-    # Only after success: after a failure the peers are gone or stuck, and leaving the group would hang. Modules that
-    # hold the group must be collected first: the last one would join the group's threads while holding the GIL, which
-    # one of them may be waiting for.
+    # Only after success: after a failure the peers have exited or hang, and leaving the group would hang too. Modules
+    # that hold the group must be collected first: the last one would join the group's threads while holding the GIL,
+    # which one of them may be waiting for.
     gc.collect()
     dist.destroy_process_group()
 

@@ -95,7 +95,7 @@ def map(
 
     `make_worker()` runs once in each process and returns the function: from a pyarrow Table of `columns` (default: all
     of the table) to a Table or RecordBatch with the columns of `schema`, one row for each row, in their order. A batch
-    has up to `batch_rows` rows (default: 1024), and the function may not depend on which rows share it. The output has
+    has up to `batch_rows` rows (default: 1024), and the function must not depend on which rows share it. The output has
     `key` (a column of unique values without nulls; else a generated `row_id`), the columns of `schema`, and `error`.
 
     A batch that raises is halved until the failing row is alone: that row has null values and the exception as its

@@ -15,7 +15,7 @@ two chunks. A chunk with suspects therefore runs `alone`, with nothing of anothe
 has one possible cause, and innocent rows are scored.
 
 An engine may run two attempts at the same time (Spark's speculation, a node behind a broken network), so each attempt
-has its own file, which counts only once the attempt is dead: on this machine its process is gone; on another machine
+has its own file, which counts only once the attempt is dead: on this machine its process has exited; on another machine
 its heartbeat, the file's modification time, has stopped for `SILENT_S`. Cost: one `write` of a few hundred bytes per
 step, and `SILENT_S` if a chunk is retried on another machine. Nothing is synced to disk: a log only has to survive its
 process.

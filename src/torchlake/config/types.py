@@ -80,7 +80,7 @@ def _number(kind: str, value: Any) -> Any:
     # YAML reads `yes` as true, and Python counts True as 1.
     if isinstance(value, bool):
         raise ValueError(f"{kind} is expected, given {str(value).lower()}")
-    # YAML 1.1 reads 1e-4 as a text.
+    # YAML 1.1 reads 1e-4 as a string.
     if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
         raise ValueError(f"{kind} is expected, given {value!r}")
     return value

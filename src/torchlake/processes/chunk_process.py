@@ -176,7 +176,7 @@ class ChunkProcess:
             # attempts are enough to say so.
             self._startup_failures += 1
             if self._startup_failures >= (MAX_DEATHS if self._ready else MAX_EARLY_DEATHS):
-                self._fail(_died(self._startup_failures, "before they took a chunk", code, "Their stderr says more."))
+                self._fail(_died(self._startup_failures, "before they took a chunk", code, "See their stderr."))
         else:
             # All results have arrived, so the death cost nothing. The caller still waits for the end of the series.
             self._end_series()
@@ -189,7 +189,7 @@ class ChunkProcess:
 
     def _fail(self, failure: Failure) -> None:
         """Fail all chunks."""
-        # Chunks of several callers may be queued. Each queue gets the failure once, so that no caller waits for ever.
+        # Chunks of several callers may be queued. Each queue gets the failure once, so that no caller waits forever.
         self._in_series = False
         queues = {id(chunk.messages): chunk.messages for chunk in (*self._pulled, *self._todo)}
         self._pulled.clear()

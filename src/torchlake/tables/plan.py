@@ -18,7 +18,7 @@ from torchlake.tables.storage.versions import Version
 
 FORMAT = 2
 COUNTS = ("left_out", "unread_files")
-"Keys of a plan's selection that count what was not asked for."
+"Keys of a plan's selection that count what was not requested."
 FORMAT_OF_VIEWS = 3
 "Format of a plan in which some files are read with a view or only some of their rows."
 
@@ -117,7 +117,7 @@ class Plan:
     sources: tuple[Mapping[str, Any], ...] = ()
     "What was read, for each table with versions (`SourceTable.identity`)."
     selection: Mapping[str, Any] = field(default_factory=dict)
-    "Which rows were asked for, and how many were `left_out` for each reason, besides the rows of `unread_files`."
+    "Which rows were requested, and how many were `left_out` for each reason, besides the rows of `unread_files`."
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Which rows were asked for; empty if all were."""
+        """Which rows were requested; empty if all were."""
         return {name: value for name, value in self.selection.items() if name not in COUNTS}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Choose the rows of the planned chunks that are read: those that were asked for and are not deleted.
+"""Choose the rows of the planned chunks that are read: those that were requested and are not deleted.
 
 The rows are chosen while planning, so every attempt, every engine and `verify` see the same ones, and the number of
 input rows is known before any work. A row that cannot be read, for example a malformed line, is always chosen: it

@@ -258,7 +258,7 @@ def test_a_bucket_of_another_region_is_an_error_that_says_so(tmp_path: Path) -> 
     ("url", "error", "advice"),
     [
         ("s3://b/x", OSError(errno.EREMCHG, "Moved"), "another region: set AWS_DEFAULT_REGION"),
-        ("s3://b/x", PermissionError(errno.EACCES, "Access Denied"), "may not read it; they come from AWS_ACCESS_KEY"),
+        ("s3://b/x", PermissionError(errno.EACCES, "Access Denied"), "cannot read it; they come from AWS_ACCESS_KEY"),
         ("gs://b/x", PermissionError("Forbidden"), "GOOGLE_APPLICATION_CREDENTIALS"),
         ("abfss://c@a/x", PermissionError("No"), "AZURE_STORAGE_ACCOUNT_NAME"),
         ("hf://datasets/a/b", PermissionError("gated"), "HF_TOKEN"),

@@ -28,8 +28,8 @@ class ModelConfig(BaseModel):
     model_config = STRICT
 
     base: Name | None
-    """Model folder, or a name on the Hugging Face Hub; `name@revision` for a branch, tag or commit. null: none, for a
-    task of your own whose module needs none."""
+    """Model folder, or a name on the Hugging Face Hub; `name@revision` for a branch, tag or commit. null: none, for
+    your own task whose module needs none."""
     task: TaskName = "text_classification"
     """What the model predicts; a file in torchlake/tasks."""
     task_options: dict[Name, Any] = {}

@@ -46,7 +46,7 @@ class DeepSpeedOptions(BaseModel):
     offload_parameters: Bool = False
     """Keep the weights in main memory; needs GPUs and stage 3."""
     config: Name | None = None
-    """A DeepSpeed JSON file; it may not contradict the job. null: none."""
+    """A DeepSpeed JSON file, which must not contradict the job. null: none."""
 
     @model_validator(mode="after")
     def _fits_the_stage(self) -> "DeepSpeedOptions":

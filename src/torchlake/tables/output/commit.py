@@ -94,7 +94,7 @@ class WriteTransaction:
         """Publish `parts`, one for each chunk of the plan; return the commit record.
 
         Raises LeaseLost when another writer has taken over, FingerprintError when an input file changed meanwhile,
-        StorageError when the disk is full or the staging folder is gone.
+        StorageError when the disk is full or the staging folder was removed.
         """
         assert self.lease is not None, "commit() is called once, inside the `with` block"
         parts = self._with_schema_part(sorted(parts, key=lambda part: part.chunk))
@@ -235,7 +235,7 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
     except BaseException as error:
         # A plan means that an interrupted write is stored here, of this job or of another one that was refused above:
         # its parts may have cost hours, so only the lease ends. Without a plan the folder is empty, and would stay
-        # beside the output for ever.
+        # beside the output forever.
         if (folder / staging.PLAN).exists():
             lease.release()
         else:

@@ -126,8 +126,8 @@ def check_holder(current: dict[str, Any], mine: dict[str, Any], place: str) -> N
 def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
     """Hold the exclusive lock of a staging folder; a new writer (`create`) creates the folder first.
 
-    Raises LeaseLost when the folder is gone (without `create`), OutputError when it cannot be created, Locked when a
-    new writer has waited for LOCK_WAIT_S; the holder of the lease waits without limit.
+    Raises LeaseLost when the folder does not exist (without `create`), OutputError when it cannot be created, Locked
+    when a new writer has waited for LOCK_WAIT_S; the holder of the lease waits without limit.
     """
     path = staging / "lock"
     while True:
@@ -149,7 +149,7 @@ def locked(staging: Path, *, create: bool = False) -> Iterator[None]:
 
 
 def _lock_in_time(descriptor: int, staging: Path) -> None:
-    """Take the lock. Raises Locked after LOCK_WAIT_S: a writer that was stopped must not block a new one for ever."""
+    """Take the lock. Raises Locked after LOCK_WAIT_S: a writer that was stopped must not block a new one forever."""
     until = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -182,7 +182,7 @@ def _open(path: Path, create: bool) -> int | None:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         raise LeaseLost(
-            f"{path.parent}: gone. Another writer has finished and removed it, or it was deleted; "
+            f"{path.parent}: does not exist any more. Another writer has finished and removed it, or it was deleted; "
             "run the same command again."
         ) from None
 

@@ -120,7 +120,7 @@ def _finished(target: Target, snapshot: Any, options: SinkOptions, job: JobSpec)
         record = read_record(target, name) if name is not None and target.has(snapshot, name) else None
         if record is None or record["plan"] != job.plan.id or record["fingerprint"] != job.fingerprint:
             continue
-        # Rows that were added to a table once are done, whatever others changed or deleted later: adding them again
+        # Rows that were added to a table are done, even if others changed or deleted some of them: adding them again
         # would double rows that were only updated. A folder or an overwrite promises exactly these rows, so missing
         # ones are written again.
         if not (target.reusable or options.mode == "overwrite") or target.is_whole(snapshot, record):

@@ -196,7 +196,7 @@ class DeltaTarget:
             if missing and self.options.mode != "overwrite":
                 from deltalake import Schema
 
-                # This makes a version of its own, because a transaction that appends does not change the schema. The
+                # This makes a separate version, because a transaction that appends does not change the schema. The
                 # table is then newer than the snapshot, so the next attempt adds the files.
                 table.alter.add_columns([*Schema.from_arrow(pa.schema(missing)).fields])
                 raise Conflict(f"{self.shown}: columns were added")

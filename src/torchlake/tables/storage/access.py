@@ -62,7 +62,7 @@ def unavailable(file: str, error: Exception) -> Unavailable:
     kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
     advice = ""
     if isinstance(error, PermissionError):
-        advice = f"The credentials that were found may not read it; they come from {credentials_of(file)}."
+        advice = f"The credentials that were found cannot read it; they come from {credentials_of(file)}."
     elif "Credential" in kinds or "Authentication" in kinds:
         advice = f"Credentials come from {credentials_of(file)}."
     elif "GatedRepo" in kinds or "RepositoryNotFound" in kinds:

@@ -156,5 +156,5 @@ def _read_metadata(location: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, in one line without its full stop."""
+    """Return the message of an error in one line, without its period."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
