@@ -184,7 +184,7 @@ def test_gpus_that_spark_does_not_have_are_refused(spark: SparkSession) -> None:
 
 def test_a_session_is_used_as_it_runs(spark: SparkSession) -> None:
     assert tl.Spark().session.get() is spark
-    with pytest.raises(UsageError, match=r"local\[2,4\] is running, and local\[1\] was asked for"):
+    with pytest.raises(UsageError, match=r"local\[2,4\] is running, but local\[1\] was requested"):
         tl.Spark(master="local[1]").session.get()
     with pytest.raises(UsageError, match="already has a master and conf"):
         tl.Spark(spark, conf={"spark.ui.enabled": "false"})
