@@ -178,7 +178,8 @@ def _kind(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     kinds = schema.get("type", "value")
     kind = next(one for one in kinds if one != "string") if isinstance(kinds, list) else str(kinds)
     if kind == "array":
-        return f"list of {_kind(schema['items'], schemas)}"
+        kind = _kind(schema["items"], schemas)
+        return "list of strings" if kind == "string" else f"list of {kind}"
     if kind == "object" and schema["additionalProperties"] is True:
         return "mapping of names to values"
     if kind == "object":
@@ -187,7 +188,7 @@ def _kind(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     shown = [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema and schema[key] < 2**60]
     if kind == "boolean":
         return "`true`, `false`"
-    return " ".join([{"string": "text"}.get(kind, kind), ", ".join(shown)]).strip()
+    return " ".join([kind, ", ".join(shown)]).strip()
 
 
 # the command line

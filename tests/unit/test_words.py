@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
-SOURCES = sorted(ROOT.glob("src/**/*.py"))
+SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("tools/*.py")])
+GENERATED = ROOT / "src" / "torchlake" / "cli" / "demo.py"
+"Has the phrases of the reviews that the demo generates."
 IDIOMS = r"(?!no (?:longer|more|less|later)\b)"
 "After a form of `be`; every other `no` has a noun, and then the sentence should say `is not a`."
 NOUNS = r"(?:block|class|classifi\w+|col\w+|edit\w+|fi\w+|format|generat\w+|input|mod\w+|protocol|stream|table|task)"
@@ -64,6 +66,12 @@ def test_documents() -> None:
     assert found == []
 
 
+def test_docstrings_messages_and_comments() -> None:
+    sources = [path for path in SOURCES if path != GENERATED]
+    texts = {str(path.relative_to(ROOT)): strings(path.read_text(encoding="utf-8")) for path in sources}
+    assert [fault for name, found in texts.items() for fault in faults(found, name)] == []
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [
@@ -80,6 +88,12 @@ def test_phrases_are_found(text: str, number: int) -> None:
     assert len(list(faults(iter([(1, text)]), "page"))) == number
 
 
-def test_strings_are_found() -> None:
+def test_texts_of_a_module_are_found() -> None:
     source = '"""A docstring\nof a module."""\nraise ValueError(f"{x} is `no` name")  # a comment\n'
-    assert [line for line, _ in strings(source)] == [1, 3, 3, 3][: len(list(strings(source)))]
+    assert list(strings(source)) == [(1, "A docstring\nof a module."), (3, " is ` name"), (3, "a comment")]
+
+
+def test_code_of_a_document_is_left_out(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("It `is no` name.\n```\nis no name\n```\nIt is no name.\n", encoding="utf-8")
+    assert [fault.split(": ")[0] for fault in faults(text_lines(page), "page")] == ["page:5"]

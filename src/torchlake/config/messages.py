@@ -73,7 +73,7 @@ def _explanation(problem: Any, location: Location, sections: Mapping[str, type[B
     if kind == "bool_type":
         return f"true or false is expected, given {shown}"
     if kind in ("string_type", "string_too_short"):
-        return f"a text is expected, given {shown}{' (put it in quotes)' if isinstance(given, int | float) else ''}"
+        return f"a string is expected, given {shown}{' (put it in quotes)' if isinstance(given, int | float) else ''}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"a mapping of keys is expected, given {shown}"
     if kind == "too_short":

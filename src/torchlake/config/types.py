@@ -63,7 +63,7 @@ def parse_every(value: Any) -> Every:
     try:
         return Every(seconds=parse_seconds(text))
     except ValueError:
-        raise ValueError(f'{value!r} is no interval; write "30s", "10min", "1h", "200steps" or "epoch"') from None
+        raise ValueError(f'{value!r} is not an interval; write "30s", "10min", "1h", "200steps" or "epoch"') from None
 
 
 def parse_seconds(value: Any) -> float:
@@ -72,7 +72,7 @@ def parse_seconds(value: Any) -> float:
         return float(value)
     match = re.fullmatch(TIME, value.strip()) if isinstance(value, str) else None
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f'{value!r} is no length of time; write "30s", "10min" or "1h"')
+        raise ValueError(f'{value!r} is not a length of time; write "30s", "10min" or "1h"')
     return float(match[1]) * SECONDS[match[2].lower()]
 
 
@@ -95,7 +95,7 @@ def parse_ranks(value: Any) -> int | tuple[int, int]:
     numbers = list(value) if isinstance(value, list | tuple) else [value]
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
     if not whole or len(numbers) > 2 or not numbers:
-        raise ValueError(f"{value!r} is no number of processes; write 4, or [2, 8] for the fewest and the most")
+        raise ValueError(f"{value!r} is not a number of processes; write 4, or [2, 8] for the fewest and the most")
     fewest, most = numbers[0], numbers[-1]
     if not 1 <= fewest <= most:
         raise ValueError(f"{value!r}: the number of processes is at least 1, and the fewest come first")

@@ -91,7 +91,7 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, at: Location, name: str, li
     try:
         return loader.construct_object(node)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError):
-        raise ConfigError(f"{where}: {dotted(at)}: {quote(node.value)} is no {kind}") from None
+        raise ConfigError(f"{where}: {dotted(at)}: {quote(node.value)} is not a valid {kind}") from None
 
 
 def _nearest(path: Path) -> str:
