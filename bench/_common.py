@@ -44,7 +44,7 @@ def reviews() -> Path:
 
 
 def distinct_texts(texts: Sequence[str], numbers: Iterable[int]) -> list[str]:
-    """The texts of these numbers; beyond the last it goes on with the first, and adds how often to each.
+    """The texts of these numbers; beyond the last it continues with the first, and adds how often to each.
 
     `predict` computes equal rows of a chunk once, which other contenders do not.
     """

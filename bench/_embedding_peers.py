@@ -61,7 +61,7 @@ def sentence_openvino(setup: dict[str, Any]) -> Mapping[str, Score]:
 
 
 def fastembed_(setup: dict[str, Any]) -> Mapping[str, Score]:
-    """fastembed with this model's own graph, as exported for sentence-transformers: its files lie in a folder."""
+    """fastembed with this model's own graph, as exported for sentence-transformers: its files are in a folder."""
     from fastembed import TextEmbedding
     from fastembed.common.model_description import ModelSource, PoolingType
 

@@ -44,7 +44,7 @@ LANGUAGE_MODELS: dict[str, dict[str, int]] = {
 }
 WORDS = 4000
 MEAN_WORDS, SPREAD = 3.0, 0.45
-"Mean and standard deviation of the logarithm of a text's words: a median of 20 words, as in film reviews."
+"Mean and standard deviation of the logarithm of a row's number of words: a median of 20 words, as in film reviews."
 SIZE = 8192
 "Rows and columns of the matrices whose product gives the card's rate."
 REPEATS = 20

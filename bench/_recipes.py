@@ -12,7 +12,7 @@ from typing import Any
 from _common import minilm
 
 LONGEST = 128
-"Tokens of a text."
+"Tokens of a row."
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def transformers_(setup: dict[str, Any]) -> Mapping[str, Score]:
-    """The stock model: the seed's loop, the seed's loop mended step by step, and transformers' own pipeline."""
+    """The stock model: the seed's loop, the seed's loop improved step by step, and transformers' own pipeline."""
     import torch
     from transformers import pipeline
 

@@ -23,7 +23,7 @@ class Row:
     group: str
     environment: str = "main"
     shares: int = 1
-    "The rows of one turn are one of so many shares of the table."
+    "The table is divided into this number of shares; each turn has the rows of one."
     tuned: bool = False
     "Also run on the fine-tuned model."
     runtime: str | None = None

@@ -23,7 +23,7 @@ def lines_of_shakespeare() -> list[str]:
 
 
 def small_model(folder: Path, lines: list[str], make: Callable[[int], Any]) -> None:
-    """`make(tokens)` of random weights, and a byte-level tokenizer of so many tokens trained on the lines."""
+    """`make(tokens)` of random weights, and a byte-level tokenizer of that many tokens trained on the lines."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast

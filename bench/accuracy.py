@@ -1,7 +1,7 @@
 """How accurate is the default recipe? MiniLM fine-tuned on Rotten Tomatoes, evaluated on its test table.
 
 Nothing is tuned here: the job names the tables and the model, and everything else is the default. With --fresh 0 a run
-that was interrupted goes on, and a finished one is evaluated again.
+that was interrupted continues, and a finished one is evaluated again.
 """
 
 import shutil

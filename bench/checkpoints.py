@@ -1,4 +1,4 @@
-"""What do checkpoints cost while training, and what does going on from one cost?
+"""What do checkpoints cost while training, and what does resuming from one cost?
 
 A pretrained MiniLM over reviews, one process on one core, the writing thread on another. A stretch of steps without
 checkpoints, with one every 20 steps in the background, and with one every 20 steps while training waits; in turn, the

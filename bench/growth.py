@@ -37,7 +37,7 @@ READY = SCRATCH / "growth-ready"
 
 
 class InThisProcess(tl.Local):
-    """Chunk jobs without processes: the worker is made here; every so many chunks `pause` is called."""
+    """Chunk jobs without processes: the worker is made here; `pause` is called at regular intervals."""
 
     def __init__(self, pause: Callable[[], None] | None = None) -> None:
         super().__init__(processes=1)
@@ -79,7 +79,7 @@ def start_up(model: Path, sources: dict[int, Path], turns: int) -> tuple[float, 
 
 
 def against_the_yardstick(model: Path, sources: dict[int, Path], size: int) -> tuple[float, float, list[float]]:
-    """Seconds of a job of one row, of so many rows, and of the yardsticks before the latter and between its chunks."""
+    """Seconds of a job of one row, of `size` rows, and of the yardsticks before the latter and between its chunks."""
     yardsticks: list[float] = []
 
     def measure() -> None:

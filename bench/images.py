@@ -9,7 +9,7 @@ processes, beside a loop by hand (DistributedDataParallel, each rank normalizes 
 the share of waiting, accuracy on held-out digits, and how far the loss of the first step differs (the later ones differ
 by rounding, which such a network multiplies from step to step).
 
-`--many 100000` scores a folder of so many small images instead, and a tenth of it, and compares peak memory.
+`--many 100000` scores a folder of 100,000 small images instead, and a tenth of it, and compares peak memory.
 """
 
 import json
@@ -76,7 +76,7 @@ def small_pngs(folder: Path) -> list[Path]:
 
 
 def resnet(folder: Path, *, labels: int | None, **shape: Any) -> Path:
-    """A ResNet with random weights, with a head of so many classes or without one."""
+    """A ResNet with random weights, with a head for the given number of classes, or without one."""
     import torch
     from transformers import ResNetConfig, ResNetForImageClassification, ResNetModel, ViTImageProcessorPil
 

@@ -52,7 +52,7 @@ with distributed.process_group(600, alone=True) as group:
 
 
 def model_folder(layers: int, vocabulary: int) -> Path:
-    """A Llama 3.2 1B with so many layers and words, in bf16, with random weights."""
+    """A Llama 3.2 1B with the given numbers of layers and words, in bf16, with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -75,7 +75,7 @@ def pss(process: int) -> dict[str, int]:
 
 
 def measure(source: Path, model: Path, ranks: int) -> dict[str, float]:
-    """Load the model on so many ranks with the code in `source`; the peaks, in MiB."""
+    """Load the model on `ranks` ranks with the code in `source`; the peaks, in MiB."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -133,7 +133,7 @@ def main() -> None:
         shape = {"name": name, "ranks": options.ranks, "layers": options.layers, "vocabulary": options.vocabulary}
         # The file is in bf16, training weights are fp32.
         rows.append({**shape, "model_fp32_mib": 2 * stored // MIB, **measure(source, model, options.ranks)})
-    note = "ranks of one machine joined by gloo; MiB above what they had before; a Llama 3.2 1B with so many layers"
+    note = "ranks of one machine joined by gloo; MiB above what they had before; a Llama 3.2 1B with fewer layers"
     finish("loading_memory", rows, as_json=options.json, note=note)
 
 

@@ -1,6 +1,6 @@
 """What does your own language model cost on Ray, from lines to completed prompts, by hand and by torchlake?
 
-The pipeline: lines of a text are tokenized by Ray's workers; a small model of GPT-J's shape learns them under DeepSpeed
+The pipeline: lines are tokenized by Ray's workers; a small model of GPT-J's shape learns them under DeepSpeed
 ZeRO-3 on two ranks (gloo, one thread each), each of which writes its part of a checkpoint after every epoch; the
 checkpoint with the best perplexity on lines held out completes prompts in a batch job. By hand it is what Ray's
 documentation shows (`_ray_by_hand.py`), each line a row, padded to the block as in Ray's example of GPT-J, or to the

@@ -144,7 +144,7 @@ def write_output(source: Path, output: Path, *, increment: bool = False, chunk_r
 
 
 def verify_output(rows: int, seconds: Seconds) -> None:
-    """Verify an output of so many rows with a key."""
+    """Verify an output of the given number of rows, with a key."""
     from torchlake.tables.verification.verify import verify
 
     source, output = HOME / "verified.parquet", HOME / "verified"

@@ -132,7 +132,7 @@ def seconds(kernels: list[Kernel], *, compiled: bool) -> tuple[collections.Count
 
 
 def trace(name: str, layers: int, *, after: bool) -> Trace:
-    """The kernels of one micro-batch of a model with so many layers."""
+    """The kernels of one micro-batch of a model with the given number of layers."""
     rows, length, _ = SHAPES[name]
     words = name == "llama-1b"
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -192,7 +192,7 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     os.environ.update(ONE_THREAD)
     test = pq.read_table(reviews() / "test.parquet")
-    # Every so many rows: the table is sorted by label.
+    # Rows at regular intervals: the table is sorted by label.
     test = test.take(np.linspace(0, len(test) - 1, options.rows).astype(int)) if options.rows < len(test) else test
     train = pq.read_table(reviews() / "train.parquet")
     calibration = train["text"].take(np.linspace(0, len(train) - 1, CALIBRATION_ROWS).astype(int)).to_pylist()

@@ -3,7 +3,7 @@
 A job of a million rows of a label and a score, in a process of its own for each sink, in turn. The model is a wait of a
 fixed time for each chunk of 10,000 rows, so that all else is the sink's. Memory is the peak over what the process held
 after its imports. Then outputs of many tiny parts: a plan, a resumed job that finds every part, its commit, `verify`
-and `open`, whose memory is that of pyarrow's dataset of so many files. Parts of these are written without waiting for
+and `open`, whose memory is that of pyarrow's dataset of that many files. Parts of these are written without waiting for
 the disk: that time is the disk's, and the same for each.
 """
 
@@ -87,7 +87,7 @@ def write_all(source: Path, output: str, options: SinkOptions, chunk_rows: int, 
 
 
 def many_parts(sink: str, count: int) -> dict[str, float]:
-    """Seconds for an output of so many parts of ten rows."""
+    """Seconds for an output of `count` parts of ten rows."""
     import torchlake as tl
 
     source, output, options = HOME / f"{count}.parquet", new_output(sink), SINKS[sink]

@@ -1,7 +1,7 @@
 """How fast is each source read, and how little of it, beside pyarrow, polars and DuckDB on the same table?
 
-10 million rows of an id and a text as loose Parquet files, a Delta table, an Iceberg table and an Arrow stream; all of
-them, then the two percent that a condition on the id selects. Each measurement is a process of its own and the
+10 million rows of an id and a string as loose Parquet files, a Delta table, an Iceberg table and an Arrow stream: all
+rows, then the two percent that a condition on the id selects. Each measurement is a separate process and the
 contenders take turns; the best of the rounds counts. Memory is the peak over what the process held after its imports.
 Bytes are what the process asked the kernel to read. torchlake hashes local files while it plans, and reads on one
 thread, as each of its processes does; the others use all cores. Last, many small files are planned: a folder of them,

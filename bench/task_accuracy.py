@@ -1,6 +1,6 @@
 """Are tagged words and similar sentences learned as well as by the loops that people write for them?
 
-Tokens: names of people and places put into film reviews, told apart only by the words before them, as half of the names
+Tokens: names of people and places in film reviews, distinguished only by the words before them, as half of the names
 are both; the test has other reviews. By hand: transformers' Trainer with its collator for token classification, labels
 on first tokens, measured by seqeval. Sentences: a review and what is left of it after some words were taken out; the
 similarity is the share that is left. By hand: sentence-transformers' trainer, CosineSimilarityLoss and evaluator. The

@@ -4,7 +4,7 @@
 
 LINES is a table with the column text (Parquet, CSV, JSON lines). Ray's workers tokenize it in parallel; the ranks share
 weights, gradients and moments, and each writes its own part of every checkpoint; the epoch with the best perplexity is
-what OUTPUT/model holds. Run again after a crash: it goes on. `--address auto` joins the Ray cluster of this machine.
+what OUTPUT/model has. Run it again after a crash: it continues. `--address auto` joins the Ray cluster of this machine.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Search by meaning: the passages of a table become vectors in a LanceDB index, and queries find them again.
 
-The vectors are scored exactly once, so the index has every passage once, also if this script was killed before. The
+The vectors are scored exactly once, so the index has every passage once, even if this script was killed before. The
 recall says how often the index finds the passage that belongs to a query, beside a search that compares all vectors.
 """
 
@@ -16,11 +16,11 @@ import torchlake as tl
 FOUND = 10
 "Passages that a search returns."
 INDEXED = 10_000
-"From so many rows on, an index is faster than comparing all vectors."
+"From this number of rows on, an index is faster than comparing all vectors."
 
 
 def vectors(model: str, table: str, output: Path, text: str) -> tuple[pa.Array, np.ndarray]:
-    """The ids, and the vectors (N, D), of the rows of a table that have a text."""
+    """The ids, and the vectors (N, D), of the rows of a table that have text."""
     tl.predict(model, table, output, text=text, key="id")
     rows = tl.open(output).to_table()
     rows = rows.filter(rows["error"].is_null())

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
-SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("tools/*.py")])
+SOURCES = sorted(path for folder in ("src", "tools", "bench", "examples") for path in ROOT.glob(f"{folder}/**/*.py"))
 GENERATED = ROOT / "src" / "torchlake" / "cli" / "demo.py"
 "Has the phrases of the reviews that the demo generates."
 IDIOMS = r"(?!no (?:longer|more|less|later)\b)"
