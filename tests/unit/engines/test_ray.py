@@ -108,7 +108,7 @@ def test_a_dataset_is_trained_on_once_spooled(tmp_path: Path, tiny_bert: Path) -
 
 
 def test_what_cannot_be_had_is_refused_before_any_work(tiny_model: Path, dataset: Any) -> None:
-    with pytest.raises(UsageError, match="A frame of ray is scored by the engine ray"):
+    with pytest.raises(UsageError, match="A ray frame is scored by the engine ray"):
         tl.predict(tiny_model, dataset, engine=tl.Local())
     with pytest.raises(TableError, match="there is no text column 'review'"):
         tl.predict(tiny_model, dataset, text="review")

@@ -141,9 +141,9 @@ def test_a_stream_is_scored(tiny_model: Path, tmp_path: Path, spark: SparkSessio
 
 
 def test_what_a_frame_cannot_be_asked_is_refused_before_any_work(tiny_model: Path, frame: DataFrame) -> None:
-    with pytest.raises(UsageError, match="A frame of spark is returned as one"):
+    with pytest.raises(UsageError, match="predict returns a spark frame with predictions"):
         tl.predict(tiny_model, frame, "out")
-    with pytest.raises(UsageError, match="A frame of spark is scored by the engine spark"):
+    with pytest.raises(UsageError, match="A spark frame is scored by the engine spark"):
         tl.predict(tiny_model, frame, engine=tl.Local())
     with pytest.raises(TableError, match="there is no text column 'review'"):
         tl.predict(tiny_model, frame, text="review")

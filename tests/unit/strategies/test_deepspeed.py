@@ -212,7 +212,7 @@ def train_config(path: Path, given: Any, **fields: Any) -> TrainConfig:
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum': the job has 'mean', always"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states=True"),
         ({"amp": {"enabled": True}}, "amp: cannot be used here, the precision is set by train.precision"),
-        ({"zero_optimization": [1]}, "zero_optimization: is a JSON object"),
+        ({"zero_optimization": [1]}, "zero_optimization: must be a JSON object"),
     ],
 )
 def test_what_contradicts_the_job_is_told_with_its_field(tmp_path: Path, given: dict[str, Any], words: str) -> None:
@@ -232,7 +232,7 @@ def test_every_contradiction_is_told_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
-    with pytest.raises(ConfigError, match="is a JSON object, not a list"):
+    with pytest.raises(ConfigError, match="must be a JSON object, not a list"):
         config.check(train_config(path, [1]))
     path.write_text("{")
     options = TrainConfig.model_validate({"deepspeed": {"config": str(path)}})

@@ -345,9 +345,9 @@ def test_forms_of_vectors_are_refused_where_they_mean_nothing(encoder: Path, tin
     table = pa.table({"text": TEXTS})
     with pytest.raises(UsageError, match="needs an output folder, which records the ranges"):
         tl.predict(encoder, table, embedding="int8")
-    with pytest.raises(UsageError, match="float32, int8, binary; 'int4' was given"):
+    with pytest.raises(UsageError, match="float32, int8, binary, got 'int4'"):
         tl.predict(encoder, table, embedding="int4")
-    with pytest.raises(UsageError, match="is for feature_extraction"):
+    with pytest.raises(UsageError, match="applies to feature_extraction only"):
         tl.predict(tiny_model, table, embedding="binary")
     pq.write_table(pa.table({"text": pa.array([None, ""], pa.string())}), tmp_path / "in.parquet")
     with pytest.raises(DataError, match="no row of the sample has a vector"):
@@ -362,6 +362,6 @@ def test_a_model_that_embeds_no_text_alone_is_refused_in_words(tmp_path: Path) -
     transformers.AutoModel.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with pytest.raises(
-        DataError, match=r"Embedder of the type 'pegasus' cannot process rows of its tokenizer, of up to \d+"
+        DataError, match=r"Embedder of the type 'pegasus' cannot process rows from its tokenizer, of up to \d+"
     ):
         tl.predict(folder, pa.table({"text": TEXTS}), task="feature_extraction", engine=tiny.Here())

@@ -85,11 +85,11 @@ def test_an_image_is_turned_upright() -> None:
     ("content", "reason"),
     [
         (b"", "corrupt_image: it is empty"),
-        (b"GIF89a", "corrupt_image: it is in none of the formats"),
-        (b"%PDF-1.7 no image", "corrupt_image: it is in none of the formats"),
+        (b"GIF89a", "corrupt_image: it has none of the formats"),
+        (b"%PDF-1.7 no image", "corrupt_image: it has none of the formats"),
         (saved(photo(), "JPEG")[:-300], "corrupt_image: image file is truncated"),
         (saved(photo(), "PNG")[:200], "corrupt_image: "),
-        (saved(photo(), "ICO"), "corrupt_image: it is in none of the formats"),
+        (saved(photo(), "ICO"), "corrupt_image: it has none of the formats"),
         (tiny.huge_png(), "image_too_large: "),
     ],
 )
@@ -167,7 +167,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         ({"random_crop": 0}, "random_crop must be the smallest share"),
         ({"batch_norm": "sync"}, "batch_norm must be frozen or batch"),
         ({"flip": True}, "has no option 'flip'; it has: random_crop, random_flip, batch_norm"),
-        ({"random_flip": 1}, "random_flip is 1; a value like False is expected"),
+        ({"random_flip": 1}, "random_flip is 1, but a value like False is expected"),
     ):
         with pytest.raises(UsageError, match=message):
             task.checked_options(given, UsageError)

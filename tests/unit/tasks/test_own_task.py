@@ -110,7 +110,7 @@ def test_what_is_no_task_and_a_name_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_the_task_of_another_model_is_refused(trained: Path) -> None:
-    with pytest.raises(UsageError, match="of the task 'text_and_numbers', and the task 'no_module' was given"):
+    with pytest.raises(UsageError, match="the model's task is 'text_and_numbers', not 'no_module'"):
         tl.predict(trained / "model", CASE.table(3), prefix="p_", task=own_task.NoModule())
 
 
@@ -129,7 +129,7 @@ def test_evaluate_and_load_take_the_task(trained: Path) -> None:
     assert one[1]["error"] == "null_input"
     with pytest.raises(UsageError, match="Row 0 has no 'stars'"):
         classify([{"text": "a good film"}])
-    with pytest.raises(UsageError, match="give mappings with the keys text, stars, helpful"):
+    with pytest.raises(UsageError, match="pass mappings with the keys text, stars, helpful"):
         classify("a good film")
 
 

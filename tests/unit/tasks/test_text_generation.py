@@ -283,7 +283,7 @@ def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
 ) -> None:
     sections = job(tmp_path, tiny_gpt2)
     learned = {**sections["data"], "learn": "assistant"}
-    with pytest.raises(UsageError, match=r"data\.learn is assistant, and 'text' holds texts"):
+    with pytest.raises(UsageError, match=r"data\.learn is assistant, and 'text' holds text"):
         tl.train(run=tmp_path / "a", engine=tiny.Here(), **{**sections, "data": learned})
     chats = [*conversations(3).to_pylist(), {"text": [{"role": "user", "content": "good ?"}]}]
     pq.write_table(pa.Table.from_pylist([{**chat, "kind": "chat"} for chat in chats]), tmp_path / "chats.parquet")
@@ -291,7 +291,7 @@ def test_the_assistants_turns_have_to_be_there_and_to_be_marked(
     with pytest.raises(UsageError, match=r"does not mark the assistant's turns with {% generation %}"):
         tl.train(run=tmp_path / "b", engine=tiny.Here(), **{**sections, "data": learned})
     sections["model"]["base"] = str(marking(tiny_gpt2, tmp_path / "base"))
-    with pytest.raises(DataError, match="row 3: bad_chat: it has no turn of the assistant to learn"):
+    with pytest.raises(DataError, match="row 3: bad_chat: it has no assistant's turn to learn from"):
         tl.train(run=tmp_path / "c", engine=tiny.Here(), **{**sections, "data": learned})
     sections["model"] = {"base": str(tiny_bert), "task": "text_classification"}
     with pytest.raises(ConfigError, match=r"data\.learn: text_classification learns labels"):

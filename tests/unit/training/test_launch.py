@@ -102,7 +102,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "my_jobs.inner:train": "my_jobs.inner: no such module",
         "my_jobs:": "there is no such file",
         "my_jobs:trian": "there is no 'trian' in it. Did you mean 'train'",
-        "my_jobs:rate": "my_jobs:rate is not a function but 1",
+        "my_jobs:rate": "my_jobs:rate is 1, not a function",
     }
     for target, message in refused.items():
         with pytest.raises(UsageError, match=message):

@@ -148,8 +148,8 @@ def test_what_cannot_be_shared_out_is_said(tmp_path: Path, tiny_bert: Path) -> N
         ({}, (2, 4), "needs a fixed number of ranks"),
         ({"strategy": "ddp"}, 2, "is an option of train.strategy=fsdp; the strategy is 'ddp'"),
         ({"fsdp": {"tensor_parallel": 3}}, 3, "its 4 attention heads cannot be divided among 3 ranks"),
-        ({"compile": True}, 2, "does not go with train.compile"),
-        ({"lora": {"rank": 4}}, 2, "does not go with model.lora"),
+        ({"compile": True}, 2, "cannot be combined with train.compile"),
+        ({"lora": {"rank": 4}}, 2, "cannot be combined with model.lora"),
         ({"bert": True}, 2, "no plan for tensor parallelism of models of type 'bert'"),
     ],
 )

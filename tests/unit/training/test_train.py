@@ -151,7 +151,7 @@ def test_a_finished_run_is_not_taken_for_one_of_other_rows(tmp_path: Path, tiny_
     pq.write_table(tiny.reviews(97), tmp_path / "reviews.parquet")
     refused = runs.attempt(tmp_path / "run", sections)
     assert refused.exit_code == 65
-    assert "trained on a different train table" in refused.error
+    assert "its train table was different" in refused.error
     (tmp_path / "reviews.parquet").unlink()
     assert runs.succeed(tmp_path / "run", sections).complete
 
@@ -233,7 +233,7 @@ def test_training_learns(tmp_path: Path, tiny_bert: Path) -> None:
     [
         (("train.metric=acuracy",), "choose from loss, accuracy"),
         (("data.validation=null", "train.patience=2"), "data.validation is null"),
-        (("train.strategy=single", "engine.processes=2"), "runs on 1 process, 2 were asked for"),
+        (("train.strategy=single", "engine.processes=2"), "runs on 1 process, and 2 were requested"),
         (("train.strategy=dpp",), "Did you mean 'ddp'"),
         (("data.text=txt",), "Did you mean 'text'"),
         (("data.train=nowhere.parquet",), "nowhere.parquet"),
