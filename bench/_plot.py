@@ -100,13 +100,13 @@ def first_picture(rows: list[dict[str, Any]]) -> str:
         fastest[row["exact"], row["name"].split()[0]] = row
     chosen = sorted(fastest.values(), key=lambda row: (not row["exact"], row["rows_per_s"]), reverse=True)
     lowest = min(row["cosine"] for row in chosen)
-    titles = {False: f"8 or 16 bits (cosine to the exact vectors: {lowest:.3f} or more)", True: "exact"}
-    left, width, scale, y = 272, 640, 310 / max(row["rows_per_s"] for row in chosen), 4
+    titles = {False: f"8 or 16 bits (cosine to the exact vectors: {lowest:.3f} or more)", True: "exact vectors"}
+    left, width, scale, y = 300, 680, 330 / max(row["rows_per_s"] for row in chosen), -6
     shapes = []
     for place, row in enumerate(chosen):
         if place == 0 or row["exact"] != chosen[place - 1]["exact"]:
-            y += 24
-            shapes.append(f'<text x="0" y="{y - 4}" class="title">{titles[row["exact"]]}</text>')
+            y += 30
+            shapes.append(f'<text x="0" y="{y - 6}" class="title">{titles[row["exact"]]}</text>')
         name = escape(re.sub(r" [\d.]+,", "", row["name"]))
         own = " own" if row["kind"] == "torchlake" else ""
         bar = row["rows_per_s"] * scale

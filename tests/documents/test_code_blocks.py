@@ -29,6 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES if read_blocks(page)]
 ORCHESTRATORS = "their libraries need an environment of their own: `make orchestrators` runs it"
 NOT_RUN = {
+    ("docs/how-to/hub.md", "hf upload"): "the test's Hub has datasets only",
     ("docs/how-to/hub.md", "hf repos create"): "the test's Hub makes a dataset when it is asked for",
     ("docs/how-to/object-storage.md", "export AWS_ACCESS_KEY_ID=..."): "placeholders; the test sets its own",
     ("docs/how-to/object-storage.md", "torchlake predict runs/from_s3/model s3://lake/reviews_delta"): "its tables and "
@@ -43,7 +44,7 @@ ON_S3 = {"docs/how-to/object-storage.md"}
 ON_HUB = {"docs/how-to/hub.md"}
 QUICK = {"docs/reference/labels.md", "docs/reference/python.md"}
 "Pages whose blocks run in `make test`; the others take longer, and run in `make faults`."
-SCORED = {f"docs/how-to/{name}.md" for name in ("export", "outputs", "queries", "scoring", "selecting")}
+SCORED = {f"docs/how-to/{name}.md" for name in ("evaluating", "export", "outputs", "queries", "scoring", "selecting")}
 "Pages that begin with a model that the reader has from another page."
 FINISHED = {"docs/how-to/troubleshooting.md"}
 "Pages that begin with a finished run and its output."

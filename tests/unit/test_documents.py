@@ -142,6 +142,24 @@ def test_one_page_says_how_to_install() -> None:
     assert said == {"docs/reference/installation.md"}
 
 
+def test_a_search_leads_to_a_section() -> None:
+    """The site's search weights headings; these are words that people look for."""
+    headings = "\n".join(line.lower() for page in PAGES for _, line in lines(page) if re.match("#+ ", line))
+    wanted = (
+        *(
+            "confusion matrix",
+            "errors of rows",
+            "troubleshooting",
+            "duplicates",
+            "leakage",
+            "misclassified",
+            "serve a model",
+        ),
+        *("push a model to the hub", "early stopping", "imbalanced classes", "installation", "cross-validate"),
+    )
+    assert [words for words in wanted if words not in headings] == []
+
+
 def test_tables_have_no_backslash() -> None:
     """In the code of a cell GitHub leaves a backslash before a bar out, and the site shows it."""
     cells = [place for page in DOCUMENTS for place, line in lines(page) if line.startswith("|") and "\\|" in line]

@@ -6,6 +6,9 @@ Libraries that are slow to load are imported inside the functions.
 
 import json
 import logging
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -323,7 +326,6 @@ def demo(where: str, rows: int) -> Outcome:
     train_table, test_table = write_reviews(folder, rows)
     log.info("%s generated reviews in %s; fine-tuning all-MiniLM-L6-v2 on them", f"{rows:,}", folder)
     from torchlake.evaluation.evaluate import evaluate
-    from torchlake.reporting.report import report
     from torchlake.scoring.predict import predict
     from torchlake.tables.verification.verify import verify
     from torchlake.training.train import train
@@ -338,18 +340,45 @@ def demo(where: str, rows: int) -> Outcome:
     scored = predict(run.model, test_table, folder / "scored", key="id", columns=["label"], prefix="predicted_")
     measured = evaluate(run.model, test_table)
     verified = verify(folder / "scored")
-    page = report(folder / "run")
-    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.path, "report": page}
+    paths = {"data": folder, "run": run.path, "model": run.model, "scored": scored.path}
+    paths["report"] = run.path / "report.html"
     counts = f"{verified.rows_in:,} rows in, {verified.rows_out:,} out, {verified.rows_failed:,} failed"
     counts += "; " + ("; ".join(verified.problems) or "checksums and keys verified")
+    following = _next_commands(folder)
     values = {
         "metrics": metric_values(measured.metrics),
         "paths": paths,
         "rows": verified.rows_out,
         "problems": verified.problems,
+        "next": following,
     }
-    lines = [*metric_lines(measured.metrics), "", *fact_lines({**paths, "checked": counts})]
+    lines = [
+        *metric_lines(measured.metrics),
+        "",
+        *fact_lines({**paths, "checked": counts}),
+        "",
+        "Next, also with a table of yours:",
+    ]
+    lines += [line for what, command in following.items() for line in (f"# {what}", command)]
     return Outcome(values=values, lines=lines, exit_code=65 if verified.problems else 0)
+
+
+def _next_commands(folder: Path) -> dict[str, str]:
+    """Return three commands to try after the demo, by what they do; they run as they are in this folder and shell."""
+    script = Path(sys.executable).with_name("torchlake")
+    if not script.exists() or shutil.which("torchlake") == str(script):
+        script = Path("torchlake")
+    elif script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
+    torchlake = shlex.quote(str(script))
+    place = {
+        name: shlex.quote(str(folder / name)) for name in ("again", "job.yaml", "run", "test.parquet", "train.parquet")
+    }
+    return {
+        "score a table": f"{torchlake} predict {place['run']} {place['test.parquet']} {place['again']} --key id",
+        "train one epoch more": f"{torchlake} train {place['run']}/job.yaml --run {place['run']} --set train.epochs=3",
+        "describe a job for a table": f"{torchlake} init {place['train.parquet']} --output {place['job.yaml']}",
+    }
 
 
 def _check_job(job: str | None, overrides: Sequence[str], command: str) -> None:

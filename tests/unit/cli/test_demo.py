@@ -1,5 +1,8 @@
-"""The generated reviews: repeatable, distinct, and not to be had by counting words."""
+"""The demo: its reviews are repeatable, distinct and hard for word counts; the commands that it prints work."""
 
+import json
+import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from torchlake.cli import commands
 from torchlake.cli.demo import MAX_WORDS, MIN_WORDS, write_reviews
+from torchlake.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +71,23 @@ def test_counting_words_does_badly(tables: tuple[pa.Table, pa.Table]) -> None:
     model = LogisticRegression(max_iter=2000).fit(counts, train["label"].to_pylist())
     accuracy = model.score(vectors.transform(test["text"].to_pylist()), test["label"].to_pylist())
     assert 0.5 < accuracy < 0.75
+
+
+@pytest.mark.slow  # two trainings
+@pytest.mark.timeout(900)
+def test_the_commands_at_the_end_work_as_they_are_printed(
+    tmp_path: Path, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "_demo_model", lambda: tiny_bert)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--folder", "my demo", "--rows", "120"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    lines = printed[printed.index("Next, also with a table of yours:") + 1 :]
+    assert [line.startswith("# ") for line in lines] == [True, False] * 3
+    for line in lines[1::2]:
+        program, *words = shlex.split(line)
+        assert shutil.which(program) is not None
+        assert main(words) == 0, line
+    assert pq.read_table("my demo/again").num_rows == 20
+    result = json.loads(Path("my demo/run/result.json").read_text())
+    assert result["steps"] == 9  # three epochs of 90 rows
