@@ -57,7 +57,7 @@ def test_more_epochs_continue_a_finished_run(tmp_path: Path, tiny_bert: Path, sc
 )
 def test_a_finished_run_keeps_what_a_longer_one_needs(tmp_path: Path, tiny_bert: Path, options: dict[str, Any]) -> None:
     """One checkpoint and one best model: the longer run has the same bytes as one that was that long at once."""
-    sections = runs.job(tmp_path, tiny_bert, epochs=2, schedule="constant", **options)
+    sections = runs.job(tmp_path, tiny_bert, epochs=2, schedule="constant", warmup_steps=2, **options)
     more = {**sections, "train": {**sections["train"], "epochs": 3}}
     runs.succeed(tmp_path / "run", sections)
     assert runs.checkpoints(tmp_path / "run") == ["step_00000018"]
