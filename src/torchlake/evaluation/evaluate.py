@@ -33,6 +33,7 @@ from torchlake.models.load import Label, TaskSpec, model_folder
 from torchlake.scoring import predict as predicting
 from torchlake.scoring.options import known_spec, with_columns
 from torchlake.scoring.rows import Runtime
+from torchlake.scoring.runtime_choice import refuse_unable
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import ITEM_ROWS, READ_BYTES, bundled
 from torchlake.tables.output.failures import count_reasons
@@ -120,6 +121,7 @@ def evaluate(
     if is_frame(table):
         options.refuse_for_frames()
     spec, engine, table = known_spec(model_folder(model), task), as_engine(engine), pinned(table)
+    refuse_unable(runtime, spec.task)
     if isinstance(plugins.load("tasks", spec.task), FeatureExtraction):
         spec = with_columns(spec, text=text, inputs=inputs)
         options_of = {"task": task, "engine": engine, "runtime": runtime, "prefix": PREFIX, "max_error_rate": 1.0}

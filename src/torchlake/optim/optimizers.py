@@ -13,14 +13,14 @@ that.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, cast
-
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, Any, cast
 
 from torchlake.config.sections.train import TrainConfig
 from torchlake.errors import MissingExtra, pip_install
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 SCALE = "lr_scale"
 "The key of a parameter group for its share of the learning rate."
@@ -61,7 +61,7 @@ def moment_bytes(train: TrainConfig) -> float:
 
 
 def parameter_groups(
-    module: nn.Module, train: TrainConfig, scales: Mapping[str, float] | None = None
+    module: "nn.Module", train: TrainConfig, scales: Mapping[str, float] | None = None
 ) -> list[ParameterGroup]:
     """Return the trained parameters in groups: matrices, then the others, each by its share of the learning rate.
 
@@ -80,15 +80,18 @@ def parameter_groups(
     ]
 
 
-def trainable_names(module: nn.Module, train: TrainConfig, scales: Mapping[str, float] | None = None) -> list[str]:
+def trainable_names(module: "nn.Module", train: TrainConfig, scales: Mapping[str, float] | None = None) -> list[str]:
     """Return the names of the trained parameters in the order of the optimizer's groups."""
     return [name for group in parameter_groups(module, train, scales) for name in group.names]
 
 
 def make_optimizer(
-    module: nn.Module, train: TrainConfig, scales: Mapping[str, float] | None = None
-) -> torch.optim.Optimizer:
+    module: "nn.Module", train: TrainConfig, scales: Mapping[str, float] | None = None
+) -> "torch.optim.Optimizer":
     """Return the job's optimizer over the trained parameters, in the order of `trainable_names`."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
     parameters = dict(module.named_parameters())
     groups: list[dict[str, Any]] = [
         {
@@ -112,20 +115,20 @@ def make_optimizer(
     if train.optimizer == "lion":
         import lion_pytorch
 
-        return cast(torch.optim.Optimizer, lion_pytorch.Lion(groups, lr=rate, betas=betas))
+        return cast("torch.optim.Optimizer", lion_pytorch.Lion(groups, lr=rate, betas=betas))
     import bitsandbytes.optim
 
     library: Any = bitsandbytes.optim
-    return cast(torch.optim.Optimizer, library.AdamW8bit(groups, lr=rate, betas=betas))
+    return cast("torch.optim.Optimizer", library.AdamW8bit(groups, lr=rate, betas=betas))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:
     """Set the learning rate of the next step: each group takes its share."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[SCALE]
 
 
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+def skips_on_device(optimizer: "torch.optim.Optimizer") -> bool:
     """Return whether the optimizer's kernel reads `found_inf`, so that the host need not wait to know if a step is
     applied."""
     return bool(optimizer.defaults.get("fused"))

@@ -10,23 +10,25 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from torchlake.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from torchlake.config.sections.model import Freeze
 
 SHOWN = 4
 "The number of names that an error message shows."
 
 
-def layers(model: nn.Module) -> list[nn.Module]:
+def layers(model: "nn.Module") -> "list[nn.Module]":
     """Return the model's transformer layers in the order of its modules; of an encoder-decoder, those of both parts.
 
     They are the members of the outermost module lists that contain matrices. For a list of lists (Funnel's blocks) the
     inner lists are used, because a list is never called. Empty for a model without such a list.
     """
+    from torch import nn
+
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -40,8 +42,10 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def depths(model: nn.Module) -> dict[str, int]:
+def depths(model: "nn.Module") -> dict[str, int]:
     """Return the depth of each parameter, by name; tied parameters have that of their first place."""
+    from torch import nn
+
     places = {id(layer): number for number, layer in enumerate(layers(model), start=1)}
     top, found, seen = len(places) + 1, dict[str, int](), set[int]()
     depth, inside = 0, ""
@@ -58,7 +62,7 @@ def depths(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
+def layer_scales(model: "nn.Module", decay: float | None) -> dict[str, float]:
     """Return the share of the learning rate of each parameter, by name: `decay` to the power of N + 1 - depth; empty
     for None.
 
@@ -73,7 +77,7 @@ def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
     return {name: decay ** (top - depth) for name, depth in depths(model).items()}
 
 
-def freeze(model: nn.Module, wanted: "Freeze | None") -> None:
+def freeze(model: "nn.Module", wanted: "Freeze | None") -> None:
     """Train no parameter that `model.freeze` names; None: train all.
 
     Raises ConfigError if it names none of the model's parameters, or all of them.
@@ -90,7 +94,7 @@ def freeze(model: nn.Module, wanted: "Freeze | None") -> None:
         )
 
 
-def frozen_names(model: nn.Module, wanted: "Freeze") -> set[str]:
+def frozen_names(model: "nn.Module", wanted: "Freeze") -> set[str]:
     """Return the parameters that `model.freeze` selects, by name."""
     if wanted == "body":
         inside = [f"{name}." for name in head_modules(model)]
@@ -105,7 +109,7 @@ def frozen_names(model: nn.Module, wanted: "Freeze") -> set[str]:
     return {name for name, depth in found.items() if depth <= deepest}
 
 
-def body_name(model: nn.Module) -> str:
+def body_name(model: "nn.Module") -> str:
     """Return the name of the child that holds the layers; searched for where transformers does not name it."""
     named = getattr(model, "base_model_prefix", "")
     inside = {id(layer) for layer in ([] if named else layers(model))}
@@ -113,7 +117,7 @@ def body_name(model: nn.Module) -> str:
     return str(named or next(found, ""))
 
 
-def head_modules(model: nn.Module) -> list[str]:
+def head_modules(model: "nn.Module") -> list[str]:
     """Return the names of the modules beside the body of a model, and of its pooler, which may be new, too.
 
     A language model's head is not among them if it is its output embeddings.
@@ -126,7 +130,7 @@ def head_modules(model: nn.Module) -> list[str]:
     return [*beside, *(["pooler"] if pooler is not None else [])]
 
 
-def untrained_layers(model: nn.Module) -> int:
+def untrained_layers(model: "nn.Module") -> int:
     """Return the number of first layers below the first trained parameter: their backward pass is not computed."""
     found = depths(model)
     lowest = min((found[name] for name, each in model.named_parameters() if each.requires_grad), default=0)

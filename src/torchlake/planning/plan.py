@@ -33,6 +33,7 @@ from torchlake.planning.cluster import describe_cluster, device, size
 from torchlake.planning.costs import SHARDINGS, Cluster, ComputeSettings, Memory, Parameters, Shape, Sharding, StepTime
 from torchlake.planning.survey import TableSurvey, survey_model, survey_table
 from torchlake.planning.workload import Padding, Workload
+from torchlake.preparation.checks import check_metric, check_tables
 from torchlake.processes import hardware
 from torchlake.runs.arguments import Sections
 from torchlake.runs.folder import frames_to_paths
@@ -162,6 +163,8 @@ def plan(
         wanted = load_job(job, overrides, **stored)
         for path, frame in frames.items():
             streams.store(frame, path)
+        check_metric(wanted)
+        check_tables(wanted)
         base = base_folder(wanted.model.base)
         table = survey_table(wanted, base, sample_rows)
     ranks = processes or process_bounds(wanted.engine.processes or 1)[1]

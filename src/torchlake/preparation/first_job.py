@@ -80,14 +80,14 @@ def write_first_job(
     or the file exists, TableError for a table that cannot be read, DataError for a label column that cannot be learned.
     """
     path = local_output(output)
-    if path.exists() and not force:
-        raise UsageError(f"{path}: exists. Replace it with --force, or name another file with --output.")
     options, version = read_options(read), pinned(table)
     source, task = open_table(version, options=options), plugins.load("tasks", TASK)
     columns, rows, sampled = survey_columns(source, task)
     texts, pair = choose_texts(source, columns, text, text_pair)
     second = {} if pair is None else {"text_pair": pair.name}
     labels = choose_label(source, columns, {texts.name, *second.values()}, label)
+    if path.exists() and not force:
+        raise UsageError(f"{path}: exists. Replace it with --force, or name another file with --output.")
     train = table if isinstance(table, str) else tuple(table)
     asked = {name: value for name, value in options.asked.items() if name != "seed"}
     data = DataConfig(train=train, text=texts.name, label=labels.name, bad_rows="drop", **second, **asked)

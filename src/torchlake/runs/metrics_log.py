@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +17,8 @@ from torchlake import atomic_io
 from torchlake.config.redaction import redacted
 
 Line = dict[str, Any]
+OnStep = Callable[[Line], Any]
+"A user's function of the numbers of a step or of a validation; True stops the run after a checkpoint."
 METRICS = "metrics.jsonl"
 VALIDATION = "validation_"
 "Prefix of the names in a validation line; other lines are steps."

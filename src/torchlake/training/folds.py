@@ -23,10 +23,10 @@ from torchlake.engines import Engine
 from torchlake.errors import ConfigError, FingerprintError, UsageError
 from torchlake.metrics import lower_is_better
 from torchlake.runs import folder as run_folder
+from torchlake.runs.metrics_log import OnStep
 from torchlake.tables.output import lease
 from torchlake.tables.record import local_output
 from torchlake.training import train as training
-from torchlake.training.rows import OnStep
 
 log = logging.getLogger(__name__)
 

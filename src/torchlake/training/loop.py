@@ -40,7 +40,7 @@ from torchlake.progress import progress as progress_bar
 from torchlake.runs import folder, metrics_log
 from torchlake.training import saving
 from torchlake.training.model.setup import make_train_state
-from torchlake.training.rows import OnStep, RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
+from torchlake.training.rows import RankSettings, Rows, load_rows, planned_batches, steps_per_epoch, total_steps
 from torchlake.training.state import TrainProgress, TrainState
 from torchlake.training.step import LaunchedStep, check_divergence, largest_batch, read_step, train_step, try_largest
 from torchlake.training.validation import validate
@@ -303,7 +303,7 @@ def _metrics_writer(settings: RankSettings, group: distributed.Group, progress: 
         yield write
 
 
-def _call(on_step: OnStep, line: metrics_log.Line, run: Path) -> None:
+def _call(on_step: metrics_log.OnStep, line: metrics_log.Line, run: Path) -> None:
     """Call the user's function; if it returns True, ask all ranks to stop, by the file `stop`."""
     try:
         stop = on_step(dict(line))

@@ -10,11 +10,10 @@ prefetch thread: a batch of 64 rows takes 0.03 ms, a step of the smallest model 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,9 +23,7 @@ from torchlake.config.sections.train import TrainConfig
 from torchlake.data import batching, bins, loading, order, packing
 from torchlake.distributed import Group
 from torchlake.models.load import TaskSpec
-
-OnStep = Callable[[dict[str, Any]], Any]
-"A user's function of the numbers of a step or of a validation; True stops the run after a checkpoint."
+from torchlake.runs.metrics_log import OnStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,13 @@ from torchlake.models.folders import base_folder
 from torchlake.models.load import check_folder
 from torchlake.optim import optimizers
 from torchlake.preparation import summary
+from torchlake.preparation.checks import check_metric, check_tables, unknown_metric
 from torchlake.preparation.prepare import prepare
-from torchlake.preparation.problem import draft_spec, find_task_spec
+from torchlake.preparation.problem import find_task_spec
 from torchlake.reporting import tracking
 from torchlake.runs import folder as run_folder
 from torchlake.runs.arguments import Sections
+from torchlake.runs.metrics_log import OnStep
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.keys import check_key
 from torchlake.tables.output.compatibility import planned_inputs
@@ -40,7 +42,6 @@ from torchlake.tables.table import open_table
 from torchlake.tasks import Task
 from torchlake.training import restarts
 from torchlake.training.model import lora
-from torchlake.training.rows import OnStep
 
 if TYPE_CHECKING:
     from torchlake.training.folds import Folds
@@ -141,10 +142,11 @@ def train(
         if run != run_folder.AUTO or run_folder.accepts(folder, wanted):
             break
     _check_libraries(wanted)
+    check_metric(wanted)
     engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
-    for number in process_bounds(processes):
-        choose_strategy(wanted, number)
+    if frames:  # storing them may take hours
+        _check_strategy(wanted, processes)
     store = location.find_store(wanted.train.checkpoint_folder, folder)
     with run_folder.run_lease(folder) as lease:
         run_folder.claim(folder, wanted)
@@ -155,7 +157,8 @@ def train(
             return _complete(wanted, folder, engine, finished, began)
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
-        _check_columns(wanted, folder, engine, trained=trained)
+        check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
+        _check_strategy(wanted, processes)
         base = base_folder(wanted.model.base)
         _check_tensor_parallel(wanted, base, processes)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)
@@ -236,6 +239,12 @@ def store_frame(frame: Any, path: Path, engine: Engine) -> None:
         temporary.rename(path)
 
 
+def _check_strategy(job: Job, processes: ProcessRange) -> None:
+    """Raise UsageError when the strategy cannot run the fewest or the most ranks; this may import torch."""
+    for number in process_bounds(processes):
+        choose_strategy(job, number)
+
+
 def choose_strategy(job: Job, processes: int) -> str:
     """Return the strategy's name, "auto" resolved. Raises UsageError if it cannot run the task or that number of
     ranks."""
@@ -289,13 +298,12 @@ def choose_metric(job: Job, spec: TaskSpec) -> str:
     """Return the metric that selects the best model. Raises ConfigError listing the choices for an unknown one."""
     task = plugins.load("tasks", spec.task)
     wanted = job.train.metric
-    if job.data.validation is None and (wanted is not None or job.train.patience is not None):
-        raise ConfigError("train.metric and train.patience need a validation; data.validation is null")
+    check_metric(job)
     if wanted is None:
         return str(task.default_metric.get(spec.problem, "loss"))
     choices = ["loss", *task.metric_names(spec)]
     if wanted not in choices:
-        raise ConfigError(f"train.metric: there is no {wanted!r} for {spec.problem}; choose from {', '.join(choices)}")
+        raise ConfigError(unknown_metric(wanted, spec.problem, choices))
     return wanted
 
 
@@ -308,19 +316,6 @@ def _as_run(folder: Path, result: Mapping[str, Any], *, steps: int, began: float
         metrics=result["metrics"],
         complete=complete,
     )
-
-
-def _check_columns(job: Job, folder: Path, engine: Engine, *, trained: bool) -> None:
-    """Raise TableError for a missing table or column, before a model is downloaded or rows are read."""
-    data = job.data
-    named = (*draft_spec(job).columns, data.key)
-    for name, table in run_folder.stored_tables(job).items():
-        try:
-            columns = tuple(column for column in named if column is not None)
-            open_table(table, columns=columns, options=run_folder.read_options_of(job, name), spread=engine.spread)
-        except TableError as error:
-            kept = f" The training in {folder} continues with {table} only; train another in a new run folder (--run)."
-            raise type(error)(f"data.{name}: {error}{kept if trained else ''}") from error
 
 
 def _prepare(job: Job, base: Path | None, spec: TaskSpec, engine: Engine, folder: Path, *, trained: bool) -> list[Path]:

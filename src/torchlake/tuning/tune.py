@@ -27,6 +27,7 @@ from torchlake.errors import ConfigError, Diverged, FingerprintError, RankFailed
 from torchlake.failpoints import failpoint
 from torchlake.metrics import lower_is_better
 from torchlake.models.folders import base_folder
+from torchlake.preparation.checks import check_metric, check_tables
 from torchlake.preparation.problem import find_task_spec
 from torchlake.runs import metrics_log
 from torchlake.runs.folder import (
@@ -127,11 +128,13 @@ def tune(
         raise ConfigError(
             "train.checkpoint_folder: a tuning keeps each trial's checkpoints in its run folder; remove the setting"
         )
+    check_metric(wanted)
     searched = read_space(space, wanted)
     default = find(job, None)
     folder = default.with_name(f"{default.name}_tuning") if run is None else local_output(run)
+    spread = job_engine(wanted, engine).spread
+    check_tables(wanted, spread=spread)
     with _tuning_lease(folder) as mine:
-        spread = job_engine(wanted, engine).spread
         wanted = _claim(folder, wanted, searched, seed, spread)
         base, trained = base_folder(wanted.model.base), is_trained(folder, wanted)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=spread)
