@@ -11,6 +11,7 @@ import logging
 import signal
 import sys
 import traceback
+from ast import literal_eval
 from collections.abc import Sequence
 
 import typer
@@ -49,9 +50,12 @@ def _run(words: list[str]) -> Outcome:
         work = typer.main.get_command(app).main(words, prog_name="torchlake", standalone_mode=False)
         return work() if callable(work) else Outcome(values={}, lines=(), exit_code=int(work or 0))
     except typer.TyperException as error:
+        refused = _wrong_value(error)
+        if refused is not None:
+            return error_outcome(refused, str(refused), refused.exit_code, shown=f"error: {refused}")
         hint = _setting_hint(words, getattr(error, "option_name", None))
         if hint:
-            error.message += hint
+            error.message = f"{error.message.rstrip('.')}.{hint}"
         show = getattr(error, "show", None)
         if callable(show):
             show(file=sys.stderr)
@@ -78,6 +82,20 @@ def _run(words: list[str]) -> Outcome:
         return error_outcome(error, message, TorchlakeError.exit_code, shown=f"error: {message}")
 
 
+def _wrong_value(error: typer.TyperException) -> UsageError | None:
+    """The error in torchlake's words for a value that typer refuses in those of pydantic; else None."""
+    problems, param = getattr(error.__cause__, "errors", None), getattr(error, "param", None)
+    if problems is None or param is None:
+        return None
+    from torchlake.config.messages import explanation, one_of
+
+    problem = problems(include_url=False)[0]
+    choices = error.message.partition(" is not one of ")[2].rstrip(".")
+    words = one_of(literal_eval(f"[{choices}]"), problem["input"]) if choices else explanation(problem)
+    name = param.metavar if param.param_type_name == "argument" else max(param.opts, key=len)
+    return UsageError(f"{name}: {words}")
+
+
 def _setting_hint(words: Sequence[str], option: str | None) -> str:
     """Return a hint to use --set, for an unknown option that is a setting of the job or the engine."""
     takes_job, takes_engine = words[:1] in (["train"], ["tune"], ["plan"]), words[:1] in (["predict"], ["evaluate"])
@@ -85,9 +103,13 @@ def _setting_hint(words: Sequence[str], option: str | None) -> str:
         return ""
     from torchlake.config.job import SECTIONS
     from torchlake.config.messages import nearest_settings
+    from torchlake.config.trainer_names import TRAINER_NAMES
 
     sections = SECTIONS if takes_job else {"engine": SECTIONS["engine"]}
-    found = nearest_settings(option.lstrip("-").replace("-", "_"), sections)
+    name = option.lstrip("-").replace("-", "_")
+    found = nearest_settings(name, sections)
+    if not found and takes_job and name in TRAINER_NAMES:
+        return f" Here it is {TRAINER_NAMES[name]}."
     value = _value_after(words, option)
     shown = " or ".join(f"--set {name}={value}" for name in found)
     return f" To change a setting of the {'job' if takes_job else 'engine'}, write {shown}." if found else ""

@@ -1,15 +1,44 @@
 """Rewrite pydantic's errors as sentences: where, what was given, what is allowed, the nearest key."""
 
 import re
-from collections.abc import Iterator, Mapping
+from ast import literal_eval
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from torchlake.config.redaction import redacted
+from torchlake.config.trainer_names import TRAINER_NAMES
 from torchlake.config.yaml import Location, dotted, quote
+
+TEXT = "a text"
+EXPECTED = {
+    "int_": "a whole number",
+    "float_": "a number",
+    "finite_": "a number",
+    "bool_": "true or false",
+    "string_too_long": "a single character",
+    "too_long": "a single character",
+    "string_": TEXT,
+    "path_": "a path",
+    "list_": "a list",
+    "tuple_": "a list",
+    "union_tag_": "a path, or a list of paths",
+    "model_": "a mapping of keys",
+    "dict_": "a mapping of keys",
+    "mapping_": "a mapping of keys",
+}
+"Words for the value that was expected, by the beginning of the name of pydantic's error."
+BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+NO_SECTIONS: Mapping[str, type[BaseModel]] = MappingProxyType({})
 
 
 def sentence(
@@ -23,7 +52,20 @@ def sentence(
     location = tuple(part for part in problem["loc"] if not str(part).startswith("<"))
     known = [location[:length] for length in range(len(location), 0, -1) if location[:length] in origins]
     origin = origins[known[0]] if known else str(path) if path is not None else "job"
-    return f"{origin}: {dotted(location)}: {_explanation(problem, location, sections)}"
+    return f"{origin}: {dotted(location)}: {explanation(problem, location, sections)}"
+
+
+def expected(what: str, given: Any) -> str:
+    """A value of the wrong type in words: expected a whole number, got 'many'."""
+    return f"expected {what}, got {quote(given)}"
+
+
+def one_of(choices: Sequence[Any], given: Any) -> str:
+    """A value that is not among the choices in words, with the nearest one."""
+    close = get_close_matches(str(given), list(map(str, choices)), n=1)
+    before = ", ".join(map(repr, choices[:-1]))
+    what = f"{before} or {choices[-1]!r}" if before else repr(choices[-1])
+    return expected(what, given) + (f"; did you mean {close[0]}?" if close else "")
 
 
 def nearest_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:
@@ -32,6 +74,8 @@ def nearest_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list
     exact = [setting for setting in every if f".{setting}".endswith(f".{name}")]
     if exact:
         return exact
+    if setting := re.match(r"\w+\.\w+", TRAINER_NAMES.get(name, "")):
+        return [setting[0]] if setting[0] in every else []
     by_last = {setting.rpartition(".")[2]: setting for setting in reversed(every)}
     return [by_last[close] for close in get_close_matches(name, by_last, n=1, cutoff=0.8)]
 
@@ -50,42 +94,33 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-def _explanation(problem: Any, location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
+def explanation(problem: Any, location: Location = (), sections: Mapping[str, type[BaseModel]] = NO_SECTIONS) -> str:
+    """What is wrong with the value of one of pydantic's errors, and what is expected."""
     kind, context = problem["type"], problem.get("ctx", {})
     given = redacted(problem["input"], dotted(location))
-    shown = quote(given)
-    bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
-    words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
     if kind == "extra_forbidden":
         return f"unknown key{_nearest(location, sections)}"
     if kind == "missing":
         return "missing; it has no default"
-    if kind in bounds:
-        bound = bounds[kind]
-        return f"must be {words[bound]} {context[bound]}, given {shown}"
+    if kind in BOUNDS:
+        name, words = BOUNDS[kind]
+        return f"must be {words} {context[name]}, got {given}"
     if kind == "literal_error":
-        close = get_close_matches(str(given), re.findall(r"'([^']*)'", context["expected"]), n=1)
-        return f"must be {context['expected']}, given {shown}{f'; did you mean {close[0]}?' if close else ''}"
-    if kind.startswith("int_"):
-        return f"a whole number is expected, given {shown}"
-    if kind.startswith(("float_", "finite_")):
-        return f"a number is expected, given {shown}"
-    if kind == "bool_type":
-        return f"true or false is expected, given {shown}"
-    if kind in ("string_type", "string_too_short"):
-        return f"a string is expected, given {shown}{' (put it in quotes)' if isinstance(given, int | float) else ''}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"a mapping of keys is expected, given {shown}"
-    if kind == "too_short":
-        return "the list is empty; name at least one"
+        return one_of([literal_eval(one) for one in re.findall(r"'[^']*'|-?\d+", context["expected"])], given)
     if kind == "value_error":
         return str(context["error"])
-    return f"{problem['msg']}, given {shown}"
+    if kind == "too_short":
+        return "the list is empty; name at least one"
+    what = next((words for start, words in EXPECTED.items() if kind.startswith(start)), "another value")
+    in_quotes = what == TEXT and isinstance(given, int | float)
+    return expected(what, given) + (" (put it in quotes)" if in_quotes else "")
 
 
 def _nearest(location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
     """Return a hint for an unknown key: the nearest key of its section, else of another section."""
     key = str(location[-1])
+    if key in TRAINER_NAMES:
+        return f"; here it is {TRAINER_NAMES[key]}"
     section = sections.get(str(location[0])) if len(location) == 2 else None
     fields = list(section.model_fields) if section else list(sections) if len(location) == 1 else ["fraction"]
     if close := get_close_matches(key, fields, n=1):

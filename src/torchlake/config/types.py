@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from torchlake import plugins
+from torchlake.config.messages import expected
 
 SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 # Both Python and ECMAScript read these patterns, without flags: hence no \d (any digit of Unicode) and both cases.
@@ -31,6 +32,7 @@ UNIT = "([sS]|[sS][eE][cC]|[mM][iI][nN]|[hH])"
 TIME = rf"([0-9]{{1,12}}(?:\.[0-9]{{1,6}})?)\s*{UNIT}"
 STEPS = r"([0-9]{1,12})\s*[sS][tT][eE][pP][sS]?"
 EPOCH = "[eE][pP][oO][cC][hH]"
+RANKS = "a number of processes (4, or [2, 8] for the fewest and the most)"
 NUMBER = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"
 
 
@@ -63,7 +65,7 @@ def parse_every(value: Any) -> Every:
     try:
         return Every(seconds=parse_seconds(text))
     except ValueError:
-        raise ValueError(f'{value!r} is not an interval; write "30s", "10min", "1h", "200steps" or "epoch"') from None
+        raise ValueError(expected('an interval ("30s", "10min", "1h", "200steps" or "epoch")', value)) from None
 
 
 def parse_seconds(value: Any) -> float:
@@ -72,17 +74,17 @@ def parse_seconds(value: Any) -> float:
         return float(value)
     match = re.fullmatch(TIME, value.strip()) if isinstance(value, str) else None
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f'{value!r} is not a length of time; write "30s", "10min" or "1h"')
+        raise ValueError(expected('a length of time ("30s", "10min" or "1h")', value))
     return float(match[1]) * SECONDS[match[2].lower()]
 
 
 def _number(kind: str, value: Any) -> Any:
     # YAML reads `yes` as true, and Python counts True as 1.
     if isinstance(value, bool):
-        raise ValueError(f"{kind} is expected, given {str(value).lower()}")
+        raise ValueError(expected(kind, value))
     # YAML 1.1 reads 1e-4 as a string.
     if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
-        raise ValueError(f"{kind} is expected, given {value!r}")
+        raise ValueError(expected(kind, value))
     return value
 
 
@@ -95,7 +97,7 @@ def parse_ranks(value: Any) -> int | tuple[int, int]:
     numbers = list(value) if isinstance(value, list | tuple) else [value]
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
     if not whole or len(numbers) > 2 or not numbers:
-        raise ValueError(f"{value!r} is not a number of processes; write 4, or [2, 8] for the fewest and the most")
+        raise ValueError(expected(RANKS, value))
     fewest, most = numbers[0], numbers[-1]
     if not 1 <= fewest <= most:
         raise ValueError(f"{value!r}: the number of processes is at least 1, and the fewest come first")

@@ -23,6 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlake import plugins
+from torchlake.config.messages import expected
+from torchlake.config.types import RANKS
 from torchlake.errors import UsageError
 from torchlake.tables.storage.spread import in_process
 
@@ -184,7 +186,10 @@ def at_least_one(number: int, name: str = "processes") -> int:
 
 def process_bounds(processes: ProcessRange) -> tuple[int, int]:
     """Return (minimum, maximum). Raises UsageError unless 1 <= minimum <= maximum."""
-    fewest, most = (processes, processes) if isinstance(processes, int) else processes
+    bounds = tuple(processes) if isinstance(processes, list | tuple) else (processes, processes)
+    if len(bounds) != 2 or not all(isinstance(one, int) and not isinstance(one, bool) for one in bounds):
+        raise UsageError(f"processes: {expected(RANKS, processes)}")
+    fewest, most = bounds
     if fewest > most:
         raise UsageError(f"processes is ({fewest}, {most}), but the minimum must come first.")
     return at_least_one(fewest), most

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchlake import plugins
+from torchlake.config.arguments import check_arguments
 from torchlake.data.features import as_matrix, from_arrow
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
@@ -117,6 +118,7 @@ def evaluate(
             "evaluate brings all labels to this process: give it a stored table, or the frame as pandas "
             "(frame.select(...).toPandas() of Spark, dataset.to_pandas() of Ray)."
         )
+    check_arguments(read, ReadArguments.__annotations__)
     options = read_options(read)
     if is_frame(table):
         options.refuse_for_frames()

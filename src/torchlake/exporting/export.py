@@ -7,9 +7,10 @@ its hash. Nothing in it is a pickle.
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from torchlake import atomic_io
+from torchlake.config.arguments import check_arguments
 from torchlake.errors import DataError, OutputError, UsageError
 from torchlake.exporting import graphs
 from torchlake.exporting.sentence_transformers import Pooling, write_sentence_transformers
@@ -37,8 +38,7 @@ def export(model: str | Path, folder: str | Path, *, format: Format, pooling: Po
     Raises UsageError for a model that the format does not support, MissingExtra for a missing library, and OutputError
     if `folder` holds anything but an earlier export.
     """
-    if format not in get_args(Format):
-        raise UsageError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
+    check_arguments({"format": format, "pooling": pooling}, export.__annotations__)
     if pooling is not None and format != "sentence-transformers":
         raise UsageError(
             f"pooling applies to the format sentence-transformers only; the graph of {format} returns logits."

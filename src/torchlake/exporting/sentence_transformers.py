@@ -33,8 +33,6 @@ def write_sentence_transformers(model: Path, folder: Path, *, pooling: Pooling |
             f"{model}: the folder does not say how token states become one vector. Set pooling "
             f"({', '.join(choices)}); most encoders were trained with mean."
         )
-    if pooling is not None and pooling not in choices:
-        raise UsageError(f"pooling must be one of {', '.join(choices)}, not {pooling!r}.")
     if layout and pooling is not None and how.poolings != (pooling,):
         raise UsageError(
             f"{model}: the model was trained with {' and '.join(how.poolings)} pooling. Leave pooling out."

@@ -24,6 +24,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from torchlake import plugins
+from torchlake.config.arguments import check_arguments
 from torchlake.config.types import parse_seconds
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
@@ -120,6 +121,8 @@ def optimize(
     Raises UsageError for invalid arguments and for a model folder in the hub's cache or without write permission,
     DataError for a sample without usable rows, TorchlakeError if eager cannot score it, and the errors of `predict`.
     """
+    given = {"max_drop": max_drop, "min_agreement": min_agreement, "rows": rows, **options}
+    check_arguments(given, {**optimize.__annotations__, **OptimizeOptions.__annotations__})
     if not (0 <= max_drop <= 1 and 0 <= min_agreement <= 1) or rows < 1:
         raise UsageError("max_drop and min_agreement must be shares from 0 to 1, and rows must be 1 or more.")
     text_pair, inputs = options.pop("text_pair", None), options.pop("inputs", None)

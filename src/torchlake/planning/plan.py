@@ -21,6 +21,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.amounts import operations, size_in_bytes
+from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, load_job
 from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.sections.strategies import LoraOptions
@@ -150,6 +151,7 @@ def plan(
     Raises ConfigError for an invalid job, UsageError for an invalid argument, TableError and DataError for a table,
     labels or a model that cannot be used.
     """
+    check_arguments({"processes": processes, "latency": latency, "sample_rows": sample_rows}, plan.__annotations__)
     if sample_rows < 1 or (processes is not None and processes < 1) or (latency is not None and not latency > 0):
         raise UsageError(
             "sample_rows and processes must be 1 or more, and latency must be a number of seconds above 0."

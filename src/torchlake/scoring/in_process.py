@@ -169,7 +169,7 @@ def load(
     with `predict`.
     """
     refuse_unknown("load", generation, GenerationArguments.__annotations__)
-    check_options({"null": null, "batch_tokens": batch_tokens})
+    check_options({"null": null, "batch_tokens": batch_tokens, "all_probabilities": all_probabilities})
     settings, _, _ = scoring_settings(
         model,
         runtime,

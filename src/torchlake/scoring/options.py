@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from torchlake import plugins
 from torchlake.chunk_jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
+from torchlake.config.arguments import check_arguments
 from torchlake.config.task_spec import Columns, TaskSpec, as_columns
 from torchlake.engines import Engine
 from torchlake.errors import UsageError
@@ -199,10 +200,9 @@ def _named(columns: str | Sequence[str]) -> Columns:
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for a value out of range."""
-    check_values(
-        given, counts=("batch_tokens", "gpus_per_process"), choices={"null": ("error", "score"), "embedding": FORMS}
-    )
+    """Raise UsageError for a value of the wrong type or out of range."""
+    check_arguments(given, PredictOptions.__annotations__)
+    check_values(given, counts=("batch_tokens", "gpus_per_process"))
 
 
 def check_devices(settings: ScoringSettings, *, has_gpus: bool) -> None:

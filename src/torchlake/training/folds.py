@@ -17,6 +17,7 @@ from typing import Any
 
 from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
+from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, flat, load_job
 from torchlake.config.sections.data import DataConfig, Fraction
 from torchlake.engines import Engine
@@ -63,6 +64,7 @@ def train_folds(
 ) -> Folds:
     """Train `job` once per fold in folders below `run`; arguments and errors are those of `train`."""
     began = time.monotonic()
+    check_arguments({"folds": folds}, train_folds.__annotations__)
     if folds < 2:
         raise UsageError(f"folds must be 2 or more, not {folds}.")
     if run == run_folder.AUTO:
@@ -71,6 +73,7 @@ def train_folds(
     frames, stored = run_folder.frames_to_paths(sections, folder)
     wanted = load_job(job, overrides, **stored, **training.named_engine(engine))
     _refuse_ignored(wanted)
+    training.check_metric(wanted)
     with _lease(folder):
         wanted = _claim(folder, wanted, folds)
         for path, frame in frames.items():

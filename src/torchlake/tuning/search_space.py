@@ -108,7 +108,7 @@ def _entry(job: Job, key: str, entry: Any, origins: Mapping[Location, str], name
     if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
         raise ConfigError(f"{where}: {key}: cannot be searched: trials could not be compared, or would not differ")
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: {key}: expected {EXAMPLE}, not {quote(entry)}")
+        raise ConfigError(f"{where}: {key}: expected {EXAMPLE}, got {quote(entry)}")
     try:
         searched = Searched.model_validate(dict(entry))
     except ValidationError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlake import atomic_io, plugins
+from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, load_job, with_values
 from torchlake.engines import Engine
 from torchlake.errors import ConfigError, Diverged, FingerprintError, RankFailed, StopAsked, TorchlakeError, UsageError
@@ -119,6 +120,7 @@ def tune(
     failed; Interrupted and the other errors of `train`. A trial that diverges or whose ranks fail is recorded instead.
     """
     load_optuna()
+    check_arguments({"trials": trials, "seed": seed, "prune": prune}, tune.__annotations__)
     if trials < 1:
         raise UsageError(f"trials must be 1 or more, not {trials}.")
     wanted = load_job(job, overrides, **named_engine(engine))

@@ -1,5 +1,6 @@
 """The job file: what is read, and how every mistake is named."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from torchlake import plugins
-from torchlake.config.job import Job, job_to_yaml, load_job, with_values
+from torchlake.config.job import SECTIONS, Job, job_to_yaml, load_job, with_values
+from torchlake.config.messages import _settings
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.model import ModelConfig
 from torchlake.config.sections.train import TrainConfig
+from torchlake.config.trainer_names import TRAINER_NAMES
 from torchlake.config.types import Every, parse_every, parse_seconds
 from torchlake.config.yaml import MAX_BYTES, read_yaml
 from torchlake.errors import ConfigError, UnsafeError
@@ -61,7 +64,7 @@ def test_a_key_of_another_section_is_pointed_there(tmp_path: Path) -> None:
 def test_an_override_is_named_by_itself(tmp_path: Path) -> None:
     found = complaint(tmp_path, GOOD, "train.epoch=3", "train.batch_size=0")
     assert "--set train.epoch=3: train.epoch: unknown key; did you mean epochs?" in found
-    assert "--set train.batch_size=0: train.batch_size: must be at least 1, given 0" in found
+    assert "--set train.batch_size=0: train.batch_size: must be at least 1, got 0" in found
 
 
 def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
@@ -70,11 +73,11 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
     schedules = "'linear', 'cosine', 'constant' or 'wsd'"
     assert complaint(tmp_path, text).splitlines() == [
         "job.yaml:1: data.train: the list is empty; name at least one",
-        "job.yaml:1: data.validation.fraction: must be less than 1.0, given 2",
+        "job.yaml:1: data.validation.fraction: must be less than 1.0, got 2",
         "job.yaml:2: model.base: missing; it has no default",
-        "job.yaml:2: model.max_length: a whole number is expected, given true",
-        "job.yaml:4: train.epochs: a whole number is expected, given 'three'",
-        f"job.yaml:5: train.schedule: must be {schedules}, given 'cosi'; did you mean cosine?",
+        "job.yaml:2: model.max_length: expected a whole number, got true",
+        "job.yaml:4: train.epochs: expected a whole number, got 'three'",
+        f"job.yaml:5: train.schedule: expected {schedules}, got 'cosi'; did you mean cosine?",
     ]
 
 
@@ -83,9 +86,9 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
     [
         ("train.epochs=0", "at least 1"),
         ("train.epochs=2.5", "whole number"),
-        ("train.learning_rate=.nan", "number is expected"),
-        ("train.learning_rate=.inf", "number is expected"),
-        ("train.learning_rate=fast", "number is expected"),
+        ("train.learning_rate=.nan", "expected a number"),
+        ("train.learning_rate=.inf", "expected a number"),
+        ("train.learning_rate=fast", "expected a number"),
         ("train.warmup=1", "less than 1"),
         ("train.warmup_steps=0", "at least 1"),
         ("train.cooldown=0.2", "setting of schedule wsd"),
@@ -103,7 +106,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
         ("train.validate_every=10min", '"200steps"'),
         ("train.collective_timeout=-3", '"10min"'),
         ("data.text=1", "quotes"),
-        ("data.text=", "a string is expected"),
+        ("data.text=", "expected a text"),
         ("data.label=text", "must differ"),
         ("data.bad_rows=ignore", "'error' or 'drop'"),
         ("data.validation={share: 0.1}", "known are fraction"),
@@ -322,7 +325,7 @@ def test_lengths_of_time(text: object, expected: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "10", "min", "-3s", "0s", "1d", 0, -1, True, None, float("inf"), "1" * 40 + "s"])
 def test_what_is_no_length_of_time(text: object) -> None:
-    with pytest.raises(ValueError, match="write"):
+    with pytest.raises(ValueError, match="expected a length of time"):
         parse_seconds(text)
 
 
@@ -403,3 +406,34 @@ def _keys_as_text(value: object) -> object:
     if isinstance(value, list):
         return [_keys_as_text(item) for item in value]
     return value
+
+
+@pytest.mark.parametrize("name", sorted(TRAINER_NAMES))
+def test_a_name_of_the_trainer_is_answered_with_ours(name: str) -> None:
+    answer = f"unknown key; here it is {TRAINER_NAMES[name]}"
+    sections = {"data": {"train": "t"}, "model": {"base": "b"}}
+    for more, shown in (({"train": {name: 1}}, f"train.{name}"), ({name: 1}, name)):
+        with pytest.raises(ConfigError, match=re.escape(f"{shown}: {answer}")):
+            load_job(None, **sections, **more)
+    with pytest.raises(ConfigError, match=re.escape(f"--set train.{name}=1: train.{name}: {answer}")):
+        load_job(None, [f"train.{name}=1"], **sections)
+
+
+def test_names_of_the_trainer_lead_to_settings_that_there_are() -> None:
+    known = {setting for section, model in SECTIONS.items() for setting in _settings(model, section)}
+    for name, answer in TRAINER_NAMES.items():
+        assert set(re.findall(r"(?:train|model|data|track)\.\w+", answer)) <= known, name
+        assert not any(setting.endswith(f".{name}") for setting in known), f"{name} is the same here"
+
+
+def test_the_migration_page_has_the_names_of_the_trainer() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migration" / "hugging_face_trainer.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    shown = {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert TRAINER_NAMES.keys() <= shown.keys()
+    for name, answer in TRAINER_NAMES.items():
+        for setting in re.findall(r"(?:train|model|data|track)\.(\w+)", answer):
+            assert f"{setting}`" in shown[name], f"{name}: {answer}"
+    ours = {field for model in SECTIONS.values() for field in model.model_fields}
+    others = {"fsdp", "deepspeed", "seed", "linear", "cosine", "constant", "warmup_stable_decay", "optim", "peft"}
+    assert shown.keys() - TRAINER_NAMES.keys() - ours - others == {"EarlyStoppingCallback"}

@@ -221,7 +221,7 @@ def deep(error: Any) -> Iterator[str]:
 @pytest.mark.parametrize("compile_", ["true", "false"])
 def test_a_text_is_no_boolean(compile_: str) -> None:
     assert load_job(None, [f"train.compile={compile_}"], **GOOD).train.compile is (compile_ == "true")
-    with pytest.raises(TorchlakeError, match=r"train\.compile: true or false is expected, given 'true'"):
+    with pytest.raises(TorchlakeError, match=r"train\.compile: expected true or false, got 'true'"):
         load_job(None, ['train.compile="true"'], **GOOD)
 
 

@@ -171,7 +171,7 @@ def test_the_command_prints_a_line_per_candidate_or_json(
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"budget": "soon"}, UsageError, "budget: 'soon' is not a length of time"),
+        ({"budget": "soon"}, UsageError, "budget: expected a length of time"),
         ({"max_drop": -1}, UsageError, "shares from 0 to 1"),
         ({"rows": 0}, UsageError, "rows must be 1 or more"),
         ({"runtimes": ["eagre"]}, UsageError, "Did you mean 'eager'"),

@@ -90,6 +90,6 @@ def test_what_folds_would_ignore_is_refused(tmp_path: Path, tiny_bert: Path) -> 
             tl.train(data=given_data, model=model, train=train, folds=2, run=tmp_path / "run")
     with pytest.raises(UsageError, match="2 or more"):
         tl.train(data=data, model=model, folds=1, run=tmp_path / "run")
-    with pytest.raises(ConfigError, match="must be at most 2, the number of folds, given 3"):
+    with pytest.raises(ConfigError, match="must be at most 2, the number of folds, got 3"):
         tl.train(data={**data, "validation": {"fold": 3, "folds": 2}}, model=model, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -53,7 +53,7 @@ class Fold(BaseModel):
     @classmethod
     def _is_one_of_them(cls, fold: int, given: ValidationInfo) -> int:
         if fold > given.data.get("folds", fold):
-            raise ValueError(f"must be at most {given.data['folds']}, the number of folds, given {fold}")
+            raise ValueError(f"must be at most {given.data['folds']}, the number of folds, got {fold}")
         return fold
 
 

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from torchlake.config.messages import expected
 from torchlake.config.sections.strategies import DdpOptions, DeepSpeedOptions, FsdpOptions
 from torchlake.config.task_spec import label_name
 from torchlake.config.types import STRICT, Bool, Every, Float, Int, Interval, Name, Seconds, StrategyName
@@ -44,7 +45,7 @@ Checkpointing = Annotated[
 
 def _two_numbers(value: Any) -> Any:
     if value is not None and not (isinstance(value, list | tuple) and len(value) == 2):
-        raise ValueError(f"expected two numbers, such as [0.9, 0.95], got {value!r}")
+        raise ValueError(expected("two numbers, such as [0.9, 0.95]", value))
     return value
 
 

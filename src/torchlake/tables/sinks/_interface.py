@@ -52,10 +52,6 @@ def sink_options(given: Mapping[str, Any]) -> SinkOptions:
     if isinstance(size, str):
         size = int(size_in_bytes(size, "target_file_size"))
     options = SinkOptions(**{**values, "partition_by": tuple(columns), "target_file_size": size})
-    if options.mode not in MODES:
-        raise UsageError(f"mode: expected one of {', '.join(MODES)}, got {options.mode!r}.")
-    if options.format not in (None, *FORMATS):
-        raise UsageError(f"format: expected one of {', '.join(FORMATS)}, got {options.format!r}.")
     if size is not None and size < 1:
         raise UsageError(f"target_file_size: expected 1 byte or more, got {size}.")
     return options

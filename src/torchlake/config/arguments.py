@@ -1,0 +1,42 @@
+"""Check the arguments of Python functions, in the words in which a job file's values are checked."""
+
+import numbers
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from torchlake.config.messages import TEXT, expected, one_of
+from torchlake.errors import UsageError
+
+WORDS: dict[type, tuple[str, type]] = {
+    bool: ("true or false", bool),
+    int: ("a whole number", numbers.Integral),
+    float: ("a number", numbers.Real),
+    str: (TEXT, str),
+}
+"What an argument of a type is called, and what it has to be an instance of: numpy's numbers are numbers, too."
+
+
+def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
+    """Raise UsageError for an argument that is a number, a text, a switch or one of some words, and has another type.
+
+    `annotations`: those of the function or of a TypedDict. Arguments with other types are not looked at.
+    """
+    for name, value in given.items():
+        problem = _problem(value, annotations.get(name, Any))
+        if problem is not None:
+            raise UsageError(f"{name}: {problem}")
+
+
+def _problem(value: Any, annotation: Any) -> str | None:
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if value is None and NoneType in kinds:
+        return None
+    wanted = [kind for kind in kinds if kind is not NoneType]
+    if all(get_origin(kind) is Literal for kind in wanted):
+        choices = [choice for kind in wanted for choice in get_args(kind)]
+        return None if value in choices else one_of(choices, value)
+    if not all(kind in WORDS for kind in wanted):
+        return None
+    found = any(isinstance(value, WORDS[kind][1]) and (kind is bool or not isinstance(value, bool)) for kind in wanted)
+    return None if found else expected(" or ".join(WORDS[kind][0] for kind in wanted), value)

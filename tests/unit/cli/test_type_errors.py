@@ -1,0 +1,143 @@
+"""A value of the wrong type is refused in the same words on the command line, in a job file and in Python."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+
+import torchlake as tl
+from torchlake.cli.app import app
+from torchlake.cli.main import main
+from torchlake.config.job import SECTIONS, load_job
+from torchlake.config.messages import _settings
+from torchlake.errors import ConfigError, TorchlakeError, UsageError
+
+FOREIGN = re.compile(
+    r"[Ii]nput (should|tag)|Value error|unable to parse|type=|valid (integer|number|string|boolean|list|dict)|"
+    r"validation error|Field required|not supported between|NoneType|<class|_tag|another value"
+)
+"Words of pydantic, typer and Python."
+VALUES = ("many", 3.5, -1, True, [1, {}], {"a": {"b": 1}}, None, [], {}, "x" * 300, 10**30)
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def wrong_options() -> Iterator[tuple[list[str], str]]:
+    """Words of a command with an option of the wrong type, and that option."""
+    for name, command in COMMANDS.items():
+        required = [param for param in command.params if param.required]
+        words = [name]
+        for param in required:
+            value = "onnx" if param.name == "format" else "2"
+            words += [value] if param.param_type_name == "argument" else [param.opts[0], value]
+        for param in command.params:
+            if param.param_type_name != "option" or getattr(param, "is_flag", False):
+                continue
+            kind = inspect.signature(command.callback).parameters[param.name].annotation
+            kinds = set(get_args(get_args(kind)[0] if get_args(kind) else kind)) or {kind}
+            is_text = str in {get_args(kind)[0], *kinds} or list[str] in kinds
+            if not is_text:
+                yield [*words, param.opts[0], "many"], param.opts[0]
+
+
+def test_no_option_shows_the_words_of_a_library(capfd: pytest.CaptureFixture[str]) -> None:
+    found = 0
+    for words, option in wrong_options():
+        assert main(words) == 64, words
+        shown = capfd.readouterr().err
+        assert re.match(rf"error: {option}: expected .*, got 'many'", shown), (words, shown)
+        assert not FOREIGN.search(shown), shown
+        found += 1
+    assert found > 50
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_no_setting_shows_the_words_of_a_library(value: Any) -> None:
+    refused = 0
+    for name in [name for section, model in SECTIONS.items() for name in _settings(model, section)]:
+        sections: dict[str, Any] = {"data": {"train": "t"}, "model": {"base": "b"}}
+        inner, *keys = [sections, *name.split(".")]
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = value
+        message = ""
+        try:
+            load_job(None, **sections)
+        except ConfigError as error:
+            message = str(error)
+        refused += bool(message)
+        assert not FOREIGN.search(message.partition(" got ")[0]), message
+    assert refused > 20
+
+
+def test_command_line_file_and_python_use_the_same_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = "expected a whole number, got 'many'"
+    file = tmp_path / "job.yaml"
+    file.write_text("data: {train: t}\nmodel: {base: b}\ntrain:\n  epochs: many\n")
+    for arguments, shown in {
+        ("train", str(file)): f"error: {file}:4: train.epochs: {words}\n",
+        ("train", "--set", "data.train=t", "--set", "model.base=b", "--set", "train.epochs=many"): (
+            f"error: --set train.epochs=many: train.epochs: {words}\n"
+        ),
+        ("tune", str(file), "--space", "s.yaml", "--trials", "many"): f"error: --trials: {words}\n",
+    }.items():
+        assert main(arguments) in (64, 65)
+        assert capfd.readouterr().err == shown
+    with pytest.raises(ConfigError, match=f"^argument train: train.epochs: {words}$"):
+        tl.train(data={"train": "t"}, model={"base": "b"}, train={"epochs": "many"})  # type: ignore[typeddict-item]
+    with pytest.raises(UsageError, match=f"^chunk_rows: {words}$"):
+        tl.predict("m", "t", "o", chunk_rows="many")  # type: ignore[call-overload]
+
+
+def wrong_arguments() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], str]]:
+    """The public functions with each argument that is a number, a switch, a text or one of some words."""
+    from torchlake.chunk_jobs.map import MapOptions
+    from torchlake.optimization.optimize import OptimizeOptions
+    from torchlake.scoring.in_process import GenerationArguments
+    from torchlake.scoring.options import PredictOptions
+    from torchlake.tables.sources._options import ReadArguments
+
+    options: dict[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]] = {
+        tl.predict: (("m", "t", "o"), PredictOptions.__annotations__),
+        tl.map: ((lambda: None, "t", "o"), MapOptions.__annotations__),
+        tl.evaluate: (("m", "t"), ReadArguments.__annotations__),
+        tl.load: (("m",), GenerationArguments.__annotations__),
+        tl.optimize: (("m", "t"), OptimizeOptions.__annotations__),
+        tl.plan: ((), {}),
+    }
+    for function, (given, more) in options.items():
+        for name, kind in {**function.__annotations__, **more}.items():
+            kinds = [one for one in get_args(kind) or (kind,) if one is not type(None)]
+            if kinds and all(one in (bool, int, float) for one in kinds) and name != "return":
+                yield function.__name__, function, given, name
+
+
+def test_no_argument_of_a_function_shows_the_words_of_python() -> None:
+    found = 0
+    for function, call, given, name in wrong_arguments():
+        required = {"schema": {"n": "int64"}} if function == "map" else {}
+        with pytest.raises(TorchlakeError) as error:
+            call(*given, **required, **{name: "many"})
+        assert re.match(rf"{name}: expected (a whole number|a number|true or false), got 'many'$", str(error.value)), (
+            function,
+            name,
+            str(error.value),
+        )
+        found += 1
+    assert found > 30
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    import numpy as np
+
+    from torchlake.config.arguments import check_arguments
+
+    kinds = {"rows": int, "share": float, "limit": int | None}
+    check_arguments({"rows": np.int64(3), "share": np.float32(0.5), "limit": None}, kinds)
+    check_arguments({"share": 1}, kinds)
+    for name, value in {"rows": True, "share": True, "limit": 2.0}.items():
+        with pytest.raises(UsageError, match=f"^{name}: expected a"):
+            check_arguments({name: value}, kinds)
