@@ -83,7 +83,7 @@ def _run(words: list[str]) -> Outcome:
 
 
 def _wrong_value(error: typer.TyperException) -> UsageError | None:
-    """The error in torchlake's words for a value that typer refuses in those of pydantic; else None."""
+    """Return the error in torchlake's words for a value that typer refuses in those of pydantic; else None."""
     problems, param = getattr(error.__cause__, "errors", None), getattr(error, "param", None)
     if problems is None or param is None:
         return None

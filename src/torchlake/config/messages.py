@@ -14,7 +14,7 @@ from torchlake.config.redaction import redacted
 from torchlake.config.trainer_names import TRAINER_NAMES
 from torchlake.config.yaml import Location, dotted, quote
 
-TEXT = "a text"
+TEXT = "a string"
 EXPECTED = {
     "int_": "a whole number",
     "float_": "a number",
@@ -56,12 +56,12 @@ def sentence(
 
 
 def expected(what: str, given: Any) -> str:
-    """A value of the wrong type in words: expected a whole number, got 'many'."""
+    """Return what is wrong with a value of the wrong type: expected a whole number, got 'many'."""
     return f"expected {what}, got {quote(given)}"
 
 
 def one_of(choices: Sequence[Any], given: Any) -> str:
-    """A value that is not among the choices in words, with the nearest one."""
+    """Return what is wrong with a value that is not among the choices, with the nearest one."""
     close = get_close_matches(str(given), list(map(str, choices)), n=1)
     before = ", ".join(map(repr, choices[:-1]))
     what = f"{before} or {choices[-1]!r}" if before else repr(choices[-1])
@@ -95,7 +95,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def explanation(problem: Any, location: Location = (), sections: Mapping[str, type[BaseModel]] = NO_SECTIONS) -> str:
-    """What is wrong with the value of one of pydantic's errors, and what is expected."""
+    """Return what is wrong with the value of one of pydantic's errors, and what is expected."""
     kind, context = problem["type"], problem.get("ctx", {})
     given = redacted(problem["input"], dotted(location))
     if kind == "extra_forbidden":

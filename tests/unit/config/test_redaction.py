@@ -164,7 +164,7 @@ def test_no_report_and_no_message_of_a_run_shows_a_credential_of_sparks(tmp_path
 
 
 def test_a_wrong_value_is_not_quoted_where_it_is_a_secret() -> None:
-    with pytest.raises(ConfigError, match="expected a text, got") as raised:
+    with pytest.raises(ConfigError, match="expected a string, got") as raised:
         load_job(
             None, data={"train": "t"}, model={"base": "m"}, engine={"spark": {"conf": {"fs.s3a.secret.key": ["Zm9v"]}}}
         )
