@@ -23,6 +23,7 @@ from torchlake.config.sections.data import DataConfig, Fraction
 from torchlake.engines import Engine
 from torchlake.errors import ConfigError, FingerprintError, UsageError
 from torchlake.metrics import lower_is_better
+from torchlake.preparation.checks import check_metric
 from torchlake.runs import folder as run_folder
 from torchlake.runs.metrics_log import OnStep
 from torchlake.tables.output import lease
@@ -73,7 +74,7 @@ def train_folds(
     frames, stored = run_folder.frames_to_paths(sections, folder)
     wanted = load_job(job, overrides, **stored, **training.named_engine(engine))
     _refuse_ignored(wanted)
-    training.check_metric(wanted)
+    check_metric(wanted)
     with _lease(folder):
         wanted = _claim(folder, wanted, folds)
         for path, frame in frames.items():
