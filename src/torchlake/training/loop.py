@@ -143,15 +143,13 @@ def train_loop(
     batches = planned_batches(training, train, range(progress.step, total), settings.spec)
     upcoming = deque(islice(batches, 1))
     saved_step = -1 if settings.checkpoint is None else progress.step
-    # All ranks have to agree on a stop even here: a rank that leaves alone lets the others hang in a collective.
     began, stop = time.monotonic() - progress.seconds, distributed.any_rank(group, stop_requested(), "starting")
     with (
         _metrics_writer(settings, group, progress) as write_line,
         _training_bar(group.rank, progress, total, settings.metric) as show,
     ):
         votes = _Votes(state, progress, train.checkpoint_every.seconds, stop_requested, writer, stop=stop)
-        # An fp16 step is scaled by the outcome of the one before, so it cannot be launched before that is read.
-        read_at_once = state.precision.dtype is torch.float16
+        read_at_once = state.precision.dtype is torch.float16  # its scale depends on the outcome of the step before
 
         def read() -> None:
             line = votes.read()
@@ -165,18 +163,14 @@ def train_loop(
             at_end = step == total
             validate_now = progress.validated < step and (at_end or _is_due(train.validate_every, step, per_epoch))
             due = step > 0 and (step % per_epoch == 0 or _is_due(train.checkpoint_every, step, per_epoch))
-            # These conditions are equal on all ranks: they derive from the step's number or from reduced flags. A
-            # condition of one rank alone would let it validate or save while the others wait in the next step's
-            # collectives.
+            # Equal on all ranks: a rank that validated, saved or stopped alone would leave the others hanging.
             if validate_now or due or votes.overdue or votes.stop or at_end or read_at_once:
                 read()
             not_validated = False
             if validation is not None and validate_now:
-                # After a request to stop, the validation is skipped: it could take longer than a cluster's grace
-                # period.
-                outcome = (
-                    None if votes.stop else _validate(settings, state, progress, validation, stop_requested, writer)
-                )
+                outcome = None
+                if not votes.stop:  # else it could take longer than a cluster's grace period
+                    outcome = _validate(settings, state, progress, validation, stop_requested, writer)
                 if outcome is None:
                     votes.stop = not_validated = True
                 else:
@@ -185,8 +179,7 @@ def train_loop(
             progress.seconds = time.monotonic() - began
             out_of_patience = train.patience is not None and progress.stale >= train.patience
             finished = (at_end or out_of_patience) and not not_validated
-            # Everything has been read at this point, so the checkpoint has the outcome of its own last step in
-            # `progress`.
+            # Everything has been read by now, so the checkpoint has the outcome of its own last step.
             if step != saved_step and (due or votes.overdue or votes.stop or finished):
                 saving.save(settings, state, progress, per_epoch, writer)
                 saved_step = step
@@ -194,8 +187,7 @@ def train_loop(
             if finished:
                 break
             if votes.stop:
-                # The process may be killed as soon as it reports the stop: the checkpoint has to be visible before.
-                writer.finish()
+                writer.finish()  # the checkpoint is visible first, because the process may be killed after the report
                 raise Interrupted(
                     f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
                 )
