@@ -30,12 +30,7 @@ DEMO_STEPS = 2
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
 PROBE_S = 5.0
 # uv does not read pip's configuration: the variable of uv for each option of pip.
-UV_VARIABLES = {
-    "find-links": "UV_FIND_LINKS",
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "cert": "SSL_CERT_FILE",
-}
+UV_VARIABLES = {"find-links": "UV_FIND_LINKS", "index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}
 
 
 def main(purpose: str) -> int:
@@ -48,7 +43,9 @@ def main(purpose: str) -> int:
     else:
         make = [uv, "venv", "--seed", "--allow-existing", "--python", sys.executable, str(VENV)]
         install = [uv, "pip", "install", "--python", str(python)]
-        os.environ.update({UV_VARIABLES[name]: value for name, value in uv_values(options).items()})
+        for option, variable in UV_VARIABLES.items():
+            if option in options:  # pip separates several links by blanks
+                os.environ.setdefault(variable, options[option].replace(" ", ","))
     install += ["-c", "constraints.txt"]
     links, size = torch_wheels(options)
     steps = {f"torch ({size})": (*links, "torch"), **STEPS}
@@ -70,16 +67,6 @@ def pip_options() -> dict[str, str]:
         if name.startswith(("global.", "install.", "site.", "user.", ":env:.")):
             found[name.rpartition(".")[2]] = value.strip("'\"")
     return found
-
-
-def uv_values(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options of pip that uv is given: those that it knows, and that the environment does not set for it."""
-    separator = {"find-links": ",", "extra-index-url": " "}
-    return {
-        name: separator.get(name, " ").join(options[name].split())
-        for name, variable in UV_VARIABLES.items()
-        if name in options and variable not in os.environ
-    }
 
 
 def torch_wheels(options: Mapping[str, str]) -> tuple[list[str], str]:
