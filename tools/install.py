@@ -61,12 +61,12 @@ def pip_options() -> dict[str, str]:
     """Return pip's configuration: options and their values, from its files and variables."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found: dict[str, str] = {}
+    found: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}  # the later one wins
     for line in listed.splitlines():  # such as global.find-links='/wheels', or :env:.find-links='/wheels'
         name, _, value = line.partition("=")
-        if name.startswith(("global.", "install.", "site.", "user.", ":env:.")):
-            found[name.rpartition(".")[2]] = value.strip("'\"")
-    return found
+        section, _, option = name.rpartition(".")
+        found.get(section, {})[option] = value.strip("'\"")
+    return {option: value for section in found.values() for option, value in section.items()}
 
 
 def torch_wheels(options: Mapping[str, str]) -> tuple[list[str], str]:
