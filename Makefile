@@ -25,7 +25,7 @@ demo: $(DEMO_STAMP)
 	$(BIN)/torchlake demo --folder $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow" -n logical --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests tools bench examples notebooks

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hypothesis
 import pytest
 
+import forked
 import tiny
 from torchlake import plugins
 
@@ -24,19 +25,55 @@ hypothesis.settings.register_profile("torchlake", deadline=None)
 hypothesis.settings.load_profile("torchlake")
 CLUSTERS = {"spark": "spark", "torch_distributor": "spark", "ray": "ray", "torch_trainer": "ray"}
 
+ROOT = Path(__file__).parent
+LONGEST = (
+    "conformance/test_sinks.py",
+    "faults",
+    "conformance",
+    "unit/training",
+    "unit/tasks",
+    "unit/scoring",
+    "golden",
+    "unit/tables",
+)
+"Modules and folders in the order in which they begin; the others follow."
+REAL_STARTS = (
+    "unit/engines",
+    "conformance/test_engines.py",
+    "faults/test_launch_faults.py",
+    "faults/test_sockets.py",
+    "golden/test_three_engines.py",
+    "gpu",
+)
+"Where the start of a process is the subject: everywhere else the local engine forks its workers and ranks."
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of a run share one server of forks."""
+    if not hasattr(config, "workerinput"):
+        config.add_cleanup(forked.open_session().cleanup)
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests run in several processes; those of Spark share one with its session, those of Ray another."""
+    """Each module is one process's, with its fixtures; so are all tests of Spark, and all of Ray.
+
+    These two come first, and modules of many seconds before the others, so that no process is alone in the end.
+    """
+    places = {}
     for item in items:
         params = getattr(item, "callspec", None)
         words = [*getattr(item, "fixturenames", ()), *(params.params.values() if params else ())]
         clusters = {CLUSTERS[word] for word in words if isinstance(word, str) and word in CLUSTERS}
-        if clusters:
-            item.add_marker(pytest.mark.xdist_group(min(clusters)))
+        module = item.nodeid.partition("::")[0].partition("/")[2]
+        group = min(clusters, default=module)
+        item.add_marker(pytest.mark.xdist_group(group))
+        longest = next((place for place, name in enumerate(LONGEST) if module.startswith(name)), len(LONGEST))
+        places[item] = -1 if clusters else longest
+    items.sort(key=places.__getitem__)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +83,16 @@ def tasks_given_here() -> Iterator[None]:
     yield
     plugins._given.clear()
     plugins._given.update(before)
+
+
+@pytest.fixture(autouse=True)
+def forked_children(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The local engine's processes start in milliseconds where their start is not the subject."""
+    if str(request.path.relative_to(ROOT)).startswith(REAL_STARTS):
+        yield
+        return
+    with forked.children_are_forked():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,16 @@
 """A model of exactly-once writing: inputs that change, writers that are killed, stopped and doubled, clocks that jump.
 
 Hypothesis drives real writers, each a process of its own, through `writing`. After every step the output has to be
-what one state of the input gives, a state in which all its files lay there at the same time, or there is none.
-Run as a script this file is the server that forks writers from a process which has imported everything.
-"""
+what one state of the input gives, a state in which all its files lay there at the same time, or there is none."""
 
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pyarrow import csv
 
+import forked
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
 from torchlake.tables.chunks import plan_chunks
@@ -88,49 +84,21 @@ def job(source: Path, out: Path, allowed: AllowedChanges) -> None:
 _SCHEMA = pa.schema([(name, pa.string()) for name in ("row_id", "t", "error")])
 
 
-def serve() -> None:
-    """Fork a writer for each line of stdin; its pid goes to stdout, how it ends into a file of that name."""
+def write(source: str, out: str, allowed: dict[str, bool], folder: str) -> None:
+    """In a fork: run the job, and write how it ended into a file of `folder` that has its process id."""
     lease.LOCK_WAIT_S = 0.2  # a stopped writer may hold the lock; no test waits half a minute to hear of it
-    for line in sys.stdin:
-        value = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(value["environment"])
-            said = "done"
-            try:
-                job(Path(value["source"]), Path(value["out"]), AllowedChanges(**value["allowed"]))
-            except TorchlakeError as error:
-                said = f"{type(error).__name__}: {error}"
-            except BaseException as error:
-                said = f"UNEXPECTED {error!r}"
-            Path(value["folder"], f"said-{os.getpid()}").write_text(said)
-            os._exit(0)
-        print(pid, flush=True)
-
-
-class Server:
-    """The server, as the test knows it."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def start(self, **job: Any) -> int:
-        """The pid of a writer that has been started."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+    said = "done"
+    try:
+        job(Path(source), Path(out), AllowedChanges(**allowed))
+    except TorchlakeError as error:
+        said = f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        said = f"UNEXPECTED {error!r}"
+    Path(folder, f"said-{os.getpid()}").write_text(said)
 
 
 def state_of(pid: int) -> str:
-    """What the kernel says of a process: T for stopped, Z for ended (the server does not wait for its writers)."""
+    """What the kernel says of a process: T for stopped, Z for ended (until its caller has waited for it)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -142,9 +110,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class ExactlyOnce(RuleBasedStateMachine):
-    """The machine; `server` is set by the test."""
-
-    server: Server
+    """The machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +123,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         "All that lay there at the same time."
         self.rows: dict[str, list[str]] = {}
         "The texts of each version."
-        self.stopped: list[int] = []
+        self.stopped: list[forked.Process] = []
 
     @initialize(format=st.sampled_from(FORMATS))
     def begin(self, format: str) -> None:
@@ -214,16 +180,16 @@ class ExactlyOnce(RuleBasedStateMachine):
         self, allowed: AllowedChanges, site: str, nth: int, how: str, back: str, data: st.DataObject
     ) -> None:
         """A file gets another version, of as many rows and bytes, under a writer, and perhaps the old one again."""
-        pid = self._start(allowed, f"{site}:{nth}:stop")
-        until(lambda: state_of(pid) in "TZ")
+        writer = self._start(allowed, f"{site}:{nth}:stop")
+        until(lambda: state_of(writer.pid) in "TZ")
         name = data.draw(st.sampled_from(sorted(self.files)))
         before = self.files[name]
         self.put(name, len(self.rows[before]), how)
         if back == "at once":
             self._place(name, before, how)
-        if state_of(pid) == "T":
-            os.kill(pid, signal.SIGCONT)
-        self._finished(pid)
+        if state_of(writer.pid) == "T":
+            os.kill(writer.pid, signal.SIGCONT)
+        self._finished(writer)
         if back == "later":
             self._place(name, before, how)
             self.run(allowed)
@@ -232,20 +198,20 @@ class ExactlyOnce(RuleBasedStateMachine):
     @rule(allowed=ALLOWED, site=st.sampled_from(SITES), nth=st.integers(1, 4))
     def stop(self, allowed: AllowedChanges, site: str, nth: int) -> None:
         """A writer that is stopped in the middle, to wake up later (or it ends before it gets there)."""
-        pid = self._start(allowed, f"{site}:{nth}:stop")
-        until(lambda: state_of(pid) in "TZ")
-        if state_of(pid) == "T":
-            self.stopped.append(pid)
+        writer = self._start(allowed, f"{site}:{nth}:stop")
+        until(lambda: state_of(writer.pid) in "TZ")
+        if state_of(writer.pid) == "T":
+            self.stopped.append(writer)
 
     @precondition(lambda self: self.stopped)
     @rule()
     def wake(self) -> None:
         """All stopped writers go on: one may hold the lock that another waits for."""
-        pids, self.stopped = self.stopped, []
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        for pid in pids:
-            self._finished(pid)
+        writers, self.stopped = self.stopped, []
+        for writer in writers:
+            os.kill(writer.pid, signal.SIGCONT)
+        for writer in writers:
+            self._finished(writer)
 
     @precondition(lambda self: (staging_of(self.out) / "lease.json").exists())
     @rule(seconds=st.sampled_from([-86_400, -30, 61, 86_400]))
@@ -266,8 +232,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert published is None or published in self.states
 
     def teardown(self) -> None:
-        for pid in self.stopped:
-            os.kill(pid, signal.SIGKILL)
+        for writer in self.stopped:
+            writer.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
@@ -286,20 +252,16 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.files[name] = version
         self.states.append(dict(self.files))
 
-    def _start(self, allowed: AllowedChanges, armed: str = "") -> int:
-        environment = {"TORCHLAKE_FAILPOINT": armed} if armed else {}
-        return self.server.start(
-            folder=str(self.folder),
-            source=str(self.source),
-            out=str(self.out),
-            allowed=vars(allowed),
-            environment=environment,
+    def _start(self, allowed: AllowedChanges, armed: str = "") -> forked.Process:
+        environment = {**os.environ, **({"TORCHLAKE_FAILPOINT": armed} if armed else {})}
+        return forked.start(
+            write, str(self.source), str(self.out), vars(allowed), str(self.folder), environment=environment
         )
 
-    def _finished(self, pid: int) -> str:
+    def _finished(self, writer: forked.Process) -> str:
         """What a writer said in the end; empty for one that was killed."""
-        until(lambda: state_of(pid) == "Z")
-        path = self.folder / f"said-{pid}"
+        writer.wait(LIMIT_S)
+        path = self.folder / f"said-{writer.pid}"
         said = path.read_text() if path.exists() else ""
         assert not said.startswith("UNEXPECTED"), said
         return said
@@ -319,7 +281,3 @@ class ExactlyOnce(RuleBasedStateMachine):
         for name, version in versions.items():
             assert found[name] == self.rows[version], "all rows of a file are of one version"
         return versions
-
-
-if __name__ == "__main__":
-    serve()

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import forked
+
 TESTS = Path(__file__).parent
 
 PREDICT = """
@@ -44,15 +46,8 @@ def predict(
 def run(
     script: str, arguments: list[str], *, failpoint: str | None = None, once: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a fresh process."""
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=environment(failpoint, once, variables),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    """Run a script in a process of its own."""
+    return forked.run_script(script, arguments, environment=environment(failpoint, once, variables))
 
 
 def start_predict(options: dict[str, Any], **variables: str) -> subprocess.Popen[str]:

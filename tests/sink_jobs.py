@@ -1,33 +1,26 @@
-"""Jobs that write to a sink in processes of their own, to be killed and stopped; and what has to be in the output then.
-
-Run as a script this file is the server that forks writers from a process which has imported everything.
-"""
+"""Jobs that write to a sink, each in a fork that may be killed and stopped; and what has to be in the output then."""
 
 import json
 import os
 import secrets
 import signal
-import subprocess
-import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import deltalake
 import huggingface_hub
-import huggingface_hub.hf_api
-import obstore.store
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyiceberg.catalog.sql
-import pyiceberg.io.pyarrow
-import s3fs
+import pyiceberg.catalog
 from pyiceberg.utils.config import Config
 
+import forked
 import hub_repositories
-from exactly_once import state_of, until
+from exactly_once import LIMIT_S, state_of, until
 from sink_kinds import Place, SinkKind
-from torchlake import plugins
+from torchlake import failpoints
 from torchlake.errors import TorchlakeError
 from torchlake.failpoints import failpoint
 from torchlake.tables.chunks import plan_chunks
@@ -41,9 +34,6 @@ from torchlake.tables.sinks._interface import sink_options
 from torchlake.tables.sinks._write import WriteRequest
 from torchlake.tables.storage import objects
 from torchlake.tables.table import open_table
-
-IMPORTED = (deltalake, obstore.store, s3fs, pyiceberg.catalog.sql, pyiceberg.io.pyarrow, huggingface_hub.hf_api)
-"Before the fork, but not used: their threads would not be in the child."
 
 
 def job(
@@ -91,45 +81,44 @@ def job(
         return len(parts)
 
 
-def read_variables() -> None:
-    """Make pyiceberg and huggingface_hub read their variables, which they do when they are imported."""
-    pyiceberg.catalog._ENV_CONFIG = Config()
-    address, home = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_HOME")
-    if address is not None and home is not None:
-        for name, value in hub_repositories.client_settings(address, home).items():
-            setattr(huggingface_hub.constants, name, value)
+def write(said: str, options: dict[str, Any]) -> None:
+    """In a fork: run the job with `options`, and write how it ended into the file `said`."""
+    Path(said).write_text(json.dumps(ended(options, dict(os.environ))))
 
 
-def serve() -> None:
-    """Fork a writer for each line of stdin; its pid goes to stdout, how it ends into a file of that name."""
-    lease.LOCK_WAIT_S = 0.2  # a stopped writer may hold the lock; no test waits half a minute to hear of it
-    objects.RETRIES = delta.RETRIES = 3
-    for kind in ("sinks", "sources"):
-        for name in plugins.names(kind):
-            plugins.load(kind, name)
-    for line in sys.stdin:
-        value = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(value["environment"])
-            read_variables()
-            try:
-                said = {"computed": job(**value["job"])}
-            except TorchlakeError as error:
-                said = {"error": f"{type(error).__name__}: {error}"}
-            except BaseException as error:
-                said = {"unexpected": repr(error)}
-            Path(value["said"]).write_text(json.dumps(said))
-            os._exit(0)
-        print(pid, flush=True)
+def ended(options: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Run the job with `options` and return how it ended: `computed`, `error` or `unexpected`."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(patch.dict(failpoints._hits, clear=True))
+        # A stopped writer may hold the lock; no test waits half a minute to hear of it.
+        stack.enter_context(patch.object(lease, "LOCK_WAIT_S", 0.2))
+        stack.enter_context(patch.object(objects, "RETRIES", 3))
+        stack.enter_context(patch.object(delta, "RETRIES", 3))
+        # pyiceberg and huggingface_hub read their variables when they are imported.
+        stack.enter_context(patch.object(pyiceberg.catalog, "_ENV_CONFIG", Config()))
+        address, home = os.environ.get("HF_ENDPOINT"), os.environ.get("HF_HOME")
+        if address is not None and home is not None:
+            settings = hub_repositories.client_settings(address, home)
+            stack.enter_context(patch.multiple(huggingface_hub.constants, **settings))
+        try:
+            return {"computed": job(**options)}
+        except TorchlakeError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        except BaseException as error:
+            return {"unexpected": repr(error)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
     """A writer's process."""
 
-    pid: int
+    process: forked.Process
     said: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def stopped(self) -> bool:
         """Wait until it is stopped or has ended; whether it is stopped."""
@@ -141,33 +130,10 @@ class Writer:
 
     def end(self) -> dict[str, Any] | None:
         """Wait for it, and what it said: `computed` or `error`; None if it was killed."""
-        until(lambda: state_of(self.pid) == "Z")
+        self.process.wait_for_end(LIMIT_S)
         said = json.loads(self.said.read_text()) if self.said.exists() else None
         assert said is None or "unexpected" not in said, said
         return said
-
-
-class Writers:
-    """The server that forks writers, as the test knows it."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def start(self, folder: Path, environment: dict[str, str], **job: Any) -> Writer:
-        """A writer that has been started; `job` are arguments of the function `job`."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        said = folder / f"said-{secrets.token_hex(4)}"
-        value = {"said": str(said), "environment": environment, "job": job}
-        self.process.stdin.write(json.dumps(value, default=str) + "\n")
-        self.process.stdin.flush()
-        return Writer(pid=int(self.process.stdout.readline()), said=said)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,21 +142,35 @@ class Output:
 
     kind: SinkKind
     place: Place
-    writers: Writers
 
     def start(self, source: Path, *, armed: str = "", log: Path | None = None, **options: Any) -> Writer:
         """A writer of every row of `source`, in a process of its own."""
-        variables = {**self.place.server.environment, **self.kind.environment(self.place), **self.place.variables}
-        variables |= {"TORCHLAKE_FAILPOINT": armed} if armed else {}
-        variables |= {"TORCHLAKE_FAILPOINT_LOG": str(log)} if log else {}
-        given = {**self.kind.options, **options}
-        return self.writers.start(
-            self.place.folder, variables, source=str(source), output=self.kind.output(self.place), **given
-        )
+        environment, job = self._job(source, armed, log, options)
+        said = self.place.folder / f"said-{secrets.token_hex(4)}"
+        return Writer(process=forked.start(write, str(said), job, environment={**os.environ, **environment}), said=said)
 
-    def run(self, source: Path, **options: Any) -> dict[str, Any] | None:
-        """What a writer says; None if it was killed."""
-        return self.start(source, **options).end()
+    def run(self, source: Path, *, armed: str = "", log: Path | None = None, **options: Any) -> dict[str, Any] | None:
+        """What a writer says; None if it was killed. One that nothing happens to runs in this process.
+
+        Uploads to the Hub have settings of their process, and threads; and a proxy of this process cannot answer a
+        library that holds the interpreter's lock while it waits.
+        """
+        if armed or self.kind.sink == "hub" or self.place.variables:
+            return self.start(source, armed=armed, log=log, **options).end()
+        environment, job = self._job(source, armed, log, options)
+        said = ended(job, environment)
+        assert "unexpected" not in said, said
+        return said
+
+    def _job(
+        self, source: Path, armed: str, log: Path | None, options: dict[str, Any]
+    ) -> tuple[dict[str, str], dict[str, Any]]:
+        """The variables and the arguments of `job` for a writer."""
+        environment = {**self.place.server.environment, **self.kind.environment(self.place), **self.place.variables}
+        environment |= {"TORCHLAKE_FAILPOINT": armed} if armed else {}
+        environment |= {"TORCHLAKE_FAILPOINT_LOG": str(log)} if log else {}
+        output = str(self.kind.output(self.place))
+        return environment, {"source": str(source), "output": output, **self.kind.options, **options}
 
     def computed(self, source: Path, **options: Any) -> int:
         """How many chunks a writer that succeeds computes."""
@@ -216,7 +196,7 @@ class Output:
         """Another output of the same kind."""
         folder = self.place.folder / name
         folder.mkdir()
-        return Output(kind=self.kind, writers=self.writers, place=Place(folder=folder, server=self.place.server))
+        return Output(kind=self.kind, place=Place(folder=folder, server=self.place.server))
 
 
 def source_rows(count: int, *, first: int = 0) -> pa.Table:
@@ -228,7 +208,3 @@ def source_rows(count: int, *, first: int = 0) -> pa.Table:
 def write_source(path: Path, rows: pa.Table) -> Path:
     pq.write_table(rows, path)
     return path
-
-
-if __name__ == "__main__":
-    serve()

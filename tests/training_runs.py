@@ -1,8 +1,4 @@
-"""Training runs for tests: each in a process of its own, forked from one that has imported torch and done nothing.
-
-Such a process starts in milliseconds, may be killed at a failpoint like a machine that loses its power, and computes on
-one thread of the CPU, so that equal jobs give equal bytes.
-"""
+"""Training runs for tests, each in a process of its own: a fork (forked.py), which may be killed at a failpoint."""
 
 import hashlib
 import json
@@ -10,32 +6,22 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
+import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+import forked
 from recovery_times import mark
 from torchlake import errors
 from torchlake.engines import Engine
 from torchlake.errors import RankFailed, TorchlakeError
 
-ALONE = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TORCHLAKE_PROGRESS": "0",
-    # transformers imports DeepSpeed, where accelerate is installed too, as it writes a model; it imports MLflow.
-    "DS_ACCELERATOR": "cpu",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
 DEADLINE_S = 120.0
 RUN = "TORCHLAKE_TEST_RUN"
 "Names the run folder in the process of an attempt."
@@ -165,23 +151,21 @@ def attempt(
     out = run.with_name(f"{run.name}.attempt.json")
     out.unlink(missing_ok=True)
     run.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**ALONE, RUN: str(run), **environment}
+    variables = {**forked.ALONE, RUN: str(run), **environment}
     if failpoint is not None:
         variables["TORCHLAKE_FAILPOINT"] = failpoint
         variables.setdefault("TORCHLAKE_FAILPOINT_ONCE", str(run.with_name(f"{run.name}.{failpoint}.once")))
     given = {"overrides": overrides, "folds": folds, "task": task, "on_step": on_step}
-    arguments = (str(run), sections, sigterm_at, stub, ranks, local, given, variables, str(out))
-    process = _context().Process(target=_train, args=arguments)
-    process.start()
-    process.join(DEADLINE_S)
-    if process.is_alive():
+    arguments = (str(run), sections, sigterm_at, stub, ranks, local, given, str(out))
+    process = forked.start(_train, *arguments, environment={**os.environ, **variables})
+    try:
+        code = process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
         process.kill()
-        process.join()
-        raise AssertionError(f"{run}: the training hung for {DEADLINE_S} s")
+        raise AssertionError(f"{run}: the training hung for {DEADLINE_S} s") from None
     mark(run, "ended")
-    assert process.exitcode is not None
     told = json.loads(out.read_text()) if out.exists() else {}
-    return Attempt(exit_code=process.exitcode, **told)
+    return Attempt(exit_code=code, **told)
 
 
 def mark_fault() -> None:
@@ -222,26 +206,6 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    preloaded = ["training_runs", "torchlake.training.loop", "transformers.models.bert.modeling_bert", "deepspeed"]
-    context.set_forkserver_preload(preloaded)
-    # OpenMP reads its variables when it is loaded, so the server must start with them.
-    before = {name: os.environ.get(name) for name in ALONE}
-    path = os.environ.get("PYTHONPATH")
-    os.environ.update(ALONE)
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in {**before, "PYTHONPATH": path}.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
-
-
 def _train(
     run: str,
     sections: dict[str, Any],
@@ -250,10 +214,8 @@ def _train(
     ranks: int,
     local: bool,
     given: dict[str, Any],
-    variables: dict[str, str],
     out: str,
 ) -> None:
-    os.environ.update(variables)
     import torchlake as tl
 
     if sigterm_at is not None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import engine_work as work
+from sweeps import sweep
 from torchlake import engines, plugins
 from torchlake.engines import Engine, _ray_train, _spark_distributor
 from torchlake.errors import Diverged, Interrupted, RankFailed, TableError, TooManyErrors, UsageError
@@ -28,13 +29,25 @@ LAUNCHERS = {"torch_distributor": "spark", "torch_trainer": "ray"}
 "The engines' own launchers of groups; what one cannot do is said in `UNSUPPORTED` of its module."
 
 
-@pytest.fixture(params=plugins.names("engines"))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test is of every engine. `make test` has each on the local one and, in turn, on one of the others."""
+    fixture = next((name for name in ("engine", "launcher") if name in metafunc.fixturenames), None)
+    if fixture is None:
+        return
+    others = [name for name in plugins.names("engines") if name != "local"]
+    tests = [name for name in vars(metafunc.module) if name.startswith("test_")]
+    quick = {"local", others[tests.index(metafunc.function.__name__) % len(others)]}
+    names = [*plugins.names("engines"), *(LAUNCHERS if fixture == "launcher" else ())]
+    metafunc.parametrize(fixture, sweep(names, quick=quick), indirect=True)
+
+
+@pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Engine:
     """The engine under test, with two processes."""
     return _made(request, request.param)
 
 
-@pytest.fixture(params=[*plugins.names("engines"), *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS)])
+@pytest.fixture
 def launcher(request: pytest.FixtureRequest) -> Engine:
     """The same, with each way of an engine to launch ranks."""
     name = LAUNCHERS.get(request.param)

@@ -68,9 +68,8 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def of_every_kind(name: str) -> list[object]:
-    """The runtime with every kind of model; those that take many seconds for each, with one of them in quick tests."""
-    slow = pytest.mark.slow if name in COMPILED else ()
-    return [pytest.param(name, kind, marks=slow if kind != KINDS[0] else ()) for kind in KINDS]
+    """The runtime with every kind of model; those that take many seconds for each in slow tests."""
+    return [pytest.param(name, kind, marks=pytest.mark.slow if name in COMPILED else ()) for kind in KINDS]
 
 
 CASES = [case for name in plugins.names("runtimes") for case in of_every_kind(name)]

@@ -18,7 +18,7 @@ import s3_server
 import tiny
 from s3_server import S3Server
 from scoring_runs import predict
-from sink_jobs import Output, Writers, source_rows, write_source
+from sink_jobs import Output, source_rows, write_source
 from sink_kinds import KINDS, TYPES, Place
 from sweeps import sweep
 from torchlake import plugins
@@ -38,22 +38,16 @@ def server() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def writers() -> Iterator[Writers]:
-    writers = Writers()
-    yield writers
-    writers.close()
-
-
 QUICK = {"folder", "object_folder", "delta", "iceberg", "hub"}
 "Of the kinds; the others differ from one of these by the storage."
+every_variant = pytest.mark.parametrize("variant", sweep(VARIANTS, quick={"plain"}))
 every_kind = pytest.mark.parametrize("output", KINDS, indirect=True)
 tables_alone = pytest.mark.parametrize("output", sweep(KINDS, quick={"folder", "delta", "iceberg"}), indirect=True)
 
 
 @pytest.fixture(params=sweep(KINDS, quick=QUICK))
-def output(request: pytest.FixtureRequest, tmp_path: Path, server: S3Server, writers: Writers) -> Output:
-    return Output(kind=KINDS[request.param], place=Place(folder=tmp_path, server=server), writers=writers)
+def output(request: pytest.FixtureRequest, tmp_path: Path, server: S3Server) -> Output:
+    return Output(kind=KINDS[request.param], place=Place(folder=tmp_path, server=server))
 
 
 @pytest.fixture
@@ -90,7 +84,7 @@ def chosen(all_sites: list[str], request: pytest.FixtureRequest, every: int) -> 
     return all_sites if request.node.callspec.params["sweep"] == "all" else all_sites[::every]
 
 
-sweep = pytest.mark.parametrize("sweep", ["some", pytest.param("all", marks=pytest.mark.slow)])
+every_site = pytest.mark.parametrize("sweep", ["some", pytest.param("all", marks=pytest.mark.slow)])
 
 
 def test_every_sink_is_tested() -> None:
@@ -112,8 +106,8 @@ def test_rows_are_written_once_and_the_same_job_again_does_nothing(output: Outpu
         assert there.ids() == ALL
 
 
-@sweep
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_site
+@every_variant
 def test_a_job_that_is_killed_anywhere_goes_on(
     output: Output, source: Path, request: pytest.FixtureRequest, sweep: str, variant: str
 ) -> None:
@@ -134,8 +128,8 @@ def test_a_job_that_is_killed_anywhere_goes_on(
         assert there.ids() == ALL, site
 
 
-@sweep
-@pytest.mark.parametrize("variant", VARIANTS)
+@every_site
+@every_variant
 def test_a_writer_that_wakes_after_its_successor_committed_changes_nothing(
     output: Output, source: Path, request: pytest.FixtureRequest, sweep: str, variant: str
 ) -> None:
@@ -159,7 +153,7 @@ def test_a_writer_that_wakes_after_its_successor_committed_changes_nothing(
         assert there.computed(source, **options) == 0, site
 
 
-@sweep
+@every_site
 def test_a_writer_that_wakes_after_others_replaced_its_rows_changes_nothing(
     output: Output, source: Path, request: pytest.FixtureRequest, sweep: str
 ) -> None:
@@ -186,7 +180,7 @@ def test_a_writer_that_wakes_after_others_replaced_its_rows_changes_nothing(
         assert there.ids() == ALL, site
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", sweep([2, 3], quick={3}))
 def test_writers_that_start_together_write_each_row_once(output: Output, source: Path, count: int) -> None:
     several = [output.start(source, armed="test.planned:1:stop") for _ in range(count)]
     assert all(writer.stopped() for writer in several)
@@ -199,8 +193,7 @@ def test_writers_that_start_together_write_each_row_once(output: Output, source:
     assert output.computed(source) == 0
 
 
-@every_kind
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", sweep([2, 3], quick={3}))
 def test_writers_that_commit_together_write_each_row_once(output: Output, source: Path, count: int) -> None:
     """Each one takes over the lease of the one before, and all wake in the middle of the commit."""
     if output.kind.fenced:

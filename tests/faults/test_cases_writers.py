@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import forked
 import misbehaving
 import scoring_runs
 import tiny
-import training_runs
 from pids import wait_for
 from torchlake.errors import TorchlakeError
 from torchlake.tables.output import staging
@@ -56,15 +57,18 @@ class Writer:
         self.environment = {"SCORED_LOG": str(folder / "scored"), "TORCHLAKE_PROGRESS": "0"}
         if failpoint is not None:
             self.environment["TORCHLAKE_FAILPOINT"] = failpoint
-        arguments = (job, self.environment, max_bytes, str(self.told))
-        self.process = training_runs._context().Process(target=_predict, args=arguments)
-        self.process.start()
+        variables = {**os.environ, **forked.ALONE, **self.environment}
+        # A test module's own name is not that by which its folder's path finds it.
+        function = f"{Path(__file__).stem}:{_predict.__name__}"
+        path = [str(Path(__file__).parent), *sys.path]
+        self.process = forked.start(
+            function, job, self.environment, max_bytes, str(self.told), environment=variables, path=path
+        )
 
     def wait(self) -> tuple[int, str]:
         """The exit code, minus the signal's number, and what was said."""
-        self.process.join(DEADLINE_S)
-        assert self.process.exitcode is not None, f"it hung for {DEADLINE_S} s"
-        return self.process.exitcode, self.told.read_text() if self.told.exists() else ""
+        code = self.process.wait(DEADLINE_S)
+        return code, self.told.read_text() if self.told.exists() else ""
 
     def wait_until_stopped(self) -> None:
         stat = Path(f"/proc/{self.process.pid}/stat")
@@ -84,7 +88,7 @@ def writers(job: dict[str, Any]) -> Iterator[list[Writer]]:
     yield started
     for writer in started:
         writer.process.kill()
-        writer.process.join()
+        writer.process.wait(DEADLINE_S)
 
 
 def scored_rows(job: dict[str, Any]) -> int:

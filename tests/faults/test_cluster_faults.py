@@ -16,6 +16,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+import forked
 import scoring_runs
 import tiny
 import training_runs as runs
@@ -97,6 +98,7 @@ def test_an_executor_is_killed_while_it_writes(job: dict[str, Any], tmp_path: Pa
     assert assert_done(job, *done, tmp_path / "scored")["rows_scored"] == len(TEXTS)
 
 
+@pytest.mark.slow
 @ENGINES
 def test_the_process_that_an_engine_gave_is_killed(job: dict[str, Any], tmp_path: Path, engine: str) -> None:
     done = killed_midway({**job, "engine": engine}, tmp_path / "scored", "worker")
@@ -178,7 +180,7 @@ def test_a_rank_that_is_killed_in_training_starts_again_from_its_checkpoint(
     done = {}
     for name, failpoint in (("whole", None), ("killed", "rank1.step:7:kill9")):
         options = {**sections, "run": str(tmp_path / name), "engine": engine}
-        environment = scoring_runs.environment(failpoint, tmp_path / "once", {**runs.ALONE})
+        environment = scoring_runs.environment(failpoint, tmp_path / "once", {**forked.ALONE})
         done[name] = subprocess.run(
             [sys.executable, "-c", TRAIN, json.dumps(options)],
             env=environment,

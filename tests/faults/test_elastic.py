@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+import forked
 import scoring_runs
 import torchlake as tl
 import training_runs as runs
@@ -87,7 +88,7 @@ def stops_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 stops (as by SIGSTOP) once in the middle, so that nothing depends on how fast it trains."""
     monkeypatch.setenv("TORCHLAKE_FAILPOINT", f"rank0.step:{STOPPED_AT}:stop")
     monkeypatch.setenv("TORCHLAKE_FAILPOINT_ONCE", str(tmp_path / "once"))
-    for name, value in runs.ALONE.items():
+    for name, value in forked.ALONE.items():
         monkeypatch.setenv(name, value)
 
 
@@ -141,7 +142,7 @@ def test_ray_gives_and_takes_room(
     failpoint = f"{stopping}.step:{STOPPED_AT}:stop"
     done = subprocess.run(
         [sys.executable, "-c", ON_RAY.replace("HAPPENING", happening), json.dumps(options), str(Path(__file__).parent)],
-        env=scoring_runs.environment(failpoint, tmp_path / "once", dict(runs.ALONE)),
+        env=scoring_runs.environment(failpoint, tmp_path / "once", dict(forked.ALONE)),
         capture_output=True,
         text=True,
         timeout=240,

@@ -14,6 +14,7 @@ import pytest
 import mapping
 import scoring_runs
 import torchlake as tl
+from sweeps import sweep
 from torchlake import plugins
 
 TEXTS = [f"a text of row {row}" for row in range(60)]
@@ -107,7 +108,7 @@ def test_a_killed_driver_leaves_what_is_finished(job: dict[str, Any], tmp_path: 
     assert job["log"].read_text().count("row\n") <= len(TEXTS) + CHUNK_ROWS
 
 
-@pytest.mark.parametrize("name", plugins.names("engines"))
+@pytest.mark.parametrize("name", sweep(plugins.names("engines"), quick={"local"}))
 def test_poison_rows_become_error_rows_and_no_other_row_does(
     request: pytest.FixtureRequest, tmp_path: Path, name: str
 ) -> None:

@@ -218,8 +218,9 @@ def growing_cluster(folder: Path) -> Iterator[str]:
         head.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray")
-@pytest.mark.parametrize("job", [pytest.param("chunks", marks=pytest.mark.slow), "ranks"])
+@pytest.mark.parametrize("job", ["chunks", "ranks"])
 def test_an_interrupt_while_a_job_waits_for_room_leaves_nothing(job: str) -> None:
     holders = [ray_library.remote(num_cpus=1)(_Holder).remote() for _ in range(2)]
     ray_library.get([holder.ready.remote() for holder in holders])
@@ -325,6 +326,7 @@ def test_an_actor_killed_with_its_chunk_is_replaced(tmp_path: Path) -> None:
     assert gone(pid(tmp_path, "0"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray")
 def test_a_job_that_is_closed_leaves_no_child_and_nothing_pending(tmp_path: Path) -> None:
     with closing(tl.Ray(processes=2).run_chunks(partial(_first_waits_for_second, tmp_path), range(2))) as results:
@@ -334,6 +336,7 @@ def test_a_job_that_is_closed_leaves_no_child_and_nothing_pending(tmp_path: Path
     wait_for(lambda: ray_library.available_resources().get("CPU") == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray")
 def test_a_chunk_whose_actors_keep_dying_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ray_chunks, "MAX_DEATHS", 1)
@@ -350,6 +353,7 @@ def _kills_its_actor() -> Callable[[Iterator[str]], Iterator[str]]:
     return worker
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray")
 def test_a_rank_whose_actor_is_killed_is_named_with_its_node() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 was lost .* on 127\.0\.0\.1"):

@@ -114,7 +114,9 @@ def test_a_second_run_scores_nothing(job: dict, tmp_path: Path) -> None:
     assert log.read_text().count("row\n") == len(TEXTS)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), sweep([(signal.SIGINT, 130), (signal.SIGTERM, 143)], quick=[(signal.SIGTERM, 143)])
+)
 def test_a_signal_ends_it_and_the_same_command_resumes(model: Path, tmp_path: Path, signum: int, code: int) -> None:
     """Case 4, by the command line: exit code, within seconds, with the command that resumes; no orphans."""
     source = scoring_runs.write_rows(tmp_path / "in.parquet", [f"good film bad {row}" for row in range(400_000)])

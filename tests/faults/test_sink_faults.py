@@ -8,7 +8,7 @@ import pytest
 
 import s3_server
 from fault_proxy import FaultProxy, between
-from sink_jobs import Output, Writers, source_rows, write_source
+from sink_jobs import Output, source_rows, write_source
 from sink_kinds import KINDS, Place
 from torchlake.errors import AccessError, StorageError
 from torchlake.tables.storage import objects
@@ -34,19 +34,12 @@ def store() -> Iterator[FaultProxy]:
         yield proxy
 
 
-@pytest.fixture(scope="module")
-def writers() -> Iterator[Writers]:
-    writers = Writers()
-    yield writers
-    writers.close()
-
-
 @pytest.fixture(params=REMOTE)
-def output(request: pytest.FixtureRequest, tmp_path: Path, store: FaultProxy, writers: Writers) -> Iterator[Output]:
+def output(request: pytest.FixtureRequest, tmp_path: Path, store: FaultProxy) -> Iterator[Output]:
     """Jobs go through the proxy; the rows are read beside it."""
     store.clear()
     place = Place(folder=tmp_path, server=store.server, variables=store.behind.environment)
-    yield Output(kind=KINDS[request.param], place=place, writers=writers)
+    yield Output(kind=KINDS[request.param], place=place)
     store.clear()
 
 
@@ -63,7 +56,7 @@ def written(output: Output, source: Path, store: FaultProxy) -> int:
     return count
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_any_write_whose_answer_fails(output: Output, source: Path, store: FaultProxy, fault: str, every: int) -> None:
     """The job succeeds, or says what to do and succeeds when it is run again; no row is lost or doubled."""
@@ -104,11 +97,11 @@ def test_a_store_that_stays_broken_ends_the_job(
 
 @pytest.mark.parametrize("mode", ["append", "overwrite"])
 def test_a_lost_commit_that_another_writer_has_built_upon(
-    tmp_path: Path, source: Path, store: FaultProxy, writers: Writers, mode: str
+    tmp_path: Path, source: Path, store: FaultProxy, mode: str
 ) -> None:
     """The commit is made, its answer is lost, another writer commits, and only then is the table looked at."""
     place = Place(folder=tmp_path, server=store.server, variables=store.behind.environment)
-    output = Output(kind=KINDS["delta_on_s3"], place=place, writers=writers)
+    output = Output(kind=KINDS["delta_on_s3"], place=place)
     output.computed(source, version=1)
     other = output.kind.read(place)
     assert other is not None

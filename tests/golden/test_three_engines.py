@@ -44,6 +44,7 @@ def results(name: str, folder: Path, encoder: Path, model: Path) -> dict[str, An
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark", "ray")
 def test_three_engines_give_one_table_of_results(
     tmp_path: Path, tiny_bert: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

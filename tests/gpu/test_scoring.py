@@ -31,7 +31,7 @@ def batch(pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     return pad(Ragged(values, np.concatenate([[0], np.cumsum(LENGTHS)])), np.arange(len(LENGTHS)), pad_id)
 
 
-@pytest.mark.parametrize("name", sweep(plugins.names("runtimes"), quick={"eager", "varlen"}))
+@pytest.mark.parametrize("name", sweep(plugins.names("runtimes"), quick=()))
 def test_a_runtime_agrees_with_eager_on_the_cpu(name: str, model: Path, device: str) -> None:
     runtime, spec = plugins.load("runtimes", name), models.load_spec(model)
     reason = runtime.refusal(model)
@@ -97,6 +97,7 @@ def test_two_devices_share_a_model(
     assert np.abs(two["score"].to_numpy() - one["score"].to_numpy()).max() <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_text_is_generated_alone_as_among_others(temperature: float, tiny_llama: Path, device: str) -> None:
     spec, options = models.load_spec(tiny_llama), GenerationOptions(max_new_tokens=8, temperature=temperature)

@@ -47,7 +47,7 @@ def expected(tmp_path: Path, sections: dict[str, Any]) -> list[float]:
     return runs.losses(tmp_path / "cpu")
 
 
-@pytest.mark.parametrize("precision", sweep(PRECISIONS, quick={"fp32"}))
+@pytest.mark.parametrize("precision", sweep(PRECISIONS, quick=()))
 def test_the_losses_are_those_of_the_cpu(
     precision: str, tmp_path: Path, sections: dict[str, Any], expected: list[float], device: str
 ) -> None:
@@ -140,6 +140,7 @@ def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path, tiny_bert: Path) ->
     assert "out of memory" in logs
 
 
+@pytest.mark.slow
 def test_as_many_ranks_as_gpus_meet(tmp_path: Path, device: str) -> None:
     ranks = torch.cuda.device_count() if device == "cuda" else 2
     answer = tl.launch(_sum_of_ranks, processes=ranks, engine=tl.Local(processes=ranks))

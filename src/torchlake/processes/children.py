@@ -143,18 +143,15 @@ class Children:
                 if self._closed:
                     return
                 reader.start()
-                path = [os.path.abspath(entry) for entry in self._path]
                 death_signal = signal.SIGTERM if self._grace_s else signal.SIGKILL
-                numbers = map(str, (theirs.fileno(), os.getpid(), int(death_signal)))
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, *numbers, *path],
-                    stdin=subprocess.DEVNULL,
+                process = start_python(
+                    (theirs.fileno(), os.getpid(), int(death_signal)),
+                    [os.path.abspath(entry) for entry in self._path],
+                    environment=environment,
+                    folder=self._folder,
                     stdout=self._stdout,
                     stderr=self._stderr,
-                    cwd=self._folder,
-                    env=environment,
-                    pass_fds=(theirs.fileno(), *descriptors),
-                    start_new_session=True,
+                    descriptors=descriptors,
                 )
                 child.pid, child.running = process.pid, True
                 # Under the lock, so that `__exit__` either finds the child running and kills it, or has set `_closed`
@@ -168,10 +165,7 @@ class Children:
             return
         with suppress(OSError):
             child.connection.send((role, payload))
-        if hasattr(os, "waitid"):  # keeps the zombie, so that its pid cannot be reused before its group is killed
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        else:
-            process.wait()
+        wait_for_end(process)
         # Its descendants (data loaders, programs that the user's code started) may still run and hold memory or GPUs.
         with self._lock:
             child.running = False
@@ -197,6 +191,40 @@ class Children:
         with suppress(OSError):  # without the watchdog there is still PR_SET_PDEATHSIG
             self._watchdog.stdin.write(line.encode() + b"\n")
             self._watchdog.stdin.flush()
+
+
+def start_python(
+    numbers: tuple[int, int, int],
+    path: list[str],
+    *,
+    environment: Mapping[str, str],
+    folder: str | None,
+    stdout: int | None,
+    stderr: int | None,
+    descriptors: tuple[int, ...],
+) -> "subprocess.Popen[bytes]":
+    """Start a Python process that calls `child.main(*numbers)`, in a session of its own, with `path` as its sys.path.
+
+    It inherits the file descriptors, and its end of the connection, which is the first of the numbers.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOT, *map(str, numbers), *path],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=folder,
+        env=environment,
+        pass_fds=(numbers[0], *descriptors),
+        start_new_session=True,
+    )
+
+
+def wait_for_end(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the process has ended. It stays a zombie, so that its pid is not reused before its group is killed."""
+    if hasattr(os, "waitid"):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        process.wait()
 
 
 def _kill_group(pid: int) -> None:

@@ -54,6 +54,7 @@ def test_a_dataset_comes_back_lazily_with_its_own_columns(tiny_model: Path, tabl
     assert by_id(rows, "score") == pytest.approx(by_id(expected, "score"), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_stages_with_steps_of_ones_own_between_them(tiny_model: Path, table: pa.Table, dataset: Any) -> None:
     def count_tokens(batch: pa.Table) -> pa.Table:
         import pyarrow.compute as pc
@@ -87,6 +88,7 @@ def test_stages_of_pairs(tmp_path: Path) -> None:
     assert by_id(score(tokens).take_all(), "label") == by_id(expected, "label")
 
 
+@pytest.mark.slow
 def test_the_first_stage_takes_conversations_as_predict_does(tiny_gpt2: Path) -> None:
     texts = ["a good film", "the plot was"]
     chats = pa.table({"id": range(2), "text": [[{"role": "user", "content": text}] for text in texts]})
@@ -182,6 +184,7 @@ print(json.dumps(done))
 """
 
 
+@pytest.mark.slow
 def test_processes_reserve_the_gpus_and_cpus_that_they_use() -> None:
     """On a Ray that counts two GPUs, which nobody opens."""
     variables = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RAY_ADDRESS")}

@@ -95,6 +95,7 @@ def test_a_frame_with_empty_partitions_is_scored(tiny_model: Path, frame: DataFr
     assert tl.predict(tiny_model, frame.limit(0)).collect() == []
 
 
+@pytest.mark.slow
 def test_frames_are_joined_and_asked_in_sql(
     tiny_model: Path, table: Path, spark: SparkSession, frame: DataFrame
 ) -> None:

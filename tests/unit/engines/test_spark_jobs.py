@@ -53,13 +53,15 @@ def test_a_chunk_that_ends_every_worker_ends_the_job_with_sparks_reason(tmp_path
     assert "Python worker exited unexpectedly" in said
 
 
+@pytest.mark.slow
 def test_a_closed_iterator_cancels_the_job_and_leaves_no_child(tmp_path: Path) -> None:
     assert spark_jobs.answer("stuck", folder=tmp_path, close=True) == "closed"
     numbers = [pid(tmp_path, "stuck1")]
     wait_for(lambda: all(map(gone, numbers)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_is_stopped_or_killed_leaves_no_child(tmp_path: Path, number: int) -> None:
     job = spark_jobs.start("stuck", folder=tmp_path)
     numbers = [pid(tmp_path, "stuck1", seconds=120)]

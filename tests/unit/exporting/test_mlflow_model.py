@@ -43,6 +43,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return uri
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_predictions_in_a_fresh_process_are_those_of_predict(tiny_model: Path, tmp_path: Path) -> None:
     rows = pd.DataFrame({"text": TEXTS})

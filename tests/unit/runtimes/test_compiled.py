@@ -28,7 +28,7 @@ IDS = np.random.default_rng(0).integers(5, 60, (4, 12))
 BATCH = {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
 
 
-@pytest.mark.parametrize("runtime", [compiled, with_zentorch])
+@pytest.mark.parametrize("runtime", [compiled, pytest.param(with_zentorch, marks=pytest.mark.slow)])
 def test_one_compilation_serves_all_shapes(runtime: ModuleType, tiny_model: Path) -> None:
     from torch._dynamo.utils import counters
 
@@ -49,6 +49,7 @@ def test_compiling_needs_a_compiler(runtime: ModuleType, tiny_model: Path, monke
     assert "C++ compiler" in (runtime.refusal(tiny_model) or "")
 
 
+@pytest.mark.slow
 @runs_zentorch
 def test_a_model_never_gets_the_weights_of_one_that_was_freed(tmp_path: Path) -> None:
     """zentorch finds rearranged weights by their address, which the next model's may have."""
@@ -63,6 +64,7 @@ def test_a_model_never_gets_the_weights_of_one_that_was_freed(tmp_path: Path) ->
         gc.collect()
 
 
+@pytest.mark.slow
 def test_any_number_of_models_is_compiled_and_none_is_kept(tiny_model: Path) -> None:
     """torch counts compilations by the code of a function, and ends with an error at the ninth."""
     spec = load.load_spec(tiny_model)
@@ -92,6 +94,7 @@ def test_outputs_of_other_weights_are_refused(tiny_model: Path, monkeypatch: pyt
         zentorch.load(tiny_model, load.load_spec(tiny_model), device="cpu")
 
 
+@pytest.mark.slow
 @runs_zentorch
 def test_it_leaves_the_settings_of_the_compiler_alone(tiny_model: Path) -> None:
     import torch._inductor.config

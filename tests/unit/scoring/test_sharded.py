@@ -62,7 +62,8 @@ def assert_equal(found: pa.Table, expected: pa.Table) -> None:
     assert np.abs(found["score"].to_numpy() - expected["score"].to_numpy()).max() <= ROUNDING
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_costs_no_row(
     rank: int, model: Path, table: Path, tmp_path: Path, expected: pa.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,8 @@ def as_single(sections: dict[str, Any]) -> dict[str, Any]:
 
 
 @needs_library
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
+@pytest.mark.parametrize("stage", [1, 3])
+@SLOW
 def test_a_stage_trains_like_single_and_takes_over_from_it(tmp_path: Path, tiny_bert: Path, stage: int) -> None:
     """Also from a checkpoint that `single` wrote; stage 2 is what the conformance tests run."""
     sections = job(tmp_path, tiny_bert, stage)

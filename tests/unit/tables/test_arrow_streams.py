@@ -206,7 +206,10 @@ tl.predict(model, rows, output, key="id", chunk_rows=10, engine=tiny.Here())
 """
 
 
-@pytest.mark.parametrize(("site", "scored"), [("spool.rename:1", 60), ("part.rename:3", 40), ("commit.fence:1", 0)])
+@pytest.mark.parametrize(
+    ("site", "scored"),
+    sweep([("spool.rename:1", 60), ("part.rename:3", 40), ("commit.fence:1", 0)], quick=[("part.rename:3", 40)]),
+)
 def test_a_killed_job_continues_with_the_same_rows(tmp_path: Path, tiny_model: Path, site: str, scored: int) -> None:
     rows, output = tiny.reviews(ROWS), tmp_path / "out" / "scored"
     pq.write_table(rows, tmp_path / "reviews.parquet")

@@ -1,25 +1,15 @@
 """Exactly once, checked against a model (tests/exactly_once.py): a short run here, 2,000 steps in `make faults`."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from exactly_once import ExactlyOnce, Server
+from exactly_once import ExactlyOnce
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
-
-
 @pytest.mark.parametrize("examples", [8, pytest.param(80, marks=pytest.mark.slow)])
-def test_the_output_is_that_of_one_version_of_the_input_or_an_error(server: Server, examples: int) -> None:
-    machine = type("Machine", (ExactlyOnce,), {"server": server})
+def test_the_output_is_that_of_one_version_of_the_input_or_an_error(examples: int) -> None:
     options = settings(max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=CHECKS)
-    run_state_machine_as_test(machine, settings=options)
+    run_state_machine_as_test(ExactlyOnce, settings=options)

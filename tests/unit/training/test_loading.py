@@ -89,6 +89,7 @@ def test_every_rank_starts_with_the_weights_of_single(
     assert runs.losses(tmp_path / "run") == pytest.approx(runs.losses(tmp_path / "single"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_in_copies_of_shards_start_with_the_same_weights(tmp_path: Path, tiny_bert: Path) -> None:
     """Two copies of two shards: each row goes to two ranks."""
     sections = sections_of(tmp_path, tiny_bert, kind="classifier", lora=False)

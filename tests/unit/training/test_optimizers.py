@@ -78,9 +78,7 @@ def test_lion_steps_by_the_sign_of_its_moment() -> None:
 
 
 @pytest.mark.parametrize("optimizer", sweep(OTHERS, quick=["lion"]))
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), sweep([("ddp", 2), ("fsdp", 2), ("deepspeed", 2)], quick=[("ddp", 2), ("fsdp", 2)])
-)
+@pytest.mark.parametrize(("strategy", "ranks"), sweep([("ddp", 2), ("fsdp", 2), ("deepspeed", 2)], quick=[("fsdp", 2)]))
 def test_two_ranks_give_the_losses_of_one(
     tmp_path: Path, tiny_bert: Path, optimizer: str, strategy: str, ranks: int
 ) -> None:
@@ -98,7 +96,7 @@ def test_two_ranks_give_the_losses_of_one(
     assert runs.losses(tmp_path / "two") == pytest.approx(runs.losses(tmp_path / "one"), abs=BETWEEN_STRATEGIES)
 
 
-@pytest.mark.parametrize("optimizer", sweep(OTHERS, quick=["adamw_8bit"]))
+@pytest.mark.parametrize("optimizer", sweep(OTHERS, quick=()))
 def test_a_killed_run_continues_on_another_number_of_ranks(tmp_path: Path, tiny_bert: Path, optimizer: str) -> None:
     sections = runs.job(tmp_path, tiny_bert, epochs=1, optimizer=optimizer, max_restarts=0)
     other = "ddp" if ("fsdp", optimizer) in REFUSED else "fsdp"

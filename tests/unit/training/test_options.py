@@ -22,7 +22,9 @@ from torchlake.training.model import kernels
 
 TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
-STRATEGIES = sweep([("single", 1), ("ddp", 2), ("fsdp", 2)], quick=[("fsdp", 2)])
+EVERY = [("single", 1), ("ddp", 2), ("fsdp", 2)]
+STRATEGIES = sweep(EVERY, quick=[("single", 1)])
+RANKS = sweep(EVERY, quick=[("fsdp", 2)])
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
@@ -47,7 +49,7 @@ def overflow_at_first() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
+@pytest.mark.parametrize(("strategy", "ranks"), RANKS)
 def test_a_loss_scale_that_is_too_large_is_halved_on_all_ranks(
     tmp_path: Path, tiny_bert: Path, strategy: str, ranks: int
 ) -> None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchlake as tl
 import training_runs as runs
+from sweeps import sweep
 from torchlake.checkpoints import async_writer
 from torchlake.distributed import Group, Reading
 from torchlake.strategies import single
@@ -35,7 +36,7 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["classifier", "language model"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16_weights"])
+@pytest.mark.parametrize("precision", sweep(["fp32", "bf16_weights"], quick=["bf16_weights"]))
 def test_a_step_waits_once(
     tmp_path: Path, tiny_bert: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, kind: str, precision: str
 ) -> None:

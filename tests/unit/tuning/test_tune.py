@@ -12,6 +12,7 @@ import optuna
 import pyarrow.parquet as pq
 import pytest
 
+import forked
 import tiny
 import torchlake as tl
 import training_runs as runs
@@ -320,7 +321,7 @@ def test_the_command_is_killed_and_continues(tmp_path: Path, sections: dict[str,
     (tmp_path / "space.yaml").write_text("train.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}\n")
     words = ["tune", tmp_path / "job.yaml", "--space", tmp_path / "space.yaml", "--trials", "1", "--run", run, "--json"]
     command = [sys.executable, "-m", "torchlake", *map(str, words)]
-    environment = {**os.environ, **runs.ALONE}
+    environment = {**os.environ, **forked.ALONE}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as killed:
         metrics = run / "trials" / "0000" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 10, seconds=120)
