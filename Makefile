@@ -25,7 +25,8 @@ demo: $(DEMO_STAMP)
 	$(BIN)/torchlake demo --folder $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n logical --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow" -n logical --dist loadgroup --no-loadscope-reorder
+	@test -n "$$(git status --porcelain 2>&1)" || git rev-parse HEAD > $(VENV)/tested
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests tools bench examples notebooks
@@ -60,7 +61,7 @@ gpu:
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest tests/faults tests/conformance tests/golden
-	$(BIN)/python -m pytest -m slow tests/unit tests/documents tests/examples tests/notebooks
+	$(BIN)/python -m pytest -m slow tests/unit tests/documents tests/examples tests/notebooks tests/gpu
 
 # The scripts of examples/migration before and after. Petastorm needs older libraries, so it has its own environment.
 migration: $(STAMP)

@@ -76,6 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=places.__getitem__)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """xdist tells the groups by the names of tests; a version that does not would cost minutes, without a word."""
+    if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("xdist does not see the groups of tests: install the versions of constraints.txt")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def tasks_given_here() -> Iterator[None]:
     """A task that a test gives in Python is known in its module alone."""

@@ -31,6 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pyiceberg.catalog
+import pyiceberg.utils.config
+
 ALONE = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -347,6 +350,8 @@ def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
         os.environ.update(request["environment"])
         sys.path[:] = request["path"]
         os.chdir(request["folder"])
+        # Read when it is imported, which was in the server.
+        pyiceberg.catalog._ENV_CONFIG = pyiceberg.utils.config.Config()
         if request["forking"]:
             _fork_children()
         module, _, name = request["function"].partition(":")

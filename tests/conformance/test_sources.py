@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -16,6 +14,7 @@ import pyiceberg.catalog
 import pytest
 from pyiceberg.utils.config import Config
 
+import forked
 import source_tables as tables
 import tiny
 import torchlake as tl
@@ -193,14 +192,19 @@ def test_a_file_that_changes_is_refused(kind: SourceKind, tmp_path: Path) -> Non
         ChunkReader(["id"]).read(plan.chunks[0])
 
 
+RUN = """
+import runpy, sys
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def predict(name: str, folder: Path, model: Path, *, failpoint: str = "", **options: Any) -> Any:
-    """`tl.predict` in a fresh process, which makes its own source."""
-    variables = {**os.environ, **tables.environment(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    """`tl.predict` in a process of its own, which makes its own source."""
+    variables = {**os.environ, **tables.environment(folder)}
     variables |= {"TORCHLAKE_FAILPOINT": failpoint} if failpoint else {}
-    command = [sys.executable, tables.__file__, name, str(folder), str(model), str(folder / "scored")]
-    return subprocess.run(
-        [*command, json.dumps(options)], env=variables, capture_output=True, text=True, timeout=240, check=False
-    )
+    arguments = [tables.__file__, name, str(folder), str(model), str(folder / "scored"), json.dumps(options)]
+    return forked.run_script(RUN, arguments, environment=variables)
 
 
 @pytest.mark.parametrize("kind", sweep(KINDS, quick=["files", "delta"]), indirect=True)
