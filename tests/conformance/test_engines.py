@@ -123,7 +123,7 @@ def test_processes_share_the_cores_and_may_have_several_each(engine: Engine, mon
     assert {int(threads) for _, threads in everything} == {cores}
     shared = set(engine.run_chunks(work.threads, range(2), processes=2, threads_per_process=10_000))
     assert {int(threads) for _, threads in shared} == {max(1, cores // 2)}, "a number that is given is the number"
-    with pytest.raises(UsageError, match="threads_per_process is 0"):
+    with pytest.raises(UsageError, match="threads_per_process must be 1 or more, not 0"):
         list(engine.run_chunks(work.squares, range(3), threads_per_process=0))
 
 
@@ -221,7 +221,7 @@ def test_ranks_have_the_variables_of_torchrun(launcher: Engine, tmp_path: Path) 
 def test_of_a_range_as_many_ranks_start_as_there_is_room_for(launcher: Engine) -> None:
     assert launcher.launch(work.world_size, processes=(1, 2)) == launcher.num_ranks((1, 2)) <= launcher.capacity(2) <= 2
     assert launcher.num_ranks((5, 6)) in (5, 6)
-    with pytest.raises(UsageError, match="the fewest come first"):
+    with pytest.raises(UsageError, match="the minimum must come first"):
         launcher.launch(work.world_size, processes=(3, 2))
 
 
@@ -266,7 +266,7 @@ def test_functions_that_cannot_travel_are_refused(launcher: Engine) -> None:
 
 
 def test_a_number_of_processes_below_one_is_refused(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="processes is 0"):
+    with pytest.raises(UsageError, match="processes must be 1 or more, not 0"):
         engine.launch(os.getpid, processes=0)
-    with pytest.raises(UsageError, match="processes is -1"):
+    with pytest.raises(UsageError, match="processes must be 1 or more, not -1"):
         list(engine.run_chunks(work.squares, range(3), processes=-1))

@@ -382,6 +382,6 @@ def _refuse_changed_input(job: Job, folder: Path, engine: Engine) -> None:
             continue
         if changed and planned:
             raise FingerprintError(
-                f"{folder}: the run is finished, and its {name} table was different: {changed[0]} has changed since. "
+                f"{folder}: the run is finished, but its {name} table has changed since then: {changed[0]}. "
                 "Name a new run folder (--run) to train on it."
             )

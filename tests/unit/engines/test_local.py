@@ -107,7 +107,7 @@ def test_several_gpus_for_each_process_where_there_are_any(monkeypatch: pytest.M
     several: dict[str, Any] = {"gpus_per_process": None, "devices_per_process": 2}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert set(Local().run_chunks(_visible_gpus, range(4), **several)) == {"4,5"}
-    with pytest.raises(UsageError, match="1 processes with 4 GPUs each need 4 GPUs; 3 found"):
+    with pytest.raises(UsageError, match="1 processes with 4 GPUs each need 4 GPUs, but 3 were found"):
         Local().run_chunks(_visible_gpus, range(4), gpus_per_process=None, devices_per_process=4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert set(Local(processes=1).run_chunks(_visible_gpus, range(4), **several)) == {""}
@@ -180,7 +180,7 @@ def test_a_container_without_limits_has_the_machines(
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UsageError, match=r"2 processes with 1 GPUs each need 2 GPUs; 1 found"):
+    with pytest.raises(UsageError, match=r"2 processes with 1 GPUs each need 2 GPUs, but 1 were found"):
         Local().launch(os.getpid, processes=2, gpus_per_process=1)
     with pytest.raises(UsageError, match="1 found"):
         Local().run_chunks(_visible_gpus, range(8), processes=2, gpus_per_process=1)

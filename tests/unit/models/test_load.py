@@ -430,7 +430,7 @@ def test_other_classes_get_a_head_of_their_own(
     trained: Any = load.load_model(folder, auto_class=AUTO)
     assert weight.shape[0] == max(1, len(labels))
     assert not any(torch.equal(row, before) for row in weight for before in trained.classifier.weight)
-    assert "the head is drawn" in caplog.text
+    assert "the head is initialized at random" in caplog.text
 
 
 def test_a_classifier_of_transformers_keeps_its_head_by_the_names_of_its_classes(

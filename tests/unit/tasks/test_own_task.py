@@ -45,7 +45,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
         (own_task.LosesRow(), "'loses_row': collate returned 'numbers' of shape (0, 2) for 1 rows"),
         (own_task.LossOfEachRow(), "'loss_of_each_row': loss_sum returned a tensor of shape (8,)"),
         (own_task.OutputsOfAllRows(), "'outputs_of_all_rows': the model's outputs have the shape (2,) for 1 rows"),
-        (own_task.TooManyOutputs(), "'too_many_outputs': the model's outputs have the shape (1, 5); for single_label"),
+        (
+            own_task.TooManyOutputs(),
+            "'too_many_outputs': the model's outputs have the shape (1, 5), but for single_label",
+        ),
         (own_task.Detached(), "'detached': the loss does not depend on the model's outputs"),
         (own_task.NoModule(), "'no_module': build returned a function, not a torch.nn.Module"),
     ],

@@ -127,7 +127,10 @@ def test_the_job_says_what_the_labels_are(tmp_path: Path, tiny_bert: Path) -> No
     assert load.load_spec(tmp_path / "run" / "model").problem == "regression"
     refused = runs.attempt(tmp_path / "other", sections, overrides=("data.problem=multi_label",))
     assert refused.exit_code == 65
-    assert "data.problem is multi_label, which needs lists of strings; the label column holds integers" in refused.error
+    assert (
+        "data.problem is multi_label, which needs lists of strings, but the label column holds integers"
+        in refused.error
+    )
     unknown = runs.attempt(tmp_path / "third", sections, overrides=("data.problem=ordinal",))
     assert "data.problem: must be 'single_label'" in unknown.error
 
