@@ -182,7 +182,7 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UsageError, match=r"2 processes with 1 GPUs each need 2 GPUs, but 1 were found"):
         Local().launch(os.getpid, processes=2, gpus_per_process=1)
-    with pytest.raises(UsageError, match="1 found"):
+    with pytest.raises(UsageError, match="but 1 were found"):
         Local().run_chunks(_visible_gpus, range(8), processes=2, gpus_per_process=1)
 
 
