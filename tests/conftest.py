@@ -44,6 +44,7 @@ REAL_STARTS = (
     "faults/test_sockets.py",
     "golden/test_three_engines.py",
     "gpu",
+    "unit/training/test_launch.py",
 )
 "Where the start of a process is the subject: everywhere else the local engine forks its workers and ranks."
 
@@ -132,9 +133,13 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Iterator[Path]:
     """A model folder (task.json, manifest) for the classes "bad" and "good"; its head was never trained."""
-    return tiny.build_model(tmp_path_factory.mktemp("models") / "tiny_model", encoder=tiny_bert)
+    folder = tiny.build_model(tmp_path_factory.mktemp("models") / "tiny_model", encoder=tiny_bert)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    yield folder
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert after == before, "a test changed the model that all tests share: optimize a copy"
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def test_given_columns_are_a_pair(tmp_path: Path) -> None:
     table = task_cases.pairs(40).rename_columns({"question": "left", "answer": "right"})
     assert written(tmp_path, table, text="left", text_pair="right")[1:] == ("left", "right")
     assert written(tmp_path, table, text_pair="left")[1:] == ("right", "left")
-    with pytest.raises(UsageError, match="--text-pair id: holds int64, not text"):
+    with pytest.raises(UsageError, match="--text-pair id: the column holds int64, not text"):
         written(tmp_path, table, text="left", text_pair="id")
     with pytest.raises(UsageError, match="cannot be both"):
         written(tmp_path, table, text="left", text_pair="left")

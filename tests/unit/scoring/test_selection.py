@@ -59,7 +59,7 @@ def test_a_seed_is_that_of_the_sample(table: Path, tiny_model: Path, tmp_path: P
 def test_a_frame_selects_its_own_rows(tiny_model: Path) -> None:
     with pytest.raises(UsageError, match="where: only for stored tables; select the rows of a frame"):
         tl.predict(tiny_model, tiny.reviews(4), where="id = 1")
-    with pytest.raises(UsageError, match="limit: for stored tables"):
+    with pytest.raises(UsageError, match="limit: only for stored tables"):
         tl.evaluate(tiny_model, tiny.reviews(4), limit=2)
 
 

@@ -175,7 +175,7 @@ def test_more_gpus_than_there_are_are_refused(
     model: Path, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UsageError, match="1 processes with 2 GPUs each need 2 GPUs; 1 found"):
+    with pytest.raises(UsageError, match="1 processes with 2 GPUs each need 2 GPUs, but 1 were found"):
         tl.predict(model, table, tmp_path / "out", gpus_per_process=2)
 
 

@@ -1,6 +1,7 @@
 """Arrow streams, lazy frames and datasets are stored once and then read as any table."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -163,7 +164,8 @@ def test_plan_and_optimize_take_streams(tmp_path: Path, tiny_bert: Path, tiny_mo
     expected = tl.plan(**sections, flops="1G", bandwidth="1GB", latency=1e-4)
     streamed = {**sections, "data": {**sections["data"], "train": reader(rows)}}
     assert tl.plan(**streamed, flops="1G", bandwidth="1GB", latency=1e-4).rows == expected.rows
-    chosen = tl.optimize(tiny_model, relation(rows), budget=1e-9, rows=20, engine=tiny.Here())
+    model = shutil.copytree(tiny_model, tmp_path / "model")  # it gets a file with the choice
+    chosen = tl.optimize(model, relation(rows), budget=1e-9, rows=20, engine=tiny.Here())
     assert chosen.runtime == "eager"
 
 
