@@ -19,7 +19,7 @@ NOUNS = r"(?:block|class|classifi\w+|col\w+|edit\w+|fi\w+|format|generat\w+|inpu
 PHRASES = {
     rf"(?<!there )\b(?:is|are|was|were|be) {IDIOMS}no\b": 'write "is not a"',
     r"(?<!there )(?<!may )\b(?:is|are|was|were|be) (?-i:none)\b(?! of)": "say what is missing or invalid",
-    rf"\ba text\b(?! {NOUNS}\b)": 'write "text", "a string", "a document" or "a row"',
+    rf"\ba text\b(?!-| {NOUNS}\b)": 'write "text", "a string", "a document" or "a row"',
     r"\ban URL": 'write "a URL"',
     r"\b(?:anew|lies?|lain|mend(?:s|ed)?|nobody|told|unasked|whoever|whence|thence|likewise)\b": "use a current word",
     r"\bof one's own\b": 'write "your own"',

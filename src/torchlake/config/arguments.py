@@ -18,7 +18,7 @@ WORDS: dict[type, tuple[str, type]] = {
 
 
 def check_arguments(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument that is a number, a text, a switch or one of some words, and has another type.
+    """Raise UsageError for an argument that is not of its type: a number, a string, a switch or one of some words.
 
     `annotations`: those of the function or of a TypedDict. Arguments with other types are not looked at.
     """
