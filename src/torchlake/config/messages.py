@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING, Any, get_args
 
 from torchlake.config.redaction import redacted
 from torchlake.config.trainer_names import TRAINER_NAMES
 from torchlake.config.yaml import Location, dotted, quote
+
+if TYPE_CHECKING:  # scoring uses these words, too, and does without pydantic
+    from pydantic import BaseModel
 
 TEXT = "a string"
 EXPECTED = {
@@ -38,11 +39,11 @@ BOUNDS = {
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
-NO_SECTIONS: Mapping[str, type[BaseModel]] = MappingProxyType({})
+NO_SECTIONS: "Mapping[str, type[BaseModel]]" = MappingProxyType({})
 
 
 def sentence(
-    problem: Any, origins: Mapping[Location, str], path: str | Path | None, sections: Mapping[str, type[BaseModel]]
+    problem: Any, origins: Mapping[Location, str], path: str | Path | None, sections: "Mapping[str, type[BaseModel]]"
 ) -> str:
     """Return one of pydantic's errors as a sentence.
 
@@ -68,7 +69,7 @@ def one_of(choices: Sequence[Any], given: Any) -> str:
     return expected(what, given) + (f"; did you mean {close[0]}?" if close else "")
 
 
-def nearest_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list[str]:
+def nearest_settings(name: str, sections: "Mapping[str, type[BaseModel]]") -> list[str]:
     """Return the dotted names of settings called `name`; if there are none, of the one with the nearest name."""
     every = [setting for section, model in sections.items() for setting in _settings(model, section)]
     exact = [setting for setting in every if f".{setting}".endswith(f".{name}")]
@@ -80,21 +81,23 @@ def nearest_settings(name: str, sections: Mapping[str, type[BaseModel]]) -> list
     return [by_last[close] for close in get_close_matches(name, by_last, n=1, cutoff=0.8)]
 
 
-def _settings(model: type[BaseModel], prefix: str) -> Iterator[str]:
+def _settings(model: "type[BaseModel]", prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield f"{prefix}.{name}"
         for nested in _models_in(field.annotation):
             yield from _settings(nested, f"{prefix}.{name}")
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models_in(annotation: Any) -> "Iterator[type[BaseModel]]":
+    from pydantic import BaseModel
+
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
         yield from _models_in(inner)
 
 
-def explanation(problem: Any, location: Location = (), sections: Mapping[str, type[BaseModel]] = NO_SECTIONS) -> str:
+def explanation(problem: Any, location: Location = (), sections: "Mapping[str, type[BaseModel]]" = NO_SECTIONS) -> str:
     """Return what is wrong with the value of one of pydantic's errors, and what is expected."""
     kind, context = problem["type"], problem.get("ctx", {})
     given = redacted(problem["input"], dotted(location))
@@ -116,7 +119,7 @@ def explanation(problem: Any, location: Location = (), sections: Mapping[str, ty
     return expected(what, given) + (" (put it in quotes)" if in_quotes else "")
 
 
-def _nearest(location: Location, sections: Mapping[str, type[BaseModel]]) -> str:
+def _nearest(location: Location, sections: "Mapping[str, type[BaseModel]]") -> str:
     """Return a hint for an unknown key: the nearest key of its section, else of another section."""
     key = str(location[-1])
     if key in TRAINER_NAMES:

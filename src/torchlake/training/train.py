@@ -145,7 +145,10 @@ def train(
     check_metric(wanted)
     engine = job_engine(wanted, engine)
     processes = wanted.engine.processes or engine.process_range or engine.default_ranks()
-    if frames:  # storing them may take hours
+    fresh = not folder.exists()
+    if fresh and not frames:  # what is refused leaves no run folder; a frame is a table only when it is stored
+        check_tables(wanted, spread=engine.spread)
+    if fresh or frames:  # storing them may take hours
         _check_strategy(wanted, processes)
     store = location.find_store(wanted.train.checkpoint_folder, folder)
     with run_folder.run_lease(folder) as lease:
@@ -157,8 +160,9 @@ def train(
             return _complete(wanted, folder, engine, finished, began)
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
-        check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
-        _check_strategy(wanted, processes)
+        if frames or not fresh:
+            check_tables(wanted, spread=engine.spread, trained=folder if trained else None)
+            _check_strategy(wanted, processes)
         base = base_folder(wanted.model.base)
         _check_tensor_parallel(wanted, base, processes)
         spec = find_task_spec(wanted, base, folder, trained=trained, spread=engine.spread)

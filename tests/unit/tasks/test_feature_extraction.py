@@ -345,7 +345,7 @@ def test_forms_of_vectors_are_refused_where_they_mean_nothing(encoder: Path, tin
     table = pa.table({"text": TEXTS})
     with pytest.raises(UsageError, match="needs an output folder, which records the ranges"):
         tl.predict(encoder, table, embedding="int8")
-    with pytest.raises(UsageError, match="float32, int8, binary, got 'int4'"):
+    with pytest.raises(UsageError, match="expected 'float32', 'int8' or 'binary', got 'int4'"):
         tl.predict(encoder, table, embedding="int4")
     with pytest.raises(UsageError, match="applies to feature_extraction only"):
         tl.predict(tiny_model, table, embedding="binary")

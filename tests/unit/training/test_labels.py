@@ -132,7 +132,7 @@ def test_the_job_says_what_the_labels_are(tmp_path: Path, tiny_bert: Path) -> No
         in refused.error
     )
     unknown = runs.attempt(tmp_path / "third", sections, overrides=("data.problem=ordinal",))
-    assert "data.problem: must be 'single_label'" in unknown.error
+    assert "data.problem: expected 'single_label'" in unknown.error
 
 
 def test_rows_with_bad_labels_are_left_out_as_the_job_says(tmp_path: Path, tiny_bert: Path) -> None:

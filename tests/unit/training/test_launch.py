@@ -101,7 +101,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "no_such_module:train": "no_such_module: no such module",
         "my_jobs.inner:train": "my_jobs.inner: no such module",
         "my_jobs:": "there is no such file",
-        "my_jobs:trian": "there is no 'trian' in it. Did you mean 'train'",
+        "my_jobs:trian": "the module has no 'trian'. Did you mean 'train'",
         "my_jobs:rate": "my_jobs:rate is 1, not a function",
     }
     for target, message in refused.items():
