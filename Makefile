@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check docs docs-serve reference orchestrators gpu faults migration mutants bench bench-scoring \
+.PHONY: demo test check docs docs-serve reference notebook orchestrators gpu faults migration mutants bench bench-scoring \
 	bench-training bench-spark bench-ray format clean
 
 # Runs once; FORCE=1 removes its folder and runs it again.
@@ -45,6 +45,10 @@ docs-serve: $(STAMP)
 # The pages of docs/reference that are written from the code.
 reference: $(STAMP)
 	$(BIN)/python tools/reference.py
+
+# The outputs that are stored in notebooks/laptop.ipynb.
+notebook: $(STAMP)
+	$(BIN)/python tools/laptop_notebook.py
 
 # The examples of docs/how-to/orchestrators.md, with Airflow and Dagster in environments of their own.
 orchestrators: $(STAMP)

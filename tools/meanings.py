@@ -40,7 +40,8 @@ COLUMNS = {
     "error": "Null, or the reason why the row has no prediction.",
     "label": "The predicted class, in the type of the training labels; with several labels, those of at least 0.5.",
     "score": "Probability of the most probable class, or of the answer.",
-    "prob_CLASS": "Probability of each class; with `--all-probabilities` only.",
+    "prob_CLASS": "Probability of each class; with `--all-probabilities` only. "
+    "Of classes that differ in case only, the second ends with `_2`.",
     "prediction": "The predicted number, in the units of the training labels.",
     "embedding": "The vector of the text; all of a model have the same size.",
     "spans": "The labeled spans of the text, in characters, or in words of a list of words; `end` is exclusive.",

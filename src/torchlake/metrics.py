@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from torchlake.display import Shown, shown
+
 ECE_BINS = 15
 THRESHOLD = 0.5
 MAX_RANKED_CLASSES = 100
@@ -45,6 +47,7 @@ DIRECTIONS: dict[str, Direction] = {
 "Whether higher or lower values of each metric are better."
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A metric and its percentile bootstrap interval, widened to include the value."""
@@ -58,6 +61,9 @@ class Metric:
     def __float__(self) -> float:
         """Return the value."""
         return self.value
+
+    def _shown(self) -> Shown:
+        return f"{self.value:.4f}, {self.low:.4f} to {self.high:.4f}", []
 
 
 def evaluate_metrics(

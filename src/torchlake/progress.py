@@ -110,10 +110,11 @@ class _State:
         """Return the bar as text, with blanks up to a fixed width that cover a longer bar before it."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=NOTEBOOK_COLUMNS, color_system=None, legacy_windows=False)
-        with console.capture() as drawn:
-            console.print(self)
-        return drawn.get().rstrip("\n").ljust(NOTEBOOK_COLUMNS)
+        drawn = io.StringIO()
+        Console(file=drawn, width=NOTEBOOK_COLUMNS, color_system=None, force_jupyter=False, legacy_windows=False).print(
+            self
+        )
+        return drawn.getvalue().rstrip("\n").ljust(NOTEBOOK_COLUMNS)
 
     def parts(self, width: int) -> list[str]:
         """Return the parts of the line that fit into `width` columns; the empty part is the bar."""
@@ -126,7 +127,7 @@ class _State:
             (0, f"{count:,}/{self.total:,}"),
             (7, self.unit),
             (3, clock),
-            *((rank, note) for rank, note in zip((1, 4, 5, 6), self.notes, strict=False)),
+            *((rank, note) for rank, note in zip((1, 4, 5, 9), self.notes, strict=False)),
         ]
         kept = [part for part in parts if part[1]]
         while sum(len(text) + 1 for _, text in kept) - 1 > width and len(kept) > 1:

@@ -19,7 +19,7 @@ FLOORS = {
     1: "config distributed logs loss metrics optim processes "
     "tables tables.formats tables.output tables.selection tables.sinks tables.sources tables.storage "
     "tables.verification",
-    0: "atomic_io errors failpoints plugins progress",
+    0: "atomic_io display errors failpoints plugins progress",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 # Which rooms may import a neighbor on their own floor. Plug-ins have none: they meet on floor 4 as arguments.

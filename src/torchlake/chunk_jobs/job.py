@@ -19,6 +19,8 @@ import pyarrow as pa
 from torchlake.chunk_jobs.in_flight import InFlight
 from torchlake.chunk_jobs.options import OutputOptions
 from torchlake.chunk_jobs.read_ahead import Workspace
+from torchlake.config.redaction import redacted
+from torchlake.display import Shown, count
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.processes.interrupts import announce_interrupt
@@ -95,6 +97,13 @@ class Outcome(NamedTuple):
     quarantined: tuple[tuple[str, str], ...]
     errors: dict[str, int]
     example: str | None
+
+
+def shown_outcome(done: Any) -> Shown:
+    """Return the line of the output of a chunk job, and its failed rows by reason."""
+    skipped = f", {count(len(done.quarantined), 'file')} skipped" if done.quarantined else ""
+    failed = [[("error", "rows"), *done.errors.items()]] if done.errors else []
+    return f"{count(done.rows_out, 'row')}, {done.rows_failed:,} failed{skipped} -> {redacted(str(done.path))}", failed
 
 
 @dataclass(frozen=True, kw_only=True)

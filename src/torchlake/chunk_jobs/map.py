@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import pyarrow as pa
 
 from torchlake.chunk_jobs.code_identity import check_takes_nothing, code_identity, function_name
-from torchlake.chunk_jobs.job import Job, open_input, plan_input, run_job, workspace_of
+from torchlake.chunk_jobs.job import Job, open_input, plan_input, run_job, shown_outcome, workspace_of
 from torchlake.chunk_jobs.map_worker import (
     MakeWorker,
     MappedChunk,
@@ -25,6 +25,7 @@ from torchlake.chunk_jobs.map_worker import (
     output_schema,
 )
 from torchlake.chunk_jobs.options import JobArguments, OutputOptions, check_values, output_options, refuse_unknown
+from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
@@ -46,6 +47,7 @@ class MapOptions(JobArguments, total=False):
     gpus_per_process: int
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
     """The output of `map`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
@@ -66,6 +68,9 @@ class Mapped:
     "Rows that failed, by reason."
     example: str | None = None
     "File and row of the first failed row, and its error."
+
+    def _shown(self) -> Shown:
+        return shown_outcome(self)
 
 
 def map(

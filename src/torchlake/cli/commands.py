@@ -18,7 +18,6 @@ from torchlake.cli.display import (
     Outcome,
     candidate_lines,
     fact_lines,
-    grid,
     metric_lines,
     metric_values,
     plain,
@@ -26,6 +25,7 @@ from torchlake.cli.display import (
 )
 from torchlake.cli.engine import engine_of_job
 from torchlake.config.redaction import redacted
+from torchlake.display import grid
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_install
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from torchlake.display import grid
+
 WIDEST = 80
 "Columns of running text."
 
@@ -18,19 +20,6 @@ class Outcome:
     values: Mapping[str, Any]
     lines: Sequence[str]
     exit_code: int = 0
-
-
-def grid(rows: Sequence[Sequence[Any]], left: Sequence[int] = (0,)) -> list[str]:
-    """Align columns as lines: those in `left` to the left, the others to the right."""
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    aligned = (
-        [
-            f"{cell!s:<{width}}" if at in left else f"{cell!s:>{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    )
-    return ["  ".join(row).rstrip() for row in aligned]
 
 
 def wrapped(lines: Sequence[str]) -> list[str]:

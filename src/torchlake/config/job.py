@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from torchlake.config.messages import sentence
+from torchlake.config.redaction import redacted
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.engine import EngineConfig
 from torchlake.config.sections.model import ModelConfig
@@ -23,9 +24,11 @@ from torchlake.config.sections.track import TrackConfig
 from torchlake.config.sections.train import TrainConfig
 from torchlake.config.types import STRICT
 from torchlake.config.yaml import Location, read_text, read_yaml, shape
+from torchlake.display import Shown, shown
 from torchlake.errors import ConfigError
 
 
+@shown
 class Job(BaseModel):
     """A training job: everything that determines its result, where it runs, and where it logs."""
 
@@ -41,6 +44,10 @@ class Job(BaseModel):
     """Where the job runs."""
     track: TrackConfig = TrackConfig()
     """Where parameters and metrics are logged besides metrics.jsonl."""
+
+    def _shown(self) -> Shown:
+        given = flat(redacted(self.model_dump(mode="json", exclude_unset=True)))
+        return f"{self.model.task}, {len(given)} settings", [[("setting", "value"), *given.items()]]
 
 
 class _EngineAlone(BaseModel):

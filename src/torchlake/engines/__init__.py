@@ -49,6 +49,9 @@ class Engine(ABC):
     processes: int | None
     min_processes: int | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(processes={self.processes})"
+
     @abstractmethod
     def run_chunks(
         self,

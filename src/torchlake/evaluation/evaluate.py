@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
 from torchlake.data.features import as_matrix, from_arrow
+from torchlake.display import Shown, Table, count, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import DataError, TableError, UsageError
@@ -53,6 +54,8 @@ from torchlake.tasks import ColumnOptions
 from torchlake.tasks.feature_extraction import FeatureExtraction
 
 PREFIX = "predicted_"
+MATRIX_SHOWN = 7
+"Classes up to which the text of an `Evaluation` has the confusion matrix."
 RESAMPLES = 1000
 RESAMPLES_OF_TASKS = 200
 "The number of resamples for metrics that a task computes itself."
@@ -62,6 +65,7 @@ RESAMPLE_PRICE = 4000
 "The fixed cost of a resample, in rows: scikit-learn's checks of its input."
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The result of `evaluate`. The metrics are over `rows - failed` rows."""
@@ -79,6 +83,15 @@ class Evaluation:
     "Bootstrap resamples behind each interval."
     tokens: int | None = None
     "Tokens that a language model predicted; None for a task with labels."
+
+    def _shown(self) -> Shown:
+        rows = [(name, one.value, f"{one.low:.4f} to {one.high:.4f}") for name, one in self.metrics.items()]
+        tables: list[Table] = [[("metric", "value", "95 % interval"), *rows]]
+        if self.confusion is not None and len(self.labels) <= MATRIX_SHOWN:
+            matrix = [(label, *row) for label, row in zip(self.labels, self.confusion, strict=False)]
+            tables.append([("label \\ predicted", *self.labels), *matrix])
+        reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in list(self.errors.items())[:3])
+        return f"{count(self.rows, 'row')}, {self.failed:,} left out{f' ({reasons})' if reasons else ''}", tables
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a metric that is undefined on this table is null."""

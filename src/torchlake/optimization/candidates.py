@@ -16,6 +16,7 @@ import numpy as np
 
 from torchlake import plugins
 from torchlake.config.task_spec import TaskSpec
+from torchlake.display import Shown, shown
 from torchlake.engines import Engine
 from torchlake.errors import TorchlakeError
 from torchlake.evaluation.agreement import compare, outside
@@ -33,6 +34,7 @@ NEAR = 0.8
 AGREES, NOT_TRIED = "agrees", "not tried (budget)"
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One runtime with one number of threads, and its measurements. None: not measured."""
@@ -60,6 +62,10 @@ class Candidate:
     change_high: float | None = None
     drop: float | None = None
     "`failed` to `drop` are those of `agreement.Agreement`."
+
+    def _shown(self) -> Shown:
+        speed = "" if self.rows_per_s is None else f", {self.rows_per_s:,.0f} rows/s"
+        return f"{self.runtime}: {self.verdict}{speed}", []
 
 
 @dataclass(frozen=True, kw_only=True)

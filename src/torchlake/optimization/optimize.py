@@ -26,6 +26,7 @@ import numpy as np
 from torchlake import plugins
 from torchlake.config.arguments import check_arguments
 from torchlake.config.types import parse_seconds
+from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine
 from torchlake.engines.local import Local
 from torchlake.errors import TorchlakeError, UsageError
@@ -70,6 +71,7 @@ class OptimizeOptions(FilterArguments, total=False):
     task: Any
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Optimized:
     """The choice of `optimize`."""
@@ -82,6 +84,12 @@ class Optimized:
     "Fastest first, then those without a measurement."
     ratio: float
     "Rows per second divided by eager's."
+
+    def _shown(self) -> Shown:
+        line = f"{self.runtime}, {self.rows_per_s:,.0f} rows/s, {self.ratio:.2f} times eager"
+        head = ("runtime", "threads", "batch tokens", "rows/s", "verdict")
+        rows = [(one.runtime, one.threads, one.batch_tokens, one.rows_per_s, one.verdict) for one in self.candidates]
+        return line, [[head, *rows]]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; undefined numbers are null."""

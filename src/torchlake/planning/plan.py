@@ -25,6 +25,7 @@ from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, load_job
 from torchlake.config.sections.data import Fold, Fraction
 from torchlake.config.sections.strategies import LoraOptions
+from torchlake.display import Shown, count, shown
 from torchlake.engines import process_bounds
 from torchlake.errors import UsageError
 from torchlake.models.folders import base_folder
@@ -70,6 +71,7 @@ class Tokens:
     "Share of tokens that they lose."
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
     """One strategy on `ranks` ranks."""
@@ -88,7 +90,15 @@ class StrategyPlan:
     efficiency: float
     "Speed relative to perfect scaling from one rank."
 
+    def _shown(self) -> Shown:
+        state = self.obstacle or ("fits" if self.fits else "too much memory")
+        return (
+            f"{self.strategy} on {count(self.ranks, 'rank')}, {size(self.memory.peak)}, {self.hours:.3g} h, {state}",
+            [],
+        )
 
+
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The result of `plan`."""
@@ -126,6 +136,24 @@ class Plan:
     reason: str
     remedies: tuple[str, ...]
     "Changes that would make the job fit, each by itself."
+
+    def _shown(self) -> Shown:
+        head = ("strategy", "memory per rank", "s/step", "hours", "")
+        rows = [
+            (
+                one.strategy,
+                size(one.memory.peak),
+                f"{one.time.overlapped:.3g}",
+                f"{one.hours:.3g}",
+                one.obstacle or ("taken" if one.strategy == self.choice else "fits" if one.fits else "too much memory"),
+            )
+            for one in self.strategies
+        ]
+        best = self.choice or "nothing fits"
+        line = (
+            f"{best}, {count(self.processes, 'rank')}, {count(self.training_rows, 'row')}, {count(self.steps, 'step')}"
+        )
+        return line, [[head, *rows]]
 
 
 def plan(

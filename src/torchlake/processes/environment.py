@@ -87,7 +87,7 @@ def local_environment(
 ) -> dict[str, str]:
     """Return the environment of one of `processes` children on this machine, which share its cores equally."""
     threads = thread_variables(max(1, cores() // processes))
-    shown = {PROGRESS: os.environ.get(PROGRESS, NOTEBOOK)} if in_notebook() else {}
+    shown = {PROGRESS: os.environ.get(PROGRESS) or NOTEBOOK} if in_notebook() else {}
     return child_environment({**threads, **shown, **(rank_variables or {})}, gpus)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from torchlake.display import Shown, count, shown
 from torchlake.errors import pip_install
 from torchlake.processes.hardware import available_memory, cgroup_cores, cgroup_memory, cores
 
@@ -52,6 +53,7 @@ LOW_DISK_BYTES = 5 * 2**30
 LOW_MEMORY_BYTES = 2 * 2**30
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """What `doctor` found."""
@@ -62,6 +64,12 @@ class Diagnosis:
     "Sentences, each with its remedy."
     broken: bool
     "Whether a core library is missing or cannot be imported."
+
+    def _shown(self) -> Shown:
+        versions = self.facts.get("versions", {})
+        named = [f"{name} {versions.get(name)}" for name in ("torchlake", "torch", "transformers", "python")]
+        problems = [[["problem"], *([problem] for problem in self.problems)]] if self.problems else []
+        return f"{count(len(self.problems), 'problem')}, {', '.join(named)}", problems
 
 
 def doctor() -> Diagnosis:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchlake.metrics import DIRECTIONS
+
 VALIDATIONS_SHOWN = 20
 # A chart's size in SVG units: about the width of a phone, so that text stays readable there.
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 400, 210, 44, 24, 10, 10
@@ -23,7 +25,10 @@ def render(facts: Mapping[str, Any]) -> str:
     scores = sorted({name for line in validation for name in line} - {"step", "loss", "log_loss"})
     loss = [("training", facts["losses"]), ("validation", _series(validation, "loss"))]
     curves = [_figure("Loss by step", [(name, points) for name, points in loss if points])]
-    curves += [_figure("Validation by step", [(name, _series(validation, name)) for name in scores])] if scores else []
+    for better in ("higher", "lower") if len(validation) > 1 else ():  # the numbers of one are in the table below
+        group = [name for name in scores if DIRECTIONS.get(name, "higher") == better]
+        title = f"Validation, {better} is better"
+        curves.append(_figure(title, [(name, _series(validation, name)) for name in group]))
     best = f" (step {facts['best_step']:,})" if facts["best_step"] else ""
     metrics = {name: f"{value:.4f}" for name, value in facts["metrics"].items() if value is not None}
     sections = [
@@ -35,8 +40,8 @@ def render(facts: Mapping[str, Any]) -> str:
         ("", f"Validation of the best model{best}", _rows(metrics)),
         ("", "Data", _rows(facts["data"])),
         ("full", "Validations", _grid(validation[-VALIDATIONS_SHOWN:])),
-        *(("", f"Job: {name}", _rows(section)) for name, section in job.items()),
-        ("", "Model", _rows(facts["model"])),
+        ("", "Model", _rows(_given(facts["model"]))),
+        *(("", f"Job: {name}", _rows(_given(section))) for name, section in job.items()),
         ("", "Checkpoints", _grid(facts["checkpoints"])),
         ("full", "Warnings", "".join(f"<p>{_text(line)}</p>" for line in facts["warnings"])),
         ("", "Machine that wrote this page", _rows(facts["machine"])),
@@ -55,14 +60,20 @@ def render_folds(facts: Mapping[str, Any]) -> str:
     sections = [
         ("full", "Mean and standard deviation over the folds", _rows(shown)),
         ("full", "Validation of each fold's best model", _grid(facts.get("folds", []))),
-        *(("", f"Job: {name}", _rows(section)) for name, section in facts["job"].items()),
+        *(("", f"Job: {name}", _rows(_given(section))) for name, section in facts["job"].items()),
     ]
     state = "complete" if facts["complete"] else "not complete"
-    return _page(facts, state, "".join(_tile(*tile) for tile in tiles), sections)
+    return _page(facts, state, tiles, sections)
 
 
-def _page(facts: Mapping[str, Any], state: str, tiles: str, sections: Iterable[tuple[str, str, str]]) -> str:
+def _page(
+    facts: Mapping[str, Any], state: str, tiles: Sequence[tuple[str, str]], sections: Iterable[tuple[str, str, str]]
+) -> str:
     job = facts["job"]
+    numbers = "".join(
+        f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>' for name, value in tiles
+    )
+    across = 3 if len(tiles) % 3 == 0 else 4
     body = "".join(
         f'<section class="{kind}"><h2>{_text(title)}</h2>{inner}</section>' for kind, title, inner in sections if inner
     )
@@ -71,13 +82,13 @@ def _page(facts: Mapping[str, Any], state: str, tiles: str, sections: Iterable[t
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(facts['run'])} - torchlake</title><style>{STYLE}</style></head><body><main>"
         f"<header><h1>{_text(facts['run'])}</h1><p>{_text(job['model']['task'])} from {_text(job['model']['base'])}; "
-        f'<strong>{_text(state)}</strong></p></header><div class="tiles">{tiles}</div>'
+        f'<strong>{_text(state)}</strong></p></header><div class="tiles" style="--n:{across}">{numbers}</div>'
         f'<div class="sections">{body}</div>'
         f"<footer>Written by torchlake at {_text(facts['written'])}.</footer></main></body></html>\n"
     )
 
 
-def _tiles(facts: Mapping[str, Any]) -> str:
+def _tiles(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the main numbers: metrics, steps, time and speed."""
     progress, metrics = facts["progress"], facts["metrics"]
     names = dict.fromkeys(name for name in (facts["metric"], *metrics) if name in metrics and name != "loss")
@@ -92,11 +103,13 @@ def _tiles(facts: Mapping[str, Any]) -> str:
         tiles.append(("of the matrix rate", f"{progress['mfu']:.0%}"))
     if progress["peak_memory_bytes"] is not None:
         tiles.append(("memory at its peak", f"{progress['peak_memory_bytes'] / 2**30:.2f} GiB"))
-    return "".join(_tile(*tile) for tile in tiles)
+    return tiles
 
 
-def _tile(name: str, value: str) -> str:
-    return f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that are empty or off."""
+    kept = {name: _given(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+    return {name: value for name, value in kept.items() if value is not False and value not in (None, "", [], {})}
 
 
 def _series(lines: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
@@ -121,7 +134,8 @@ def _figure(title: str, series: Sequence[tuple[str, Sequence[Point]]]) -> str:
         _, y = place((left, tick))
         drawn.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for x, anchor in ((left, "start"), (right, "end")):
+    anchors = {(left + right) // 2: "middle"} | ({left: "start", right: "end"} if right > left else {})
+    for x, anchor in anchors.items():
         across, _ = place((x, ticks[0]))
         drawn.append(f'<text x="{across:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{x:,.0f}</text>')
     for index, (name, line) in enumerate(series):
@@ -149,8 +163,7 @@ def _ticks(low: float, high: float) -> list[float]:
 def _rows(facts: Mapping[str, Any]) -> str:
     if not facts:
         return ""
-    cells = [(_text(name), _text(_shown(name, value))) for name, value in facts.items()]
-    body = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
+    body = "".join(f"<tr><th>{_text(name)}</th>{_cell(name, value)}</tr>" for name, value in facts.items())
     return f'<div class="wide"><table>{body}</table></div>'
 
 
@@ -158,9 +171,15 @@ def _grid(entries: Sequence[Mapping[str, Any]]) -> str:
     if not entries:
         return ""
     head = "".join(f"<th>{_text(name)}</th>" for name in entries[0])
-    lines = ["".join(f"<td>{_text(_shown(name, value))}</td>" for name, value in entry.items()) for entry in entries]
+    lines = ["".join(_cell(name, value) for name, value in entry.items()) for entry in entries]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="wide"><table class="grid"><tr>{head}</tr>{body}</table></div>'
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a cell of a table; short ones, such as numbers, are not broken over lines."""
+    shown = _shown(name, value)
+    return f"<td{' class=n' if len(shown) < 16 else ''}>{_text(shown)}</td>"
 
 
 def _shown(name: str, value: Any) -> str:
@@ -203,7 +222,8 @@ h1{font-size:1.7rem;line-height:1.2;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.05rem;margin:0 0 .6rem}
 header p{margin:.3rem 0 1.2rem;color:var(--soft);overflow-wrap:anywhere}
 header strong{color:var(--ink);font-weight:600}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.7rem;margin-bottom:.9rem}
+.tiles{display:grid;gap:.7rem;margin-bottom:.9rem;
+grid-template-columns:repeat(auto-fit,minmax(max(9.6rem,(100% - (var(--n) - 1)*.7rem)/var(--n)),1fr))}
 .tile,section{background:var(--card);border:1px solid var(--line);border-radius:.6rem}
 .tile{padding:.7rem .9rem}
 .tile b{display:block;font-size:1.35rem;font-weight:600;font-variant-numeric:tabular-nums;white-space:nowrap}
@@ -213,8 +233,8 @@ section{padding:1rem;margin:0 0 .9rem;break-inside:avoid}
 .full{column-span:all;margin-top:.9rem}
 .full:first-child{margin-top:0}
 section p{margin:.2rem 0;overflow-wrap:anywhere}
-.curves{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr));gap:1rem}
-figure{margin:0;min-width:0}
+.curves{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,17rem),1fr));gap:1rem;align-items:end}
+figure{margin:0;min-width:0;max-width:34rem}
 figcaption{display:flex;flex-wrap:wrap;justify-content:space-between;gap:.2rem .8rem;font-size:.85rem;color:var(--soft)}
 .legend{display:flex;flex-wrap:wrap;gap:.1rem .7rem}
 .legend span{font-weight:600}
@@ -229,6 +249,8 @@ tr:first-child th,tr:first-child td{border-top:0}
 th{font-weight:500;color:var(--soft);white-space:nowrap;width:1%}
 table.grid th{width:auto}
 td{overflow-wrap:anywhere}
+td.n{white-space:nowrap}
+@media (max-width:30rem){th{white-space:normal}}
 footer{color:var(--soft);font-size:.85rem;margin-top:1.2rem}
 """ + "".join(
     f"polyline.c{n}{{stroke:var(--c{n})}}circle.c{n}{{fill:var(--c{n})}}span.c{n}{{color:var(--c{n})}}\n"

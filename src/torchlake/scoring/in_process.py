@@ -7,6 +7,7 @@ table.
 """
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,17 +24,19 @@ from torchlake import plugins
 from torchlake.chunk_jobs.job import workspace_of
 from torchlake.chunk_jobs.options import refuse_unknown
 from torchlake.config.task_spec import GENERATIVE, TaskSpec
+from torchlake.display import Shown, shown
 from torchlake.engines import Engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
 from torchlake.processes.hardware import cores, gpus
-from torchlake.scoring.options import check_options, make_export, scoring_settings
-from torchlake.scoring.rows import Runtime, ScoringSettings, check_prompts
+from torchlake.scoring.options import check_options, checked_input, make_export, scoring_settings
+from torchlake.scoring.rows import Runtime, ScoringSettings
 from torchlake.scoring.scorer import Scorer, worker_memory
 from torchlake.scoring.worker import ScoredChunk, make_chunk_worker
 from torchlake.tables.arrays import from_strings
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.sinks._find import Write
+from torchlake.tables.sources.frames import Frame, engine_of, is_frame, to_arrow
 from torchlake.tasks import ANY
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ Text = str | None | Sequence[Mapping[str, str]] | Mapping[str, Any]
 Answer = dict[str, Any]
 
 
+@shown
 class Model:
     """A loaded model: a function from texts to answers. Threads may share it; they take turns.
 
@@ -57,23 +61,27 @@ class Model:
     def __init__(self, settings: ScoringSettings) -> None:
         self._scorer: Scorer | None = Scorer(settings=settings)
         self._lock = threading.Lock()
-        self._folder = Path(settings.model)
+        self._settings = settings
         self.spec: TaskSpec = self._scorer.spec
         self.runtime: str = self._scorer.runtime
 
     @overload
     def __call__(self, texts: str) -> Answer: ...  # type: ignore[overload-overlap]  # a string is iterable, too
     @overload
-    def __call__(self, texts: Iterable[Text]) -> list[Answer]: ...
-    def __call__(self, texts: str | Iterable[Text]) -> Answer | list[Answer]:
+    def __call__(self, texts: Iterable[Text] | Frame) -> list[Answer]: ...
+    def __call__(self, texts: str | Iterable[Text] | Frame) -> Answer | list[Answer]:
         """Return one answer for each text, in their order; for a single string its answer.
 
-        For a model that reads several columns, a row is a mapping with their names. Input that cannot be scored (None,
-        empty, invalid Unicode) has an `error`, like a row of a table.
+        For a model that reads several columns, a row is a mapping with their names. A pandas, polars or pyarrow frame
+        has the columns that `predict` reads. Input that cannot be scored (None, NaN, empty, invalid Unicode) has an
+        `error`, like a row of a table. Raises UsageError for values of another form, such as a mapping of columns, and
+        TableError for a frame without the model's columns.
         """
         if isinstance(texts, str):
             return self([texts])[0]
-        table, unreadable = self._to_table(list(texts))
+        table, unreadable = (to_arrow(texts), {}) if is_frame(texts) else self._to_table(_rows(texts))
+        checked_input(self._settings, self.spec, table.schema, "the frame" if is_frame(texts) else "the rows")
+        table = table.select(list(self.spec.input_columns))
         with self._lock:
             if self._scorer is None:
                 raise UsageError("The model is closed. Load it again.")
@@ -85,6 +93,12 @@ class Model:
         """Free the model's memory. Calls in other threads finish first."""
         with self._lock:
             self._scorer = None
+
+    def _shown(self) -> Shown:
+        classes = f", {len(self.spec.labels):,} classes" if self.spec.labels else ""
+        closed = ", closed" if self._scorer is None else ""
+        folder = self._settings.model.removeprefix(f"{os.getcwd()}{os.sep}")
+        return f"{self.spec.task}{classes}, {self.runtime}{closed} -> {folder}", []
 
     @property
     def _reads_text(self) -> bool:
@@ -98,7 +112,7 @@ class Model:
             missing = next(((at, name) for at, row in enumerate(rows) for name in names if name not in row), None)
             if missing is not None:
                 raise UsageError(f"Row {missing[0]} has no {missing[1]!r}; this model reads {', '.join(names)}.")
-            columns = {name: self._to_array([row[name] for row in rows]) for name in names}
+            columns = {name: self._to_array([_or_none(row[name]) for row in rows]) for name in names}
             errors = {row: reason for _, bad in columns.values() for row, reason in bad.items()}
             return pa.table({name: array for name, (array, _) in columns.items()}), errors
         if len(names) != 1:
@@ -123,8 +137,6 @@ class Model:
             return from_strings([None if row in bad else text for row, text in enumerate(texts)]), bad
         if self.spec.problem in GENERATIVE and all(text is None or _is_conversation(text) for text in texts):
             column = pa.array(texts, pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})))
-            task = plugins.load("tasks", self.spec.task)
-            check_prompts(pa.schema({"text": column.type}), "text", "load", task, self._folder)
             return column, {}
         takes = "strings, or conversations" if self.spec.problem in GENERATIVE else "strings"
         raise UsageError(f"Text {wrong} is a {type(texts[wrong]).__name__}; this model takes a list of {takes}.")
@@ -252,6 +264,32 @@ def _all_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _rows(values: Any) -> list[Any]:
+    """Return the rows of a list, column, array or generator; missing ones are None.
+
+    Raises UsageError for values without rows, or without an order.
+    """
+    name = type(values).__name__
+    if engine_of(values) is not None or hasattr(type(values), "columns"):
+        raise UsageError(f"A loaded model takes a pandas, polars or pyarrow frame, not this {name}; use predict.")
+    convert = next((m for m in ("to_pylist", "to_list", "tolist") if hasattr(values, m)), None)
+    values = values if convert is None else getattr(values, convert)()
+    if isinstance(values, Mapping):
+        raise UsageError(
+            f"A {name} is neither a list of texts nor a frame. Give a list of rows, model([{{'text': 'great film'}}]), "
+            "or columns as a frame, model(pandas.DataFrame(...))."
+        )
+    if isinstance(values, str | bytes | bytearray | set | frozenset) or not isinstance(values, Iterable):
+        raise UsageError(f"A loaded model takes a string, a list of rows or a frame, not {name}.")
+    return [_or_none(value) for value in values]
+
+
+def _or_none(value: Any) -> Any:
+    """Return the value, or None for the missing values of pandas."""
+    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
+    return None if missing else value
 
 
 def _is_unicode(text: str) -> bool:

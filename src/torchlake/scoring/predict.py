@@ -25,9 +25,10 @@ from torchlake.chunk_jobs.increments import (
     new_files,
     position_name,
 )
-from torchlake.chunk_jobs.job import Finished, Job, open_input, plan_input, run_job
+from torchlake.chunk_jobs.job import Finished, Job, open_input, plan_input, run_job, shown_outcome
 from torchlake.chunk_jobs.options import OutputOptions
 from torchlake.config.task_spec import TaskSpec
+from torchlake.display import Shown, shown
 from torchlake.engines import Engine, as_engine, make_engine
 from torchlake.engines.local import Local
 from torchlake.errors import UsageError
@@ -56,6 +57,7 @@ from torchlake.tables.sources.streams import Input
 from torchlake.tables.table import open_table
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """The output of `predict`: `rows_out` always equals `rows_in`; `rows_failed` of them have an `error`."""
@@ -78,6 +80,9 @@ class Scored:
     "Seconds of each step of this call; up to `first batch` those of the slowest process."
     example: str | None
     "File and row of the first failed row, and its error."
+
+    def _shown(self) -> Shown:
+        return shown_outcome(self)
 
     @property
     def output(self) -> Path | str:

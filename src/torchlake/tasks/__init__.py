@@ -142,6 +142,9 @@ class Task:
         cls.name = vars(cls).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         cls.checks_padding = cls.checks_padding or bool(cls.auto_class)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     # Columns to features.
 
     def load_processor(self, folder: Path | None, spec: TaskSpec, *, scoring: bool) -> Any:

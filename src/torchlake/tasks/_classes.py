@@ -100,10 +100,21 @@ def output_columns(probabilities: np.ndarray, spec: TaskSpec, all_probabilities:
 
 
 def probability_names(spec: TaskSpec) -> list[str]:
-    """Return the names of the C columns that hold `probabilities` if all are requested."""
+    """Return the names of the C columns that hold `probabilities` if all are requested.
+
+    Of classes that differ in case only, the second gets the suffix _2.
+    """
     if spec.problem == "regression":
         return ["prediction"]
-    return [f"prob_{str(label).lower() if isinstance(label, bool) else label}" for label in spec.labels]
+    names: dict[str, str] = {}  # by the name without case: Spark and Hive ignore case in names
+    for label in spec.labels:
+        name = own = f"prob_{str(label).lower() if isinstance(label, bool) else label}"
+        number = 1
+        while name.casefold() in names:
+            number += 1
+            name = f"{own}_{number}"
+        names[name.casefold()] = name
+    return list(names.values())
 
 
 def metric_names(spec: TaskSpec) -> list[str]:

@@ -20,6 +20,7 @@ from torchlake.checkpoints import location
 from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, flat, load_job
 from torchlake.config.sections.data import DataConfig, Fraction
+from torchlake.display import Shown, shown
 from torchlake.engines import Engine
 from torchlake.errors import ConfigError, FingerprintError, UsageError
 from torchlake.metrics import lower_is_better
@@ -33,6 +34,7 @@ from torchlake.training import train as training
 log = logging.getLogger(__name__)
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Folds:
     """A finished cross-validation."""
@@ -51,6 +53,11 @@ class Folds:
     "The fold with the best metric."
     seconds: float
     "The seconds that this call took."
+
+    def _shown(self) -> Shown:
+        rows = [(name, mean, self.deviations.get(name)) for name, mean in self.metrics.items()]
+        line = f"{len(self.runs)} folds, best {self.metric} in {self.best.path.name} -> {self.path}"
+        return line, [[("metric", "mean", "deviation"), *rows]]
 
 
 def train_folds(

@@ -18,6 +18,7 @@ from torchlake import atomic_io, plugins
 from torchlake.checkpoints import location
 from torchlake.config.job import Job, load_job
 from torchlake.config.task_spec import TaskSpec
+from torchlake.display import Shown, count, shown
 from torchlake.engines import Engine, ProcessRange, as_engine, make_engine, process_bounds
 from torchlake.errors import ConfigError, FingerprintError, OutputError, TableError, UsageError
 from torchlake.models.config import load_config, tensor_parallel_refusal
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A finished training run."""
@@ -65,6 +67,10 @@ class Run:
     "The metrics of the best validation; without validation, the last step's loss."
     complete: bool
     "Whether the run was finished before this call."
+
+    def _shown(self) -> Shown:
+        done = "complete before" if self.complete else f"{count(self.steps, 'step')} in {self.seconds:,.1f} s"
+        return f"{done} -> {self.path}", [[("metric", "value"), *self.metrics.items()]]
 
 
 @overload

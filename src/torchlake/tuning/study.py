@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from torchlake.config.redaction import redacted
+from torchlake.display import Shown, shown
 from torchlake.errors import MissingExtra, pip_install
 from torchlake.runs import metrics_log
 from torchlake.tuning.search_space import Range, Space
@@ -33,6 +35,7 @@ STATES: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": 
 WHY = "why"
 
 
+@shown
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One training of a tuning."""
@@ -55,6 +58,15 @@ class Trial:
         """The earlier name of `path`."""
         warnings.warn("Trial.folder is now Trial.path.", DeprecationWarning, stacklevel=2)
         return self.path
+
+    def _shown(self) -> Shown:
+        value = "" if self.value is None else f" {self.value:.4f}"
+        return f"{self.number} {self.why or self.state}{value}, {searched(self)} -> {self.path}", []
+
+
+def searched(trial: Trial) -> str:
+    """Return the searched settings as text."""
+    return ", ".join(f"{name}={value}" for name, value in redacted(trial.settings).items())
 
 
 def load_optuna() -> ModuleType:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlake import atomic_io, plugins
+from torchlake import atomic_io, display, plugins
 from torchlake.config.arguments import check_arguments
 from torchlake.config.job import Job, load_job, with_values
 from torchlake.engines import Engine
@@ -61,6 +61,7 @@ from torchlake.tuning.study import (
     load_optuna,
     next_trial,
     open_study,
+    searched,
     trial_folder,
 )
 
@@ -74,6 +75,7 @@ LARGE_FOLDERS = ("checkpoints", "model", "prepared", "cache", "input")
 "Deleted from the folders of all trials but the best."
 
 
+@display.shown
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """The result of `tune`."""
@@ -94,6 +96,11 @@ class Tuning:
         """The earlier name of `path`."""
         warnings.warn("Tuning.folder is now Tuning.path.", DeprecationWarning, stacklevel=2)
         return self.path
+
+    def _shown(self) -> display.Shown:
+        rows = [(one.number, one.why or one.state, one.value, searched(one)) for one in self.trials]
+        line = f"{display.count(len(self.trials), 'trial')}, {self.best.number} is the best -> {self.path}"
+        return line, [[("trial", "state", self.metric, "settings"), *rows]]
 
 
 def tune(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchlake.evaluation import evaluate as evaluating
 from torchlake.evaluation.evaluate import Evaluation, evaluate
 from torchlake.metrics import evaluate_metrics
 from torchlake.models import load
+from torchlake.scoring.predict import predict
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,6 +52,18 @@ def by_hand(model: Path, table: pa.Table) -> np.ndarray:
 @pytest.fixture(scope="module")
 def evaluation(tiny_model: Path, reviews: Path) -> Evaluation:
     return evaluate(tiny_model, reviews, engine=tiny.Here())
+
+
+def test_classes_may_differ_in_case_only(tiny_bert: Path, tmp_path: Path) -> None:
+    spec = replace(tiny.SPEC, labels=("Good", "good", "good_2"))
+    model = tiny.build_model(tmp_path / "model", encoder=tiny_bert, spec=spec)
+    table = tiny.reviews(30).drop_columns("label").append_column("label", pa.array([*spec.labels] * 10))
+    pq.write_table(table, tmp_path / "in.parquet")
+    stored = evaluate(model, tmp_path / "in.parquet", engine=tiny.Here())
+    assert stored == evaluate(model, table)
+    assert sum(map(sum, stored.confusion or [])) == 30
+    names = predict(model, table, all_probabilities=True).column_names
+    assert [name for name in names if name.startswith("prob_")] == ["prob_Good", "prob_good_2", "prob_good_2_2"]
 
 
 def test_the_metrics_are_those_of_the_model(evaluation: Evaluation, tiny_model: Path, reviews: Path) -> None:

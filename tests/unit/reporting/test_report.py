@@ -144,6 +144,35 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, count: int) -> None:
     assert ("No step yet." in page.text) == (count == 0)
 
 
+def test_a_chart_of_one_point_has_each_label_once() -> None:
+    drawn = report_page._figure("Loss by step", [("training", [(27.0, 0.5)]), ("validation", [(27.0, 0.6)])])
+    labels = re.findall(r"<text ([^>]*)>([^<]+)</text>", drawn)
+    assert len(labels) == len(set(labels))
+    assert [text for _, text in labels].count("27") == 1
+    assert re.findall(r'middle">([^<]+)<', drawn) == ["27"]
+
+
+def test_losses_and_scores_do_not_share_an_axis(tmp_path: Path) -> None:
+    lines = [step(number) for number in (1, 2)]
+    lines += [{"step": number, "validation_macro_f1": 0.9, "validation_ece": 0.1} for number in (1, 2)]
+    page = Page(report(make_run(tmp_path / "two", lines)).read_text())
+    assert page.text.index("higher is better") < page.text.index("lower is better")
+    assert page.tags.count("svg") == 3
+
+
+def test_one_validation_is_a_table_not_a_chart(tmp_path: Path) -> None:
+    lines = [step(number) for number in range(1, 28)]
+    page = Page(report(make_run(tmp_path / "one", [*lines, {"step": 27, "validation_accuracy": 0.9}])).read_text())
+    assert page.tags.count("svg") == 1
+    assert "Validations" in page.text
+
+
+def test_settings_that_are_empty_take_no_room(finished: Path) -> None:
+    page = report(finished).read_text()
+    assert "<th>separator</th>" not in page
+    assert "<th>batch_size</th>" in page
+
+
 def test_a_loss_that_never_was_finite(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "nan", [step(1, "nan"), step(2, "inf"), {"step": 2, "validation_loss": "nan"}])
     report(folder)

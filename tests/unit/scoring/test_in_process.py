@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +21,7 @@ import tiny
 import torchlake as tl
 from misbehaving import KILLER, misbehave
 from torchlake.engines.local import Local
-from torchlake.errors import UsageError
+from torchlake.errors import TableError, UsageError
 from torchlake.scoring import in_process
 from torchlake.tables.output.staging import staging_of
 
@@ -76,6 +79,55 @@ def test_one_string_has_one_answer_and_bad_texts_have_errors(tiny_model: Path) -
 def test_other_values_are_refused_with_their_place(tiny_model: Path, text: Any) -> None:
     with pytest.raises(UsageError, match=rf"Text 1 is a {type(text).__name__}; this model takes a list of strings"):
         tl.load(tiny_model)(["good", text])
+
+
+def test_frames_and_columns_are_scored_like_a_list(tiny_model: Path) -> None:
+    classify = tl.load(tiny_model)
+    texts = ["good film", None, "a bore"]
+    answers = classify(texts)
+    assert [answer["error"] for answer in answers] == [None, "null_input", None]
+    columns = {"n": [1, 2, 3], "text": texts}
+    frames = [pd.DataFrame(columns), pl.DataFrame(columns), pa.table(columns), pa.RecordBatch.from_pydict(columns)]
+    categories = pd.DataFrame({"text": pd.Categorical(texts)})
+    series = [
+        pd.Series(texts),
+        pd.Series(texts, dtype="string"),
+        pl.Series(texts),
+        pd.Series(["good film", np.nan, "a bore"]),
+    ]
+    arrays = [pa.array(texts), pa.chunked_array([texts[:1], texts[1:]]), np.array(texts, dtype=object), pd.Index(texts)]
+    rows = [{"text": text, "n": number} for number, text in enumerate(["good film", float("nan"), "a bore"])]
+    others = [iter(texts), (text for text in texts), tuple(texts), dict.fromkeys(texts).keys(), rows, iter(rows)]
+    for given in [*frames, categories, *series, *arrays, *others]:
+        assert classify(given) == answers, type(given)
+    assert tl.predict(tiny_model, frames[2]).drop_columns(["n", "text"]).to_pylist() == answers
+    assert classify(pd.DataFrame({"text": []}, dtype=object)) == classify(np.array([])) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"text": ["good", "bad"]}, "A dict is neither a list of texts nor a frame. Give a list of rows"),
+        ({"good", "bad"}, "or a frame, not set."),
+        (frozenset({"good"}), "or a frame, not frozenset."),
+        (b"good", "or a frame, not bytes."),
+        (None, "or a frame, not NoneType."),
+        (7, "or a frame, not int."),
+        (np.array("good"), "or a frame, not ndarray."),
+        (np.array([["good", "bad"]]), "Text 0 is a list"),
+        (np.array([1.5]), "Text 0 is a float"),
+        (pl.LazyFrame({"text": ["good"]}), "not this LazyFrame; use predict"),
+        ([{"text": 7}], "the text column 'text' holds int64, not strings"),
+        ([{"n": 7}], "Row 0 has no 'text'"),
+        (pd.DataFrame({"n": [7]}), "there is no text column 'text'; the table has: n"),
+        (pd.DataFrame({"text": [7]}), "the text column 'text' holds int64, not strings"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_rows_of_texts_is_refused(tiny_model: Path, given: Any, words: str) -> None:
+    with pytest.raises((UsageError, TableError)) as raised:
+        tl.load(tiny_model)(given)
+    assert words in str(raised.value)
 
 
 def test_threads_share_a_model(tiny_model: Path) -> None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torchlake.display import Shown, count, shown
 from torchlake.tables.keys import ITEM_ROWS, bundled, key_problem
 from torchlake.tables.plan import Plan, plan_from_json
 from torchlake.tables.record import PLAN, recorded_schema
@@ -27,6 +28,7 @@ BUNDLE_BYTES = 64 << 20
 "Bytes of adjacent parts that are checked together, because they come from one file of the input."
 
 
+@shown
 @dataclass(kw_only=True)
 class Verification:
     """The result of `verify`; the output is sound if `problems` is empty."""
@@ -40,6 +42,15 @@ class Verification:
     "One sentence for each problem."
     notes: list[str] = field(default_factory=list)
     "What is not a problem: inputs that changed, were removed, or have no page checksums; rows of other writers."
+
+    def _shown(self) -> Shown:
+        found = count(len(self.problems), "problem") if self.problems else "sound"
+        lists = {"problem": self.problems, "note": self.notes}
+        tables = [[[name], *([line] for line in lines)] for name, lines in lists.items() if lines]
+        return (
+            f"{found}, {count(self.rows_out, 'row')}, {self.rows_failed:,} failed, {count(self.parts, 'part')}",
+            tables,
+        )
 
 
 def verify(output: str | Path, *, spread: Spread | None = None) -> Verification:
