@@ -38,7 +38,7 @@ from torchlake.tables.output.compatibility import (
 )
 from torchlake.tables.output.contents import check_inputs, check_parts, commit_record
 from torchlake.tables.output.grouping import grouped
-from torchlake.tables.output.lease import Lease, acquire, locked
+from torchlake.tables.output.lease import Lease, acquire
 from torchlake.tables.output.parts import TABLE, Part, PartFolder, part_name, part_of_entry
 from torchlake.tables.plan import Chunk, Plan, plan_to_json
 from torchlake.tables.record import COMMIT, FOLDER, PLAN, output_path
@@ -106,8 +106,7 @@ class WriteTransaction:
             # The lock is held until the rename is done. A writer that takes the lease over needs the lock, so it cannot
             # begin between the check of the token and the rename. If this process is suspended here, a new writer gives
             # up after LOCK_WAIT_S and names it, instead of publishing beside it.
-            with locked(self.staging):
-                self.lease.check()
+            with self.lease.exclusive():
                 # Late workers (a speculative copy, a task of a lost node) write by path. After the rename their path
                 # leads nowhere and their write fails; otherwise they could add or replace a file between `_keep_only`
                 # and the rename that publishes.
@@ -163,9 +162,19 @@ class WriteTransaction:
         return [self.parts.write("part-00000-empty.parquet", empty, chunk=0)]
 
     def _keep_only(self, fenced: Path, parts: Sequence[Part]) -> None:
-        """Delete files that are not parts of this job (from late workers). Raises StorageError if a part is missing."""
+        """Delete files that are not parts of this job (from late workers). Raises StorageError if a part is missing.
+
+        Parts whose rows are in larger files are moved: if the commit is interrupted, the job continues with them.
+        """
         sizes = {part.name: part.bytes for part in parts}
-        atomic_io.remove(path for path in fenced.iterdir() if path.name not in sizes)
+        joined, members = {name for part in parts for name in part.members}, self.staging / staging.MEMBERS
+        if joined:
+            members.mkdir(exist_ok=True)
+        for path in list(fenced.iterdir()):
+            if path.name in joined:
+                os.rename(path, members / path.name)
+            elif path.name not in sizes:
+                atomic_io.remove([path])
         for name, size in sizes.items():
             if not (fenced / name).is_file() or (fenced / name).stat().st_size != size:
                 raise StorageError(f"{fenced / name}: the part is missing or truncated; run the same command again.")
@@ -247,17 +256,22 @@ def _begin(out: Path, job: JobSpec, allowed: AllowedChanges, lease_s: float, spr
 
 
 def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges, spread: Spread) -> WriteTransaction:
-    """Repeat the checks of `_begin`, now that no other writer can interfere, and prepare the staging folder."""
+    """Repeat the checks of `_begin`, now that no other writer can interfere, and prepare the staging folder.
+
+    This writer may be suspended anywhere, and wake beside its successor: each change is made with the lock held.
+    """
     folder = lease.staging
     # Before anything is read at `out`: a crash between the two renames leaves no output there, and this job would then
     # be taken for the first one, and would not be compared with the old output.
-    staging.repair(folder, out)
+    with lease.exclusive():
+        staging.repair(folder, out)
     published = published_job(out)
     interrupted = interrupted_job(folder)
     # If the output is the result of the stored plan, its writer was killed between the rename and the removal of the
     # folder. To resume it would write the same output a second time.
     if interrupted is None or is_complete(out, published, interrupted, thorough=False):
-        staging.clear_job(folder)
+        with lease.exclusive():
+            staging.clear_job(folder)
         interrupted = None
     if is_complete(out, published, job, thorough=allowed.overwrite):
         if interrupted is None:
@@ -269,16 +283,18 @@ def _begin_leased(out: Path, job: JobSpec, lease: Lease, allowed: AllowedChanges
     # The interrupted write comes before the output: with --accept-new-input it was planned on top of the output and has
     # the output's chunks already, while the output lacks its new ones. Chunk numbers are part of a part's name, so
     # merging with the wrong plan would make finished parts unusable.
-    earlier = resumable_job(folder, interrupted, job, allowed) or published
+    with lease.exclusive():
+        earlier = resumable_job(folder, interrupted, job, allowed) or published
     if earlier is not None and not differences(earlier, job):
         environments = [*earlier.environments, *(one for one in job.environments if one not in earlier.environments)]
         job = JobSpec(merge(earlier.plan, job.plan), job.fingerprint, environments=environments)
-    staging.reopen(folder)
     # Before any part is written: a folder without a plan counts as empty, and the next run would clear its parts.
     content = plan_to_json(job.plan) | {"fingerprint": job.fingerprint, "environments": job.environments}
-    atomic_io.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
+    with lease.exclusive():
+        staging.reopen(folder)
+        atomic_io.write_bytes(folder / staging.PLAN, json.dumps(content).encode(), site="plan")
     write = WriteTransaction(output=out, staging=folder, job=job, lease=lease)
-    _keep_sound_parts(write, published, spread, thorough=allowed.overwrite)
+    _keep_sound_parts(write, lease, published, spread, thorough=allowed.overwrite)
     _check_free_space(write)
     return write
 
@@ -290,7 +306,9 @@ def _completed(out: Path, job: JobSpec, published: JobSpec | None) -> WriteTrans
     )
 
 
-def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, spread: Spread, *, thorough: bool) -> None:
+def _keep_sound_parts(
+    write: WriteTransaction, lease: Lease, published: JobSpec | None, spread: Spread, *, thorough: bool
+) -> None:
     """Set `done` and `pending`: keep sound staged parts, link in published ones, delete orphan files.
 
     A published part is checked by its size, so that an increment does not read what it keeps; if `thorough`, by its
@@ -298,24 +316,29 @@ def _keep_sound_parts(write: WriteTransaction, published: JobSpec | None, spread
     """
     table = write.staging / TABLE
     expected = {part_name(write.plan, chunk, write.job.fingerprint): chunk for chunk in write.plan.chunks}
-    for path in list(table.iterdir()):
-        # A link could point to a file that somebody else changes after it was verified here.
-        if path.name not in expected or path.is_symlink() or not path.is_file():
-            atomic_io.remove([path])
-            write.removed += 1
+    with lease.exclusive():
+        for path in list(table.iterdir()):
+            # A link could point to a file that somebody else changes after it was verified here.
+            if path.name not in expected or path.is_symlink() or not path.is_file():
+                atomic_io.remove([path])
+                write.removed += 1
     sound = _link_published(write, published, expected, thorough=thorough)
     sizes = {name: size for name, size in file_sizes(table).items() if name not in sound}
     staged = [(table / name, expected[name].index, expected[name].rows) for name in sorted(sizes)]
+    unsound = []
     for (path, _, _), part in zip(
         staged, spread(_read_staged, staged, size=sum(sizes.values()), name="check finished chunks"), strict=True
     ):
         if part is None or (thorough and part.failed):
             # With --overwrite the user wants failed rows to be tried again, so their chunk must become pending. The
             # file has to go, because the first part of a name wins in `PartFolder.store`.
-            path.unlink()
-            write.removed += 1
+            unsound.append(path)
         else:
             sound[part.name] = part
+    if unsound:
+        with lease.exclusive():
+            atomic_io.remove(unsound)
+        write.removed += len(unsound)
     write.done = list(sound.values())
     kept = {chunk for part in write.done for chunk in part.all_chunks}
     write.pending = tuple(chunk for chunk in write.plan.chunks if chunk.index not in kept)

@@ -42,6 +42,13 @@ class Lease:
         current = _read(self.staging)
         check_holder(current, self.mine, str(self.staging))
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock for a change of the staging folder. Raises LeaseLost if another writer has taken over."""
+        with locked(self.staging):
+            self.check()
+            yield
+
     def stop(self) -> None:
         """Stop renewing. The lease ends with `release`, or when the staging folder is removed."""
         self._stopped.set()
@@ -53,8 +60,7 @@ class Lease:
         try:
             # Checked under the lock: a lease that was taken over meanwhile is the successor's, and marking that one as
             # released would let a third writer in beside it.
-            with locked(self.staging):
-                self.check()
+            with self.exclusive():
                 _write(self.staging, self.mine | {"released": True})
         except (LeaseLost, StorageError, OSError):
             return
@@ -64,8 +70,7 @@ class Lease:
         # before another writer takes over.
         while not self._stopped.wait(self.mine["lease_s"] / 4):
             try:
-                with locked(self.staging):
-                    self.check()
+                with self.exclusive():
                     self.mine["renewed"] = time.time()
                     _write(self.staging, self.mine)
             except LeaseLost:

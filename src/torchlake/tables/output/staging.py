@@ -6,6 +6,7 @@
         journal/                       the workers' attempt logs, removed before publishing
         table/part-*.parquet           becomes the output
         sealed/                        `table`, renamed before publishing so that late workers cannot write to it
+        members/                       parts whose rows are in larger files of `sealed`, kept until it is published
         old/                           the output being replaced, where two folders cannot be exchanged
     <parent>/<name>/part-*.parquet, _torchlake/{commit,plan}.json
 
@@ -24,10 +25,10 @@ from pathlib import Path
 from torchlake import atomic_io
 from torchlake.errors import LeaseLost
 from torchlake.failpoints import failpoint
-from torchlake.tables.output.lease import Lease, locked
+from torchlake.tables.output.lease import Lease
 from torchlake.tables.output.parts import TABLE
 
-FENCED, OLD, ATTEMPT_LOG, PLAN = "sealed", "old", "journal", "plan.json"
+FENCED, MEMBERS, OLD, ATTEMPT_LOG, PLAN = "sealed", "members", "old", "journal", "plan.json"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -90,18 +91,20 @@ def repair(staging: Path, out: Path) -> None:
 
 def reopen(staging: Path) -> None:
     """Undo `fence` after an interrupted commit, and empty the attempt log."""
-    table, fenced = staging / TABLE, staging / FENCED
-    # The fenced folder of an interrupted commit has all finished parts.
+    table, fenced, members = staging / TABLE, staging / FENCED, staging / MEMBERS
+    # The fenced folder of an interrupted commit has all finished parts, except those that were joined to larger files.
     if fenced.exists() and not table.exists():
         os.rename(fenced, table)
-    atomic_io.remove([fenced, staging / OLD, staging / ATTEMPT_LOG])
     table.mkdir(exist_ok=True)
+    for path in list(members.iterdir()) if members.exists() else []:
+        os.rename(path, table / path.name)
+    atomic_io.remove([fenced, members, staging / OLD, staging / ATTEMPT_LOG])
     (staging / ATTEMPT_LOG).mkdir()
 
 
 def clear_job(staging: Path) -> None:
     """Remove the job, but not lock and lease. The plan goes first, because without it the rest counts as orphaned."""
-    atomic_io.remove([staging / name for name in (PLAN, TABLE, FENCED, OLD, ATTEMPT_LOG)])
+    atomic_io.remove([staging / name for name in (PLAN, TABLE, FENCED, MEMBERS, OLD, ATTEMPT_LOG)])
 
 
 def remove_staging(staging: Path) -> None:
@@ -116,8 +119,7 @@ def remove_staging(staging: Path) -> None:
 def remove_leased(folder: Path, lease: Lease) -> None:
     """Remove a folder with a lease and end the lease, unless another writer has taken it over."""
     try:
-        with locked(folder):
-            lease.check()
+        with lease.exclusive():
             remove_staging(folder)
     except (LeaseLost, OSError):
         pass  # taken over, or not removable

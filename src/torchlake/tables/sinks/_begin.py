@@ -145,6 +145,9 @@ def _resumed(
     # The same overwrite may be wanted again after others wrote: with the version in its id it is a new commit. An
     # append of the same rows must never be a new commit, so its id depends on the job alone.
     basis = snapshot.version if options.mode == "overwrite" or target.reusable else ""
+    published = _published(target, snapshot) if target.reusable else None
+    if published is not None and not allowed.overwrite:  # also if an interrupted write had the permission to replace it
+        refuse_differences(target.shown, published, job, "replaces it", allowed)
     stored = state.read_plan()
     discarded: tuple[str, ...] = ()
     if stored is not None:
@@ -171,13 +174,9 @@ def _resumed(
             # commit, which could still succeed and needs them.
             state.clear()
             discarded = (*discarded, stored["commit"])
-    published = _published(target, snapshot) if target.reusable else None
-    if published is not None:
-        if not allowed.overwrite:
-            refuse_differences(target.shown, published, job, "replaces it", allowed)
-        if options.mode != "overwrite" and not differences(published, job):
-            environments = [*published.environments, *job.environments]
-            job = JobSpec(merge(published.plan, job.plan), job.fingerprint, None, environments)
+    if published is not None and options.mode != "overwrite" and not differences(published, job):
+        environments = [*published.environments, *job.environments]
+        job = JobSpec(merge(published.plan, job.plan), job.fingerprint, None, environments)
     name = commit_id(job, basis)
     return _Resumed(job, name, tuple(one for one in discarded if one != name))
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torchlake import atomic_io
 from torchlake.errors import DataError, OutputError
 from torchlake.tables.output import staging
-from torchlake.tables.output.lease import Lease, acquire, locked
+from torchlake.tables.output.lease import Lease, acquire
 from torchlake.tables.sinks._interface import STATE
 from torchlake.tables.sinks._object_lease import ObjectLease, acquire_object
 from torchlake.tables.storage.objects import ObjectFolder
@@ -67,8 +67,7 @@ class LocalState:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         assert self._lease is not None, "called between acquire and release"
-        with locked(self.folder):
-            self._lease.check()
+        with self._lease.exclusive():
             yield
 
     def read_plan(self) -> dict[str, Any] | None:
@@ -79,11 +78,13 @@ class LocalState:
         return value
 
     def write_plan(self, value: dict[str, Any]) -> None:
-        atomic_io.write_bytes(self.folder / staging.PLAN, json.dumps(value).encode(), site="plan")
+        with self.exclusive():
+            atomic_io.write_bytes(self.folder / staging.PLAN, json.dumps(value).encode(), site="plan")
 
     def clear(self) -> None:
-        atomic_io.remove([self.folder / staging.PLAN, self.folder / staging.ATTEMPT_LOG])
-        (self.folder / staging.ATTEMPT_LOG).mkdir(exist_ok=True)
+        with self.exclusive():
+            atomic_io.remove([self.folder / staging.PLAN, self.folder / staging.ATTEMPT_LOG])
+            (self.folder / staging.ATTEMPT_LOG).mkdir(exist_ok=True)
 
     def release(self) -> None:
         if self._lease is not None:
