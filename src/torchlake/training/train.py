@@ -140,8 +140,7 @@ def train(
     if folds is not None:
         from torchlake.training.folds import train_folds
 
-        given = {"run": run, "engine": engine, "overrides": overrides, "sections": sections, "on_step": on_step}
-        return train_folds(job, folds, **given)  # type: ignore[arg-type]
+        return train_folds(job, folds, run=run, engine=engine, overrides=overrides, sections=sections, on_step=on_step)
     for folder in run_folder.candidates(job, run):
         frames, stored = run_folder.frames_to_paths(sections, folder)
         wanted = load_job(job, overrides, **stored, **named_engine(engine))
@@ -161,8 +160,7 @@ def train(
         run_folder.claim(folder, wanted)
         for path, frame in frames.items():
             store_frame(frame, path, engine)
-        finished = run_folder.finished(folder)
-        if finished is not None:
+        if (finished := run_folder.finished(folder)) is not None:
             return _complete(wanted, folder, engine, finished, began)
         trained = run_folder.is_trained(folder, wanted)
         wanted = run_folder.pinned_job(folder, wanted, begun=trained)
