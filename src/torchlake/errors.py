@@ -147,8 +147,13 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM arrived. Raised by the command line's signal handler, at any line of the main thread.
 
     Like KeyboardInterrupt it is not an Exception, so that code that turns a failure into another error or continues
-    without a result (here and in libraries) does not mistake the signal for that failure.
+    without a result (here and in libraries) does not mistake the signal for that failure. `signum` is SIGPIPE if the
+    reader of standard error is gone.
     """
+
+    def __init__(self, message: str = "", *, signum: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.signum = signum
 
 
 class StopAsked(Interrupted):
@@ -172,6 +177,11 @@ def pip_install(*requirements: str) -> str:
     else:
         command = f"{shlex.quote(sys.executable)} -m pip install"
     return " ".join([command, *map(shlex.quote, requirements)])
+
+
+def stopped_by(signum: int) -> str:
+    """Return in words which signal stopped a job."""
+    return f"Stopped by {'Ctrl-C' if signum == signal.SIGINT else signal.Signals(signum).name}"
 
 
 _OUT_OF_MEMORY = (

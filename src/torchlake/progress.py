@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -104,6 +104,8 @@ class _State:
         rate = (count - self.before) / seconds if seconds > 0 else 0.0
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         parts = [f"{count:,}/{self.total:,} {self.unit}{share} in {seconds:.1f} s", f"{speed} {self.unit}/s"]
+        left = None if self.ended else self.left_s()
+        parts += [] if left is None else [f"{_in_words(left)} left"]
         return f"{self.label}: {', '.join([*parts, *self.notes])}"
 
     def bar(self) -> str:
@@ -168,7 +170,8 @@ def _lines(state: _State, *, redraw: bool) -> Iterator[Advance]:
     printing, ended = threading.Lock(), threading.Event()
 
     def write(end: str) -> None:
-        print(state.bar() if redraw else state.line(), end=end, file=sys.stderr, flush=True)
+        with suppress(BrokenPipeError):  # if the reader is gone, the command line stops the job, not this print
+            print(state.bar() if redraw else state.line(), end=end, file=sys.stderr, flush=True)
 
     def print_when_due() -> None:
         nonlocal last
@@ -197,6 +200,13 @@ def _lines(state: _State, *, redraw: bool) -> Iterator[Advance]:
         ended.set()
         if state.ahead is not None:
             watching.join()
+
+
+def _in_words(seconds: float) -> str:
+    """Return seconds in their largest unit: 40 s, 12 min or 2.5 h."""
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def _clock(seconds: float) -> str:

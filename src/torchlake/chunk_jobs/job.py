@@ -39,7 +39,7 @@ from torchlake.tables.table import Table, open_table
 
 log = logging.getLogger(__name__)
 
-KEPT = "Stopping. Finished chunks are kept; run the same command again to resume."
+KEPT = "finished chunks are kept"
 
 
 class WrittenChunk(Protocol):

@@ -153,8 +153,8 @@ def plan(
 @_command("predict runs/reviews/model reviews.parquet scored/")
 def predict(
     model: o.Model,
-    table: Annotated[str, typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL.")],
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Where the scored rows go: a folder, URL or table.")],
+    table: o.InputOrLines,
+    output: o.OptionalOutput = None,
     more: o.MoreInput = None,
     csv: o.Csv = None,
     text: o.Text = None,
@@ -205,6 +205,10 @@ def predict(
         locals(), "model", "table", "more", "output", "engine", "processes", "overrides", "profile", "as_json"
     )
     runs_on = make_engine(engine, processes, overrides, as_json=as_json)
+    if output is None:
+        extra = {"input": more, "engine": runs_on, "profile": profile or None}
+        given = options | {name: value for name, value in extra.items() if value is not None}
+        return lambda: commands.predict_printed(model, table, given, as_json=as_json)
     return lambda: commands.predict(model, _tables(table, more), output, runs_on, options, profile=profile)
 
 

@@ -24,6 +24,7 @@ from torchlake.cli.display import (
     wrapped,
 )
 from torchlake.cli.engine import engine_of_job
+from torchlake.cli.lines import STDIN, lines_as_table, predict_lines
 from torchlake.config.redaction import redacted
 from torchlake.display import grid
 from torchlake.errors import MissingExtra, TorchlakeError, UsageError, pip_install
@@ -173,13 +174,23 @@ def predict(
     from torchlake.scoring.predict import predict
 
     started = _seconds_running()
-    done = predict(model, table, output, engine=engine, **options)
+    if isinstance(table, list) and STDIN in table:
+        raise UsageError(f"Standard input ({STDIN}) is scored alone: leave out --input.")
+    source: Any = lines_as_table(model, options) if table == STDIN else table
+    done = predict(model, source, output, engine=engine, **options)
     outcome = _scored(done)
     values, lines = {**outcome.values}, list(outcome.lines)
     if profile:
         values["profile"] = {"python, torchlake": started, **done.profile}
         lines += ["", "seconds of each step", *grid([[step, f"{s:.2f}"] for step, s in values["profile"].items()])]
     return Outcome(values=values, lines=lines)
+
+
+def predict_printed(model: str, table: str, options: Mapping[str, Any], *, as_json: bool) -> Outcome:
+    """Score the lines of standard input and print their answers."""
+    if table != STDIN:
+        raise UsageError(f"Name an OUTPUT for the rows of {table}; only those of standard input ({STDIN}) are printed.")
+    return predict_lines(model, options, as_json=as_json)
 
 
 def rank(

@@ -1,13 +1,17 @@
-"""Standard output, errors and SIGTERM while a command runs.
+"""Standard output, errors, SIGTERM and closed pipes while a command runs.
 
 Under --json, file descriptor 1 itself points to standard error, so that C libraries and child processes, which do not
-use Python's `sys.stdout`, write there too.
+use Python's `sys.stdout`, write there too. A job whose standard error is a pipe stops when the pipe's reader is gone,
+as at SIGTERM: child processes write there, too, and save their work when this process tells them to stop.
 """
 
 import os
+import select
 import shlex
 import signal
+import stat
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
@@ -15,7 +19,13 @@ from typing import Any, TextIO
 
 from torchlake.cli.display import Outcome
 from torchlake.config.redaction import redacted
-from torchlake.errors import RankFailed, Terminated
+from torchlake.errors import Interrupted, RankFailed, Terminated, stopped_by
+
+PIPE_CLOSED = 128 + signal.SIGPIPE
+"The exit status of other tools whose output is not read to its end."
+KEEPING = ("train", "tune", "predict", "rank", "demo")
+"Commands that keep what was finished when they are stopped."
+_closed = False
 
 
 def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: str = "") -> Outcome:
@@ -28,19 +38,71 @@ def error_outcome(error: BaseException, message: str, exit_code: int, *, shown: 
     return Outcome(values={"error": redacted(described)}, lines=(), exit_code=exit_code)
 
 
-def resume_hint(words: Sequence[str]) -> str:
-    """Return the command that continues `torchlake WORDS` after it was stopped."""
-    return f"To continue, run it again: {shlex.join(['torchlake', *words])}"
+def stop_outcome(stop: KeyboardInterrupt | Interrupted, words: Sequence[str]) -> Outcome:
+    """Say in one sentence by what `torchlake WORDS` was stopped and what is kept, and in another how to continue."""
+    if isinstance(stop, KeyboardInterrupt):
+        text = stopped_by(stop.signum if isinstance(stop, Terminated) else signal.SIGINT)
+        if words[:1] and words[0] in KEEPING:
+            text += f"; {next(iter(getattr(stop, '__notes__', [])), 'nothing new was saved')}"
+        stop = Interrupted(text, signum=stop.signum if isinstance(stop, Terminated) else signal.SIGINT)
+    message = f"{str(stop)[:1].upper()}{str(stop)[1:]}."
+    command = shlex.join(["torchlake", *words])
+    shown = "" if stop.exit_code == PIPE_CLOSED else f"{message} To continue, run it again: {command}"
+    return error_outcome(stop, message, stop.exit_code, shown=shown)
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise Terminated on the first SIGTERM in the block; ignore further ones."""
+def interruptible(*, watched: bool) -> Iterator[None]:
+    """Raise Terminated on the first SIGTERM in the block, or if `watched` when the reader of standard error is gone."""
+    global _closed
+    _closed = False
     before = signal.signal(signal.SIGTERM, _terminated)
+    ours, theirs = os.pipe()
+    watching = threading.Thread(target=_watch_reader, args=(ours,), name="reader", daemon=True)
+    if watched and stat.S_ISFIFO(os.fstat(2).st_mode):
+        watching.start()
     try:
         yield
     finally:
+        os.close(theirs)
+        if watching.ident is not None:
+            watching.join()
+        os.close(ours)
         signal.signal(signal.SIGTERM, before)
+
+
+def lost_reader() -> bool:
+    """Return whether the last block of `interruptible` was stopped because the reader of standard error was gone."""
+    if _closed:
+        silence_closed()
+    return _closed
+
+
+def silence_closed() -> bool:
+    """Return whether standard output or error is a pipe without a reader; what is written there is dropped then."""
+    closed = [number for number in (1, 2) if _is_closed(number)]
+    for number in closed:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, number)
+        os.close(nothing)
+    return bool(closed)
+
+
+def _is_closed(number: int) -> bool:
+    poll = select.poll()
+    poll.register(number, 0)  # errors are always reported
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _watch_reader(until: int) -> None:
+    """Send SIGTERM to this process when the reader of standard error is gone, unless `until` is closed before."""
+    global _closed
+    poll = select.poll()
+    poll.register(2, 0)
+    poll.register(until, select.POLLIN)
+    if 2 in dict(poll.poll()):
+        _closed = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
@@ -63,7 +125,7 @@ def result_stream(as_json: bool) -> Iterator[TextIO]:
 def _terminated(signum: int, frame: FrameType | None) -> None:
     # A second SIGTERM must not interrupt the saving that the first one started.
     signal.signal(signal.SIGTERM, _already_stopping)
-    raise Terminated("Stopped by SIGTERM.")
+    raise Terminated(signum=signal.SIGPIPE if _closed else signal.SIGTERM)
 
 
 def _already_stopping(signum: int, frame: FrameType | None) -> None:

@@ -8,7 +8,6 @@ fault in torchlake itself exits with 70 and a traceback. `system_errors.py` expl
 import gc
 import json
 import logging
-import signal
 import sys
 import traceback
 from ast import literal_eval
@@ -17,7 +16,15 @@ from collections.abc import Sequence
 import typer
 
 from torchlake.cli.app import app
-from torchlake.cli.console import error_outcome, interruptible, result_stream, resume_hint
+from torchlake.cli.console import (
+    PIPE_CLOSED,
+    error_outcome,
+    interruptible,
+    lost_reader,
+    result_stream,
+    silence_closed,
+    stop_outcome,
+)
 from torchlake.cli.display import Outcome, plain
 from torchlake.cli.system_errors import explain_os_error
 from torchlake.config.redaction import redacted
@@ -29,11 +36,25 @@ log = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command (default: the process's arguments) and return its exit status."""
+    try:
+        code = _main(arguments)
+    except (BrokenPipeError, SystemExit, Terminated):  # typer exits if it cannot print a help text
+        if not silence_closed():
+            raise
+        return PIPE_CLOSED
+    return PIPE_CLOSED if lost_reader() else code
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     ours = words[: words.index("--")] if "--" in words else words
     words = ["version" if word == "--version" else word for word in words[:1]] + words[1:]
     as_json, quiet, verbose = (flag in ours for flag in ("--json", "--quiet", "--verbose"))
-    with log_level(quiet=quiet, verbose=verbose and not quiet), interruptible(), result_stream(as_json) as out:
+    with (
+        log_level(quiet=quiet, verbose=verbose and not quiet),
+        interruptible(watched=not quiet),
+        result_stream(as_json) as out,
+    ):
         outcome = _run(words)
         text = json.dumps(plain(outcome.values)) if as_json else "\n".join(outcome.lines)
         if text:
@@ -60,16 +81,14 @@ def _run(words: list[str]) -> Outcome:
         if callable(show):
             show(file=sys.stderr)
         return error_outcome(error, error.format_message(), UsageError.exit_code)
-    except Interrupted as error:
-        return error_outcome(error, str(error), error.exit_code, shown=f"{error}\n{resume_hint(words)}")
+    except (KeyboardInterrupt, Interrupted) as error:
+        return stop_outcome(error, words)
     except TorchlakeError as error:
         log.debug("%s", type(error).__name__, exc_info=True)
         return error_outcome(error, str(error), error.exit_code, shown=f"error: {error}")
-    except KeyboardInterrupt as error:
-        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
-        stop = Interrupted(str(error) or "Stopped by Ctrl-C.", signum=number)
-        return error_outcome(stop, str(stop), stop.exit_code, shown=f"{stop}\n{resume_hint(words)}")
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and silence_closed():
+            return Outcome(values={}, lines=(), exit_code=PIPE_CLOSED)
         known = explain_os_error(error, words) if isinstance(error, OSError) else None
         if known is not None:
             log.debug("%s", type(error).__name__, exc_info=True)

@@ -47,6 +47,17 @@ OptionalJob = Annotated[
     str | None, typer.Argument(metavar="JOB.yaml", help="Job file; optional if --set gives the required settings.")
 ]
 
+InputOrLines = Annotated[
+    str,
+    typer.Argument(metavar="INPUT", help="Table to score: a file, folder, glob or URL; -: lines of standard input."),
+]
+OptionalOutput = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OUTPUT", help="Where the scored rows go: a folder, URL or table (default with -: printed)."
+    ),
+]
+
 # init
 InitText = Annotated[str | None, _input("--text", "COLUMN", "Text column (default: guessed).")]
 InitPair = Annotated[

@@ -1,4 +1,4 @@
-"""Answer Ctrl-C with an immediate message when the shutdown takes seconds."""
+"""Answer Ctrl-C with an immediate message when the shutdown takes seconds, and say at the end what is kept."""
 
 import os
 import signal
@@ -7,10 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+STOPPING = "Stopping; press Ctrl-C again to abort."
+
 
 @contextmanager
-def announce_interrupt(message: str) -> Iterator[None]:
-    """Write `message` to standard error at the first Ctrl-C in the block; has no effect outside the main thread."""
+def announce_interrupt(kept: str) -> Iterator[None]:
+    """Write `STOPPING` to standard error at the first Ctrl-C in the block; has no effect outside the main thread.
+
+    `kept` says what is kept of the work in the block. A KeyboardInterrupt that leaves the block has it as a note.
+    """
+    try:
+        with _answered():
+            yield
+    except KeyboardInterrupt as stop:
+        stop.add_note(kept)
+        raise
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
@@ -21,7 +36,7 @@ def announce_interrupt(message: str) -> Iterator[None]:
         nonlocal shown
         if not shown:
             shown = True
-            os.write(2, f"\n{message}\n".encode())  # unbuffered, because the signal may interrupt a print
+            os.write(2, f"\n{STOPPING}\n".encode())  # unbuffered, because the signal may interrupt a print
         before(number, frame)
 
     signal.signal(signal.SIGINT, handle)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from torchlake.errors import Interrupted, Terminated, TorchlakeError
+from torchlake.errors import Interrupted, Terminated, TorchlakeError, stopped_by
 from torchlake.processes.serialization import LOST, Failure, describe_exit, signal_of, to_exception, unpack
 
 SETTLE_S = 0.2  # after a failure, for the report of a rank that failed earlier
@@ -120,9 +120,9 @@ def exit_failure(rank: int, code: int, node: str | None = None) -> Failure:
 
 
 def to_interrupted(stop: KeyboardInterrupt | Interrupted, message: str | None = None) -> Interrupted:
-    """Return `stop` as Interrupted, with the `message` of a rank (what it saved, how to resume) if there is one."""
+    """Return `stop` as Interrupted, with the `message` of a rank (what it saved) if there is one."""
     if isinstance(stop, Interrupted):
-        signum = stop.exit_code - 128
-    else:
-        signum = int(signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
-    return Interrupted(message or str(stop) or f"stopped by {signal.Signals(signum).name}", signum=signum)
+        return Interrupted(message or str(stop), signum=stop.exit_code - 128)
+    signum = stop.signum if isinstance(stop, Terminated) else int(signal.SIGINT)
+    by = stopped_by(signum)
+    return Interrupted(f"{by}{message.removeprefix('stopped')}" if message else by, signum=signum)

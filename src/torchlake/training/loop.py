@@ -187,10 +187,12 @@ def train_loop(
             if finished:
                 break
             if votes.stop:
-                writer.finish()  # the checkpoint is visible first, because the process may be killed after the report
-                raise Interrupted(
-                    f"stopped after step {step:,} of {total:,}; saved. Run the same command again to continue."
+                # The process may be killed as soon as it reports the stop: the checkpoint has to be visible before.
+                writer.finish()
+                at = (
+                    f"after step {step:,} of {total:,}; saved" if step else "before the first step; nothing was trained"
                 )
+                raise Interrupted(f"stopped {at}")
             launched = train_step(state, *upcoming.popleft(), progress, train, total, votes.flags)
             upcoming.extend(islice(batches, 1))
             state.collate_ahead([rows for _, rows in upcoming])
@@ -314,7 +316,8 @@ def _training_bar(rank: int, progress: TrainProgress, total: int, metric: str) -
         yield lambda steps, outcome: None
         return
     validated = speed = ""
-    with progress_bar("train", total, "steps", done=progress.step) as advance:
+    # Lines of a log also appear while no step ends: `ahead` is asked in a thread.
+    with progress_bar("train", total, "steps", done=progress.step, ahead=lambda: 0) as advance:
 
         def show(steps: int, outcome: metrics_log.Line) -> None:
             nonlocal validated, speed

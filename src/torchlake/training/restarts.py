@@ -30,7 +30,6 @@ from torchlake.runs import folder, metrics_log
 
 log = logging.getLogger(__name__)
 
-SAVING = "Saving a checkpoint; press Ctrl-C again to abort."
 POLL_INTERVAL_S = 30.0
 "Seconds between two checks for more capacity: a check queries the cluster, and a success costs a restart."
 
@@ -75,7 +74,7 @@ def run_with_restarts(
         where = "the beginning" if newest is None else f"step {step:,}"
         # Asked for each attempt, because the machine of a dead rank is gone, and others may have joined.
         number = engine.num_ranks(processes, None)
-        log.info("training on %d rank%s from %s", number, "s" * (number > 1), where)
+        log.info("training on %d rank%s from %s; loading the model", number, "s" * (number > 1), where)
         start = {
             **settings,
             "strategy": strategy_for(number),
@@ -83,7 +82,7 @@ def run_with_restarts(
             "attempt": launch,
         }
         try:
-            with announce_interrupt(SAVING), _watching_capacity(engine, processes, number, run):
+            with announce_interrupt(_kept(step)), _watching_capacity(engine, processes, number, run):
                 summary: dict[str, Any] = engine.launch(
                     plugins.carried(settings["spec"].task, train_rank),
                     start,
@@ -102,6 +101,12 @@ def run_with_restarts(
             log.info("%s", request)
         except OutOfMemory as error:
             log.warning("%s", error)
+        except Interrupted as stop:
+            if ";" in str(stop):  # a rank says what it saved
+                raise
+            saved = format.newest(store)[0]
+            kept = _kept(0 if saved is None else int(saved.state["step"]))
+            raise Interrupted(f"{stop}; {kept}", signum=stop.exit_code - 128) from stop
         except RankFailed as error:
             failed.append(f"attempt {len(failed) + 1}, from {where}: {str(error).splitlines()[0]}")
             if len(failed) > max_restarts:
@@ -148,6 +153,11 @@ def train_rank(settings: Mapping[str, Any]) -> dict[str, Any] | None:
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _kept(step: int) -> str:
+    """Return in words what is saved, by the step of the newest checkpoint."""
+    return f"the checkpoint of step {step:,} is kept" if step else "nothing was saved yet"
 
 
 @contextmanager

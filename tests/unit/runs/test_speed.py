@@ -61,6 +61,6 @@ def test_every_step_says_how_fast_it_was(tmp_path: Path, tiny_bert: Path) -> Non
         assert 0 < line["data_seconds"] < line["seconds"]
         assert 0 <= line["wait_seconds"] < line["seconds"]
         assert 2**25 < line["peak_memory_bytes"] < 2**36
-        assert 0 <= line["mfu"] < 2, "a tiny model on a busy machine: far below the rate of a large product"
+        assert "mfu" not in line, "what a CPU reaches depends on what else it does"
     peaks = [line["peak_memory_bytes"] for line in steps]
     assert peaks == sorted(peaks)
