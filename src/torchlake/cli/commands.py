@@ -58,12 +58,20 @@ def init(table: str | list[str], options: Mapping[str, Any]) -> Outcome:
     shown = list(done.classes.items())[:LABELS_SHOWN]
     lines = [*fact_lines(facts)]
     if shown:
-        lines += ["", *grid([["class", "rows", "share"], *([name, f"{n:,}", f"{n / total:.1%}"] for name, n in shown)])]
+        lines += [
+            "",
+            *grid([["class", "rows", "share"], *([_visible(name), f"{n:,}", f"{n / total:.1%}"] for name, n in shown)]),
+        ]
     if len(done.classes) > len(shown):
         lines.append(f"and {len(done.classes) - len(shown):,} more classes")
     lines += ["", *(f"warning: {warning}" for warning in done.warnings), *[""][: len(done.warnings)]]
     lines += [f"wrote {done.path}, and {done.schema.name} for editors", f"next: torchlake train {done.path}"]
     return Outcome(values=plain(done), lines=wrapped(lines))
+
+
+def _visible(name: str) -> str:
+    """Return a name in quotes if blanks at its ends could not be seen without them."""
+    return name if name == name.strip() else repr(name)
 
 
 def schema() -> Outcome:
@@ -204,7 +212,7 @@ def rank(
 
 def _scored(done: "Scored") -> Outcome:
     """Return the outcome of a job that scored a table."""
-    from torchlake.tables.output.failures import format_reasons
+    from torchlake.tables.output.failures import format_reasons, reason_hint
 
     names = ("rows_in", "rows_out", "rows_failed", "errors", "example", "seconds", "rows_per_s", "path")
     values = {**{name: getattr(done, name) for name in names}, "output": done.path}
@@ -216,7 +224,7 @@ def _scored(done: "Scored") -> Outcome:
     lines = fact_lines(shown)
     if done.rows_failed:
         lines += ["", "rows with an error, by reason", *(f"  {line}" for line in format_reasons(done.errors))]
-        lines.append(f"for example {done.example}")
+        lines.append(f"for example {done.example}{reason_hint(done.errors)}")
     return Outcome(values=values, lines=lines)
 
 

@@ -1,6 +1,7 @@
 """What a command returns, and how its values become lines of text or strict JSON."""
 
 import math
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,9 @@ from torchlake.display import grid
 
 WIDEST = 80
 "Columns of running text."
+QUOTED = re.compile(r"(?<!\w)('[^']*'|\"[^\"]*\")(?!\w)")
+BLANK = "\0"
+"Stands for a blank at which a line may not be broken."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +28,14 @@ class Outcome:
 
 def wrapped(lines: Sequence[str]) -> list[str]:
     """Return the lines, broken between words to fit the terminal and at most 80 columns; continued lines are
-    indented."""
+    indented.
+
+    A name in quotes stays whole, so that its blanks can be seen.
+    """
     width = min(shutil.get_terminal_size().columns, WIDEST) - 1
-    fitted = (textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
-    return [piece for pieces in fitted for piece in pieces or [""]]
+    whole = (QUOTED.sub(lambda quoted: quoted[0].replace(" ", BLANK), line) for line in lines)
+    fitted = (textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in whole)
+    return [piece.replace(BLANK, " ") for pieces in fitted for piece in pieces or [""]]
 
 
 def fact_lines(facts: Mapping[str, Any]) -> list[str]:

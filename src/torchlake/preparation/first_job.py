@@ -20,14 +20,14 @@ from torchlake.config.schema import job_schema
 from torchlake.config.sections.data import DataConfig
 from torchlake.config.sections.train import TrainConfig
 from torchlake.config.task_spec import LabelColumn, TaskSpec, label_name
-from torchlake.errors import UsageError
+from torchlake.errors import TableError, UsageError
 from torchlake.preparation.columns import Column, choose_label, choose_texts, describe_label, survey_columns
 from torchlake.preparation.labels import label_warnings, read_labels
 from torchlake.preparation.summary import describe_classes
 from torchlake.tables.record import local_output
 from torchlake.tables.sources._find import pinned
 from torchlake.tables.sources._options import ReadArguments, read_options
-from torchlake.tables.table import open_table
+from torchlake.tables.table import delimiter_hint, open_table
 
 TASK = "text_classification"
 MODEL = "roberta-base"
@@ -82,6 +82,8 @@ def write_first_job(
     path = local_output(output)
     options, version = read_options(read), pinned(table)
     source, task = open_table(version, options=options), plugins.load("tasks", TASK)
+    if hint := delimiter_hint(source.schema.names):
+        raise TableError(f"{source.source}: there is one column, {source.schema.names[0]!r}.{hint}")
     columns, rows, sampled = survey_columns(source, task)
     texts, pair = choose_texts(source, columns, text, text_pair)
     second = {} if pair is None else {"text_pair": pair.name}

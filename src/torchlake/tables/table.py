@@ -145,11 +145,27 @@ def open_table(
     )
 
 
+DELIMITERS = (";", "\t", "|")
+"What separates fields in CSV files, besides the comma."
+
+
 def missing_column(file: str, name: str, schema: pa.Schema) -> TableError:
     """Return the error for a missing column, with the nearest name and all names."""
     close = get_close_matches(name, schema.names, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = delimiter_hint(schema.names) or (f" Did you mean {close[0]!r}?" if close else "")
     return TableError(f"{file}: there is no column {name!r}.{hint} It has: {', '.join(schema.names) or 'no columns'}.")
+
+
+def delimiter_hint(names: Sequence[str]) -> str:
+    """Return what to do about a CSV file whose header was read as one name, such as id;text;label; else nothing."""
+    found = [mark for mark in DELIMITERS if len(names) == 1 and mark in names[0]]
+    if not found:
+        return ""
+    shown = "\\t" if found[0] == "\t" else found[0]
+    return (
+        f" Its fields seem to be separated by {found[0]!r}: give --csv 'delimiter={found[0]}', in a job "
+        f'data.csv: {{delimiter: "{shown}"}}.'
+    )
 
 
 def check_columns(file: str, columns: Sequence[str], schema: pa.Schema) -> None:

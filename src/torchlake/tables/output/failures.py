@@ -4,7 +4,7 @@ Cost: one read of the column `error`, of those parts that have failed rows.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -15,6 +15,7 @@ from torchlake.tables.formats.columnar import open_parquet
 from torchlake.tables.plan import Plan
 
 LINES = 5
+ENCODING_HINT = "bad_utf8: if a CSV file has another encoding than UTF-8, give --csv encoding=latin-1 or its name."
 ROWS_BEFORE_STOPPING = 1000
 
 
@@ -66,11 +67,17 @@ def format_reasons(errors: Mapping[str, int], lines: int = LINES) -> list[str]:
     return [*shown[: lines - 1], f"{len(rest):,} other reasons {sum(rest):,}"]
 
 
+def reason_hint(errors: Iterable[str]) -> str:
+    """Return what to do about rows whose error, or its reason, is among these; empty if there is nothing to say."""
+    return f" {ENCODING_HINT}" if any("bad_utf8" in error for error in errors) else ""
+
+
 def check_error_rate(failed: int, rows: int, total: int, max_error_rate: float, examples: Sequence[str]) -> None:
     """Raise TooManyErrors if more than the allowed share failed, of all rows or of the first 1,000 or more."""
     if failed <= max_error_rate * min(total, max(rows, ROWS_BEFORE_STOPPING)):
         return
     shown = f" For example: {'; '.join(examples)}." if examples else ""
+    shown += reason_hint(examples)
     raise TooManyErrors(
         f"{failed:,} of {rows:,} rows failed, more than max_error_rate={max_error_rate} allows.{shown} Nothing was "
         "published; finished chunks are kept. Fix the rows, or allow more with a higher max_error_rate; overwrite "
